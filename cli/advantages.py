@@ -16,6 +16,7 @@ from .option_groups import field_options, option_group
 from .output import percent, quoted, show, show_end
 from .paths import TRIE, WRITE
 from .progress import quiet_option
+from .sizes import TokenCounts
 
 if TYPE_CHECKING:
     from treepack.files.manifest import Manifest
@@ -31,6 +32,7 @@ _variant_options = option_group(
         segment={"metavar": "auto|recorded|turn|node|N"},
         min_depth={"type": click.IntRange(min=0)},
         lam={"name": "lambda"},
+        overlong={"type": TokenCounts(), "metavar": "LENGTH,BUFFER"},
         truncated={"metavar": "FIELD|none"},
         reject_equal={"name": "reject-equal/--keep-equal", "type": bool},
     ),
@@ -131,6 +133,7 @@ def show_advantages(trie: AnyPath, summary: AdvantagesSummary, options: Advantag
             f"trajectories {'left out' if options.rejected == 'drop' else 'given 0'}": summary.num_trajectories
             - len(estimates.kept),
             **({} if tree is None else {"segments": tree.segment, "subgroups": tree.num_subgroups}),
+            **({} if options.overlong is None else {"rollouts punished for their length": estimates.num_overlong}),
             **({"rollouts cut off": estimates.num_truncated} if options.estimator == "gae" else {}),
             "advantages": f"{len(values):,}, one per {owner}",
             **{f"advantage, {name}": value for name, value in _distribution(values).items()},

@@ -16,6 +16,11 @@ if TYPE_CHECKING:
     from treepack.train.step import StepMetrics
 
 
+# Divergence per token from which on sampler and trainer are two policies; rounding in bfloat16 gives about 0.001.
+LARGE_SAMPLER_KL = 0.01
+MANY_UNUSED = 0.2  # share of terms
+
+
 def step_values(metrics: StepMetrics) -> dict[str, str]:
     """Return the values of a step for its line."""
     held_out = metrics.evaluation.get("eval_loss")
@@ -39,6 +44,8 @@ def _named_means(metrics: StepMetrics) -> dict[str, float]:
         named |= {"KL": means["kl"]} if "kl" in means else {"KL to the old policy": means["old_kl"]}
         named |= {"entropy": means["entropy"]}
         named |= {"clip share": means["clip_fraction_low"] + means["clip_fraction_high"]}
+    if means.get("sampler_kl", 0.0) >= LARGE_SAMPLER_KL:
+        named |= {"KL from the sampler": means["sampler_kl"]}
     return named
 
 
@@ -48,7 +55,26 @@ def _outcome(steps: list[StepMetrics]) -> dict[str, Any]:
     # The loss of a policy is about 0 in every step, whatever it learns.
     losses = {} if "clip_fraction_low" in steps[0].means else {"first loss": steps[0].loss, "last loss": steps[-1].loss}
     names = [name for name in first if name in last]
-    return losses | {f"{name}, first and last": f"{first[name]:.4g}, {last[name]:.4g}" for name in names}
+    lines = losses | {f"{name}, first and last": f"{first[name]:.4g}, {last[name]:.4g}" for name in names}
+    return lines | _sampler_lines(steps[-1].means) | _unused_terms(steps)
+
+
+def _sampler_lines(means: dict[str, float]) -> dict[str, Any]:
+    """Return the line with the KL from the sampler by position, if it is large."""
+    # {"sampler_kl": 0.2, "sampler_kl_to_256": 0.1, "sampler_kl_to_1k": 0.3} -> "to 256: 0.1, to 1k: 0.3"
+    parts = {name[11:].replace("_", " "): value for name, value in means.items() if name.startswith("sampler_kl_")}
+    if not parts or means["sampler_kl"] < LARGE_SAMPLER_KL:
+        return {}
+    shown = ", ".join(f"{name}: {value:.3g}" for name, value in parts.items())
+    return {"KL from the sampler by position, last": shown}
+
+
+def _unused_terms(steps: list[StepMetrics]) -> dict[str, Any]:
+    """Return the line about terms without an advantage, if they are many."""
+    share = sum(each.means.get("zero_advantage", 0.0) for each in steps) / len(steps)
+    if share < MANY_UNUSED:
+        return {}
+    return {"terms with advantage 0": f"{share:.1%}; `treepack advantages --reject-equal` leaves out their groups"}
 
 
 def run_summary(run: TrainingRun, out: AnyPath, steps: list[StepMetrics]) -> dict[str, Any]:

@@ -36,9 +36,12 @@ def _parse_mix(_: click.Context, parameter: click.Parameter, value: str | None) 
 
 _SECTIONS = {
     "Data, model and output": "mix blocks model init-from out overwrite resume dry-run cache cache-size",
-    "Loss": "loss clip-low clip-high dual-clip denominator response-length kl kl-estimator entropy importance-cap "
-    "importance-mask importance-level sequence-mask "
-    "temperature beta value-coef value-clip router-aux routes",
+    "Loss": "loss denominator response-length entropy temperature router-aux routes",
+    "Ratios and clipping (policy losses)": "clip-low clip-high dual-clip old-logprobs",
+    "Sampler and trainer disagree (policy losses)": "importance-cap importance-floor importance-mask "
+    "importance-level sequence-mask",
+    "KL from a reference (policy losses)": "kl kl-estimator",
+    "Constants and values of single losses": "beta loss-constant value-coef value-clip",
     "Optimiser": "steps epochs rows-per-step lr min-lr-ratio warmup-steps weight-decay clip optimizer seed",
     "LoRA": "lora-rank lora-alpha lora-targets lora-dropout quantize merge",
     "Held-out rows": "eval eval-every patience",

@@ -22,6 +22,7 @@ from typing import Any
 
 import click
 import numpy as np
+import objective_table
 import pyarrow as pa
 import support_table
 
@@ -34,7 +35,6 @@ from treepack.ingest.readers.fields import token_fields
 from treepack.ingest.readers.fields.rewards import REWARDS
 from treepack.ingest.readers.format import KEEPS
 from treepack.ingest.readers.registry import all_formats
-from treepack.objectives import objective
 from treepack.pack.files import read_rows, write_packed
 from treepack.pack.plan.planning import plan_rows
 from treepack.pack.rows import pack_rows
@@ -118,7 +118,7 @@ def filled_page(name: str) -> str:
         "queries": lambda: _columns(schema.QUERIES),
         "example": _example,
         "token-fields": _token_fields,
-        "objectives": _objectives,
+        "objectives": objective_table.losses,
         "models": _models,
         "formats": _formats,
         "kept": _kept,
@@ -151,22 +151,6 @@ def _kept() -> str:
     for each in all_formats():
         kept = " | ".join("yes" if keep in each.keeps else "" for keep in KEEPS)
         lines.append(f"| `{each.name}` | {each.program} | {kept} |")
-    return "\n".join(lines) + "\n"
-
-
-def _objectives() -> str:
-    lines = ["| `--loss` | clip low | clip high | denominator |", "|---|---|---|---|"]
-    for name in objective.PRESETS:
-        chosen = objective.choose_objective(name)
-        is_clipped = chosen.is_policy and chosen.loss not in ("sapo", "vespo", "dro", "reinforce")
-        clips = [f"{chosen.clip_low:g}", f"{chosen.clip_high:g}"] if is_clipped else ["-", "-"]
-        values = [*clips, "-" if name in ("sft", "dpo") else chosen.denominator]
-        note = {
-            "sft": " (weighted cross-entropy)",
-            "dpo": f" (beta {chosen.beta:g})",
-            "value": f" (`--value-clip {chosen.value_clip:g}`)",
-        }.get(name, "")
-        lines.append(f"| `{name}`{note} | {' | '.join(values)} |")
     return "\n".join(lines) + "\n"
 
 

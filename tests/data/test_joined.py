@@ -39,6 +39,7 @@ def with_terms(batch: Batch, seed: int) -> Batch:
         group=torch.randint(trajectories, (trajectories,), generator=generator).int(),
         reward=torch.randn(trajectories, generator=generator, dtype=torch.float64),
         temperature=torch.rand(len(trained), generator=generator),
+        position=torch.arange(len(index), dtype=torch.int32),
         kept=RaggedTensor(torch.arange(len(trained) * 2, dtype=torch.int32), torch.arange(len(trained) + 1) * 2),
         teacher=TeacherLaw(
             torch.randn(len(trained), 1 + seed % 3, generator=generator),

@@ -13,11 +13,16 @@ from support.paths import ROOT
 
 
 def test_the_program_of_the_page_has_the_gradient_of_every_sequence_alone() -> None:
-    (program,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "online.md").read_text(), re.M | re.S)
+    program, with_our_loss = re.findall(
+        r"^```python\n(.*?)^```", (ROOT / "docs" / "online.md").read_text(), re.M | re.S
+    )
     names: dict[str, Any] = {"__name__": "__main__"}
     torch.manual_seed(0)
     exec(compile(program, "docs/online.md", "exec"), names)
     model, found = names["model"], gradients(names["model"])
+    exec(compile(with_our_loss, "docs/online.md", "exec"), names)
+    assert 0.99 < names["means"]["effective_sample_size"] <= 1
+    assert worst_error(gradients(model), found) > 1e-3, "the second loss adds its gradients"
     lengths = names["attention_mask"].sum(1).tolist()
     sequences = [row[:n].tolist() for row, n in zip(names["input_ids"], lengths, strict=True)]
     flags = [row[:n].tolist() for row, n in zip(names["scored"], lengths, strict=True)]

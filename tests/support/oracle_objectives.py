@@ -90,9 +90,10 @@ def clip(value: Tensor, low: float, high: float) -> Tensor:
 
 def policy_losses(rollout: Rollout, logprobs: dict[int, Tensor], o: Any, *, has_old: bool) -> dict[int, Tensor]:
     """The policy loss of each trained token, before KL, entropy and importance weights."""
+    recorded = rollout.sampling if o.old_logprobs == "sampler" else rollout.old
+    has_old = has_old or o.old_logprobs == "sampler"
     olds = {
-        j: torch.tensor(rollout.old[j], dtype=torch.float64) if has_old else logprobs[j].detach()
-        for j in rollout.trained
+        j: torch.tensor(recorded[j], dtype=torch.float64) if has_old else logprobs[j].detach() for j in rollout.trained
     }
     if o.loss == "gmpo":
         return gmpo_losses(rollout, logprobs, olds, o)
@@ -122,7 +123,8 @@ def cispo(logp: Tensor, old: Tensor, advantage: float, o: Any) -> Any:
 
 
 def sapo(logp: Tensor, old: Tensor, advantage: float, o: Any) -> Any:
-    tau = 1.0 if advantage > 0 else 1.05
+    constants = {"temperature_pos": 1.0, "temperature_neg": 1.05, **dict(o.loss_constants)}
+    tau = constants["temperature_pos" if advantage > 0 else "temperature_neg"]
     gate = 1 / (1 + torch.exp(-tau * (torch.exp(logp) / torch.exp(old) - 1)))
     return -gate * 4 / tau * advantage
 
@@ -171,9 +173,11 @@ def vespo_weight(
     for j in rollout.trained:
         product *= math.exp(logprobs[j].item() - olds[j].item())
         if o.importance_cap is not None:
-            product *= min(math.exp(olds[j].item() - rollout.sampling[j]), o.importance_cap)
-    k, rate = (2, 3) if advantage >= 0 else (3, 2)
-    return product**k * math.exp(rate * (1 - product))
+            product *= max(o.importance_floor, min(math.exp(olds[j].item() - rollout.sampling[j]), o.importance_cap))
+    constants: dict[str, float] = {"k_pos": 2, "lambda_pos": 3, "k_neg": 3, "lambda_neg": 2, **dict(o.loss_constants)}
+    k, rate = (constants[f"{name}_{'pos' if advantage >= 0 else 'neg'}"] for name in ("k", "lambda"))
+    weight: float = product**k * math.exp(rate * (1 - product))
+    return weight
 
 
 def correction(rollout: Rollout, logprobs: dict[int, Tensor], o: Any, j: int, *, has_old: bool) -> float:
@@ -185,7 +189,9 @@ def correction(rollout: Rollout, logprobs: dict[int, Tensor], o: Any, j: int, *,
         m = math.prod(ratios)
     elif o.importance_level == "geometric":
         m = math.prod(ratios) ** (1 / len(ratios))
-    factor = 1.0 if o.importance_cap is None or o.loss == "vespo" else min(m, o.importance_cap)
+    factor = 1.0
+    if o.importance_cap is not None and o.loss != "vespo":
+        factor = max(o.importance_floor, min(m, o.importance_cap))
     if o.importance_mask is not None and not o.importance_mask[0] <= m <= o.importance_mask[1]:
         return 0.0
     lag = sum(rollout.sampling[i] - logprobs[i].item() for i in rollout.trained) / len(rollout.trained)
@@ -194,7 +200,9 @@ def correction(rollout: Rollout, logprobs: dict[int, Tensor], o: Any, j: int, *,
     return factor
 
 
-def kl(logp: Tensor, ref: float, estimator: str) -> Tensor:
+def kl(logp: Tensor, ref: float, estimator: str, old: float) -> Tensor:
+    if estimator == "unbiased":
+        return torch.exp(logp - old) * (torch.exp(ref - logp) - (ref - logp) - 1)
     if estimator == "k1":
         return logp - ref
     if estimator == "k2":
@@ -210,7 +218,8 @@ def token_losses(model: Any, rollout: Rollout, o: Any, *, has_old: bool) -> dict
     losses = policy_losses(rollout, logprobs, o, has_old=has_old)
     for j in rollout.trained:
         losses[j] = losses[j] * correction(rollout, logprobs, o, j, has_old=has_old)
-        losses[j] = losses[j] + o.kl * kl(logprobs[j], rollout.ref[j], o.kl_estimator) - o.entropy * entropies[j]
+        divergence = kl(logprobs[j], rollout.ref[j], o.kl_estimator, rollout.old[j])
+        losses[j] = losses[j] + o.kl * divergence - o.entropy * entropies[j]
     if o.value_coef:
         losses = {j: losses[j] + o.value_coef * loss for j, loss in value_losses(model, rollout, o).items()}
     return losses

@@ -216,7 +216,6 @@ def test_a_lack_of_memory_in_pieces_names_the_smallest_plan(packed: Path, config
     [
         ({"carry": 0}, "carry is 0; expected a number of tokens of at least 1, auto or None"),
         ({"carry": "all"}, "carry is 'all'; expected"),
-        ({"carry": 5, "router_aux": 0.1}, "the auxiliary loss of routers needs whole rows"),
     ],
 )
 def test_options_that_exclude_pieces_are_refused(changes: dict[str, Any], complaint: str) -> None:

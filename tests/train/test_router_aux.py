@@ -18,18 +18,22 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from support.command_line import Run
 from support.oracle_model import Sample, gradients, make_row, packed_directory, tiny_config, worst_error
+from support.oracle_objectives import step_loss
+from support.packed_objectives import as_trajectories, opened, rollouts
 from support.rank_processes import CPU, Case, train_over
 from support.strategies import make
 from support.tiny_families import KeepFloat64, tiny_family
 from treepack.attention import IMPLEMENTATIONS, register
+from treepack.carry.backward import CarryOptions, RowsInPieces
 from treepack.costs.model_cost import shape_of
 from treepack.data.batch import make_batch
-from treepack.errors import TreepackError
 from treepack.model.experts.router_balance import RouterBalance
-from treepack.model.forward import hidden_states, row_loss
+from treepack.model.forward import WholeRows, hidden_states, row_loss
 from treepack.model.layers import find_layers
 from treepack.model.loaded import LoadedModel
+from treepack.objectives.denominators import step_factors, trajectory_table
 from treepack.objectives.objective import choose_objective
+from treepack.objectives.row_numbers import LossPart
 from treepack.train.loop import train
 from treepack.train.options import TrainOptions
 from treepack.train.setup.opening import open_run, open_verification
@@ -108,6 +112,33 @@ def test_rows_of_trees_give_the_gradients_of_the_trajectories_one_by_one(kind: s
         assert worst_error(gradients(model), expected) > 1e-3, "outside the block nothing is added"
 
 
+@pytest.mark.parametrize("limit", [None, 3])
+@pytest.mark.parametrize(("name", "kind"), [("grpo", "qwen3_moe"), ("gspo", "mixtral")])
+def test_policy_losses_add_it_whole_and_in_pieces(tmp_path: Path, name: str, kind: str, limit: int | None) -> None:
+    register()
+    model, samples, objective = tiny_family(kind), rollouts(), choose_objective(name)
+    dataset = opened(tmp_path / "packed", samples, [i % 3 for i in range(len(samples))])
+    with KeepFloat64():
+        loss = step_loss(model, samples, objective)
+        _, auxiliary, _ = flat(model, [Sample(tuple(one.tokens), tuple(one.weights)) for one in samples])
+        torch.autograd.backward(loss + COEFFICIENT * auxiliary)
+        expected = gradients(model)
+        model.zero_grad()
+        model.set_attn_implementation(IMPLEMENTATIONS["reference"])
+        loaded = LoadedModel(model, kind, "reference", ())
+        runner = WholeRows(loaded) if limit is None else RowsInPieces(loaded, CarryOptions(limit))
+        balance = RouterBalance(model, COEFFICIENT, source=kind)
+        for batch in dataset:
+            with balance.counting(batch.scale):
+                runner.forward(batch)
+        assert balance.finish(balance.sums()) == pytest.approx(float(auxiliary.detach()), rel=1e-12)
+        rows = list(range(len(dataset)))
+        for row, factors in zip(rows, step_factors(trajectory_table(dataset, objective), rows, objective), strict=True):
+            with balance.attached(dataset[row].scale):
+                runner.backward(dataset[row], LossPart(objective, torch.from_numpy(factors)))
+        assert worst_error(gradients(model), expected) <= 1e-9
+
+
 def trajectories() -> list[Trajectory]:
     return [
         make(f"t{i}", list(sample.tokens), spans=[(1, len(sample.tokens), 1.0)], group="g")
@@ -165,9 +196,19 @@ def test_two_ranks_balance_as_one_process_does(packed: Path, mixture: Path) -> N
             assert record["grad_norm"] == pytest.approx(twin["grad_norm"], rel=tolerance)
 
 
-def test_other_losses_and_other_models_refuse_it(packed: Path, tmp_path: Path, treepack: Run) -> None:
-    with pytest.raises(TreepackError, match=r"router_aux is 0\.3 with the loss grpo; reinforcement learning and dpo"):
-        options(objective=choose_objective("grpo"))
+@pytest.mark.slow
+def test_two_ranks_balance_a_policy_loss_in_pieces(mixture: Path, tmp_path: Path) -> None:
+    rows = packed_directory(tmp_path / "terms", as_trajectories(rollouts()), capacity=24)
+    changes = {"epochs": 2, "rows_per_step": 3, "router_aux": COEFFICIENT}
+    whole, pieces = (Case(str(carry), rows, mixture, {**changes, "carry": carry}, loss="grpo") for carry in (None, 5))
+    (expected,) = train_over(0, tmp_path, [whole]).values()
+    (result,) = train_over(2, tmp_path, [pieces]).values()
+    for record, twin in zip(result["records"], expected["records"], strict=True):
+        for name in ("router_aux", "grad_norm", "sampler_kl", "entropy", "zero_advantage"):
+            assert record[name] == pytest.approx(twin[name], rel=1e-4)
+
+
+def test_other_models_refuse_it(packed: Path, tmp_path: Path, treepack: Run) -> None:
     dense = tiny_config(tmp_path / "dense.json")
     result = treepack("train", packed, "--model", dense, "--out", tmp_path / "out", "--router-aux", 0.1)
     assert result.status == 1

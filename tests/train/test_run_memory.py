@@ -26,8 +26,10 @@ from treepack.train.setup.memory_input import MemoryInput
 from treepack.train.setup.run_data import open_data
 from treepack.train.setup.run_memory import MemoryChoices, choose_memory
 from treepack.train.setup.run_model import check_fit, load_run_model
+from treepack.train.setup.run_plan import ModelProbe
 
 OPTIONS = TrainOptions(device="cpu", rows_per_step=2, compile=False, loss_chunk=64)
+PLAIN = ModelProbe(False, 4, 64, 12, 1000, 200.0, 100.0, 1e-4, 1.25e-4, 1e-3)
 Plan = Callable[..., tuple[MemoryChoices, MemoryInput]]
 
 
@@ -131,7 +133,10 @@ def test_options_with_values_measure_nothing(plan: Plan) -> None:
     assert adapted.recomputed == 4
 
 
-def test_compilation_that_pays_is_tried_and_measured(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compilation_that_pays_is_tried_and_measured(
+    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     short, given = plan(device_for(0), compile="auto", carry=None)
     assert not has_compiled_layers(given.loaded.causal)
@@ -149,6 +154,12 @@ def test_compilation_that_pays_is_tried_and_measured(plan: Plan, monkeypatch: py
     assert fused.plan.compile
     assert has_compiled_layers(given.loaded.causal)
     assert any(line.startswith("compile on: 50.0 us for a token instead of 100.0, after ") for line in fused.lines)
+    # With the record of this machine, layers without compilation are not measured again.
+    before = device.passes
+    again, _ = plan(device, compile="auto", carry=None)
+    assert "compile on: 50.0 us for a token instead of 100.0 in an earlier run" in again.lines
+    assert device.passes - before < before
+    assert again.plan.options == fused.plan.options
 
 
 def test_layers_are_as_before_if_the_compiler_fails(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,6 +173,7 @@ def test_layers_are_as_before_if_the_compiler_fails(plan: Plan, monkeypatch: pyt
 
     monkeypatch.setattr(torch, "compile", fails)
     monkeypatch.setattr(run_memory, "pays", lambda *_: True)
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     choices, given = plan(device_for(0), compile="auto", carry=None)
     assert not choices.plan.compile
     assert not has_compiled_layers(given.loaded.causal)
@@ -171,12 +183,12 @@ def test_layers_are_as_before_if_the_compiler_fails(plan: Plan, monkeypatch: pyt
 def test_a_machine_remembers_the_saving(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _, given = plan(device_for(0), carry=None)
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-    keep_compilation(given.loaded, "fp32", CompilationRecord(0.4, 1e-5))
+    keep_compilation(given.loaded, "fp32", CompilationRecord(0.4, PLAIN))
     assert known_compilation(given.loaded, "fp32") is None
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     assert known_compilation(given.loaded, "fp32") is None
-    keep_compilation(given.loaded, "fp32", CompilationRecord(0.4, 1e-5))
-    assert known_compilation(given.loaded, "fp32") == CompilationRecord(0.4, 1e-5)
+    keep_compilation(given.loaded, "fp32", CompilationRecord(0.4, PLAIN))
+    assert known_compilation(given.loaded, "fp32") == CompilationRecord(0.4, PLAIN)
     assert known_compilation(given.loaded, "bf16") is None
     (path,) = (tmp_path / "treepack").iterdir()
     path.write_text(json.dumps([]))
@@ -188,8 +200,8 @@ def test_a_machine_remembers_the_saving(plan: Plan, tmp_path: Path, monkeypatch:
     [
         (compile_choice.COLD / compile_choice.USUAL_SAVING + 1, None, True),
         (compile_choice.COLD / compile_choice.USUAL_SAVING - 1, None, False),
-        (compile_choice.WARM / 0.5 + 1, CompilationRecord(0.5, 1.0), True),
-        (1e9, CompilationRecord(-0.1, 1.0), False),
+        (compile_choice.WARM / 0.5 + 1, CompilationRecord(0.5, PLAIN), True),
+        (1e9, CompilationRecord(-0.1, PLAIN), False),
     ],
 )
 def test_compilation_pays_if_the_run_is_long_enough(

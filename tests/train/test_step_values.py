@@ -34,3 +34,13 @@ def test_the_summary_of_a_policy_has_its_means_and_that_of_others_the_loss() -> 
     assert summary._outcome([metrics(2.0), metrics(1.0)]) == {"first loss": 2.0, "last loss": 1.0}
     pairs = summary._outcome([metrics(0.7, accuracy=0.5, margin=0.0)])
     assert pairs["accuracy, first and last"] == "0.5, 0.5"
+
+
+def test_a_large_divergence_from_the_sampler_and_many_terms_without_advantage_are_said() -> None:
+    means = {**MEANS, "sampler_kl": 0.5, "sampler_kl_to_256": 0.25, "sampler_kl_to_1k": 0.75, "zero_advantage": 0.5}
+    shown = summary._outcome([metrics(0.0, **means), metrics(0.0, **means)])
+    assert shown["KL from the sampler by position, last"] == "to 256: 0.25, to 1k: 0.75"
+    assert shown["KL from the sampler, first and last"] == "0.5, 0.5"
+    assert shown["terms with advantage 0"].startswith("50.0%; `treepack advantages --reject-equal`")
+    small = summary._outcome([metrics(0.0, **MEANS, sampler_kl=0.001, zero_advantage=0.1)])
+    assert not [name for name in small if "sampler" in name or "advantage" in name]

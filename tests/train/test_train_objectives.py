@@ -87,7 +87,8 @@ def test_metrics_hold_the_mean_reward_and_the_means_of_the_objective(tmp_path: P
     common = {field.name for field in fields(StepMetrics)} - {"means", "evaluation", "passes"}
     kinds = {
         "sft": {"reward"},
-        "grpo": {"reward", "ratio", "clip_fraction_low", "clip_fraction_high", "old_kl", "entropy"},
+        "grpo": {"reward", "ratio", "clip_fraction_low", "clip_fraction_high", "old_kl", "entropy", "zero_advantage"}
+        | {"sampler_kl"},  # by position, too, for rows of more than 256 tokens
     }
     for name, means in kinds.items():
         train_on(packed, config, choose_objective(name))

@@ -175,6 +175,18 @@ class RowsInPieces:
         assert values is not None
         return values
 
+    @torch.no_grad()
+    def forward(self, batch: Batch) -> None:
+        """Run the layers over each token once, without gradients, for hooks that count something.
+
+        Raises:
+            TreepackError: as `loss`.
+        """
+        row = self._open(batch, with_gradients=False)
+        for each in row.plan.passes:
+            with row.running(each) as piece, self.options.autocast():
+                self.loaded.compute(partial(hidden_states, self.loaded, piece.batch, **piece.options))
+
     def _open(self, batch: Batch, *, with_gradients: bool) -> CarriedRow:
         options = self.options
         return open_row(self.loaded, batch, options.limit, with_gradients=with_gradients, memory=options.memory)

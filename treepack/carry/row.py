@@ -33,6 +33,7 @@ from treepack.data.transfers import sent
 from treepack.memory.host_pages import CarriedBytes
 from treepack.model.accept.first_batch import check_positions
 from treepack.model.experts.replay import check_routes
+from treepack.model.experts.router_balance import places_of_piece
 from treepack.model.forward import hidden_states
 from treepack.model.layers import recomputes
 from treepack.model.loaded import LoadedModel
@@ -92,7 +93,12 @@ class CarriedRow:
         try:
             self.stack.enter(each)
             self._states.enter(each)
-            with self._routes.running(each), _uncompiled() if each.size == 1 else nullcontext():
+            tokens = self._order[each.begin : each.end]
+            with (
+                self._routes.running(each),
+                places_of_piece(self.loaded.causal, tokens),
+                _uncompiled() if each.size == 1 else nullcontext(),
+            ):
                 yield self._prepare(each)
             others = CarriedBytes(self._routes.num_bytes + self._states.num_bytes, 0)
             self.most_bytes = self.most_bytes.most(self.stack.num_bytes.plus(self.outputs.num_bytes).plus(others))

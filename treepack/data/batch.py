@@ -44,7 +44,7 @@ _TERM_COLUMNS = ("trajectory", "weight", "advantage", *_LOGPROBS, *_CREDIT)
 _OF_TRAJECTORIES = (("reward", "trajectory_rewards"), ("rollout", "trajectory_rollouts"))
 
 # Fields of `TermTensors` with one value per term, and with one per entry of `tokens`; others have one per trajectory.
-PER_TERM = ("index", *_TERM_COLUMNS)
+PER_TERM = ("index", "position", *_TERM_COLUMNS)
 PER_SCORED = ("tokens", "temperature", "kept", "teacher")
 
 
@@ -63,8 +63,9 @@ class TermTensors:
     equal for trajectories of the row that share a group; reward float64 [K]; rollout int32 [K], the first trajectory of
     the same rollout (-1 for a turn of several paths), or None if each is its own. A critic learns `returns` float64
     [N], and `old_values` float64 [N] are its old values of the states before the tokens. `edge_factor` float64 [N]
-    gives each edge of the sampled tree a total weight of 1. A column that the directory lacks is None; a missing value
-    is NaN. `teacher` has the teacher's law at each of `tokens`, and `teacher_logprob` float32 [N] its log-probability.
+    gives each edge of the sampled tree a total weight of 1. `position` int32 [N] is the place of the token in its
+    trajectory, from 0. A column that the directory lacks is None; a missing value is NaN. `teacher` has the teacher's
+    law at each of `tokens`, and `teacher_logprob` float32 [N] its log-probability.
     """
 
     tokens: Tensor
@@ -83,6 +84,7 @@ class TermTensors:
     edge_factor: Tensor | None = None
     rollout: Tensor | None = None
     kept: RaggedTensor | None = None
+    position: Tensor | None = None
     teacher_logprob: Tensor | None = None
     teacher: TeacherLaw | None = None
 
@@ -207,7 +209,7 @@ def empty_batch(length: int, *, terms: bool = False) -> Batch:
 def _empty_terms() -> TermTensors:
     # Every column that an objective reads is present; the rest is float32. A row of padding has no temperature.
     dtypes = {"tokens": torch.int64, "index": torch.int32, "trajectory": torch.int32}
-    dtypes |= {"group": torch.int32, "rollout": torch.int32}
+    dtypes |= {"group": torch.int32, "rollout": torch.int32, "position": torch.int32}
     dtypes |= dict.fromkeys(("weight", "advantage", "reward", *_CREDIT), torch.float64)
     names = [field.name for field in fields(TermTensors) if field.name not in ("temperature", "kept", "teacher")]
     columns: dict[str, Any] = {name: torch.zeros(0, dtype=dtypes.get(name, torch.float32)) for name in names}
@@ -244,7 +246,7 @@ def make_batch(row: Row, *, multiple: int = 1) -> Batch:
         total_weight=float(row.loss_weight.sum()),
         tokens_flat=int(row.scale.sum()),
         routes=None if row.routes is None else route_tensor(row.routes, padding),
-        terms=None if row.terms is None else _make_terms(row.terms, row.trajectory_groups, length),
+        terms=None if row.terms is None else _make_terms(row, row.terms),
         **tensors,
     )
 
@@ -267,10 +269,11 @@ def missing_expert(dtype: torch.dtype) -> int:
     return 255 if dtype == torch.uint8 else -1
 
 
-def _make_terms(terms: RowTerms, groups: list[str], length: int) -> TermTensors:
+def _make_terms(row: Row, terms: RowTerms) -> TermTensors:
+    groups = row.trajectory_groups
     ids, logprobs = terms.teacher_topk_ids, terms.teacher_topk_logprobs
     laws = None if ids is None or logprobs is None else (ids, logprobs)
-    scored = scored_tokens(terms.token, terms.temperature, length, terms.kept_ids, laws)
+    scored = scored_tokens(terms.token, terms.temperature, len(row.input_ids), terms.kept_ids, laws)
     # Groups are numbered by first appearance: ["x", "y", "x"] -> [0, 1, 0].
     codes = {name: code for code, name in enumerate(dict.fromkeys(groups))}
     columns: dict[str, Any] = {
@@ -280,6 +283,7 @@ def _make_terms(terms: RowTerms, groups: list[str], length: int) -> TermTensors:
     return TermTensors(
         **scored,
         group=torch.tensor([codes[name] for name in groups], dtype=torch.int32),
+        position=torch.from_numpy(row.position_ids[terms.token].astype(np.int32)),
         **columns,
     )
 

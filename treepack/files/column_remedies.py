@@ -5,7 +5,7 @@ REMEDIES = {
     "term_advantage": "compute them with `treepack advantages`, or give every rollout an advantage, and pack again",
     "trajectory_rewards": "give every rollout a reward and pack them again",
     "term_sampling_logprob": "give every rollout the sampler's log-probabilities and pack them again, or omit "
-    "--importance-cap",
+    "--importance-cap, --importance-mask, --sequence-mask and --old-logprobs",
     "term_old_logprob": "write all of them with `treepack logprobs --column old`",
     "term_ref_logprob": "write them with `treepack logprobs --column ref`",
     "term_teacher_logprob": "write them with `treepack logprobs --column teacher`, or give --teacher MODEL",

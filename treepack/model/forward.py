@@ -158,6 +158,9 @@ class RowRunner(Protocol):
     def values(self, batch: Batch) -> Tensor:
         """Return the values of the states after all tokens [num_tokens]."""
 
+    def forward(self, batch: Batch) -> None:
+        """Run the layers over each token once, without gradients, for hooks that count something."""
+
 
 @dataclass(frozen=True)
 class WholeRows:
@@ -225,6 +228,16 @@ class WholeRows:
         head, tokens = require_value_head(self.loaded), torch.arange(batch.num_tokens, device=self.loaded.device)
         values: Tensor = self._run(self._prepared(batch), lambda states, _: head(states, tokens))
         return values
+
+    @torch.no_grad()
+    def forward(self, batch: Batch) -> None:
+        """Run the layers over each token once, without gradients, for hooks that count something.
+
+        Raises:
+            TreepackError: as `hidden_states`.
+        """
+        with self.autocast():
+            self.loaded.compute(partial(hidden_states, self.loaded, self._prepared(batch)))
 
     def _prepared(self, batch: Batch) -> Batch:
         return prepare_batch(self.loaded, batch) if batch.schedule is None else batch

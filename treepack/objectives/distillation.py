@@ -34,6 +34,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from treepack.objectives.trajectory_ratios import gather_logprobs
+
 if TYPE_CHECKING:
     from treepack.data.batch import TermTensors
     from treepack.objectives.objective import Objective
@@ -89,14 +91,13 @@ def with_teacher(terms: TermTensors, logprobs: Tensor, divergences: Tensor | Non
     """
     if objective.rewarded and not objective.teacher_kl:
         return terms
-    student, advantage = terms.old_logprob, terms.advantage
-    if student is None:
-        student = logprobs.detach().index_select(0, terms.index)
+    _, student = gather_logprobs(logprobs.detach(), terms, objective)
+    advantage = terms.advantage
     if not objective.rewarded or advantage is None:
-        advantage = torch.zeros_like(student, dtype=torch.float64)
+        advantage = torch.zeros_like(student)
     if objective.teacher_kl:
         assert terms.teacher_logprob is not None
-        gain = terms.teacher_logprob.double() - student.double()
+        gain = terms.teacher_logprob.double() - student
         if objective.teacher_baseline:
             assert divergences is not None
             gain = gain + divergences.detach().double().index_select(0, terms.index)

@@ -23,54 +23,25 @@ v_i is the weight of the trajectory (column trajectory_weights), which is a fact
 record, or its leaf weight in a sampled tree. W_i / v_i is the sum of its span weights. With v_i = 1, V is the number of
 trajectories.
 
-With r_t = exp(logp_t - old_t), A_t the advantage, sg() no gradient, and clip(r) = min(max(r, 1 - low), 1 + high):
+docs/objectives.md has the l of every loss with its paper, and `surrogates` computes them. A policy loss has more parts,
+with x = ref_t - logp_t, k1 = -x, k2 = x^2 / 2, k3 = exp(x) - 1 - x (Schulman 2020, http://joschu.net/blog/kl-approx.html),
+unbiased = k3 exp(logp_t - old_t) (DeepSeek-V3.2, 2512.02556), H_t the entropy of softmax(logits / T) at the sampler's
+temperature T, and sg() no gradient:
 
-    ppo     -min(r_t A_t, clip(r_t) A_t)                            Schulman et al. 2017 (1707.06347), eq. 7
-            if A_t < 0, at most -dual_clip A_t                      Ye et al. 2020 (1912.09729)
-    grpo    the same, one mean per trajectory, plus kl              Shao et al. 2024 (2402.03300), eq. 3
-    dapo    grpo with clip_high 0.28 and one mean over tokens       Yu et al. 2025 (2503.14476), eq. 8
-            (of the step, as in its code; the equation has a mean over each group: denominator group)
-    dr_grpo grpo without the division by lengths: global            Liu et al. 2025 (2503.20783), sec. 3.2
-    gspo    the same with s_t = sg(s_i) exp(logp_t - sg(logp_t)),   Zheng et al. 2025 (2507.18071), eq. 7 and 13
-            s_i = exp(mean over i's tokens of logp - old)           (with one advantage per trajectory: eq. 5)
-    cispo   -sg(clip(r_t)) A_t logp_t                               MiniMax 2025 (2506.13585), eq. 4
-    luspo   gspo with a sum over tokens in place of a mean: global  Liu et al. 2026 (2602.05261)
-    gmpo    -A_t times the geometric mean over i's tokens of r      Zhao et al. 2025 (2507.20673)
-            with log r clipped to -low .. high, as in ppo
-    sapo    -(4 / tau) sigmoid(tau (r_t - 1)) A_t                   SAPO 2025 (2511.20347)
-            tau 1 if A_t > 0, else 1.05
-    vespo   -sg(phi(w_i)) A_t logp_t, w_i = product over i of r     VESPO 2026 (2602.10693)
-            phi(w) = w^k exp(lambda (1 - w)); k, lambda 2, 3
-            if A_t >= 0, else 3, 2
-    dppo    -sg(min(r_t, dual_clip)) A_t logp_t, without the terms  DPPO 2026 (2602.04879)
-            that have moved in the direction of A_t by more than
-            low or high: |p - old p| (dppo_tv), or the KL
-            divergence of token against rest (dppo_kl)
-    dro     -(A_t logp_t - beta / 2 (logp_t - old_t)^2)             Richemond et al. 2024 (2405.19107)
-    reinforce  -A_t logp_t                                          Williams 1992
-    dpo     -log sigmoid(beta (h_c - h_r)),                         Rafailov et al. 2023 (2305.18290), eq. 7
-            h_i = sum over i's tokens of logp - ref
-    value   the clipped value loss of a critic alone                `value_loss`
-
-plus kl * k_t - entropy * H_t, with x = ref_t - logp_t and k1 = -x, k2 = x^2 / 2, k3 = exp(x) - 1 - x (Schulman 2020,
-http://joschu.net/blog/kl-approx.html) and H_t the entropy of the distribution of the token, softmax(logits / T) at the
-sampler's temperature T. With `value_coef`, one model learns policy and values: the loss is that of the policy plus
-value_coef times the value loss.
+    l_t = sg(weight_t) surrogate_t + kl * k_t - entropy * H_t + value_coef * value loss
 
 Sampler and trainer may disagree. With m_t = exp(old_t - sampling_t), or its product or geometric mean over the
-trajectory (`importance_level`), the term before kl and entropy is multiplied by
+trajectory (`importance_level`), weight_t is 1 times
 
-    sg(min(m, importance_cap))                   truncated importance weights (Yao et al. 2025,
-                                                 https://fengyao.notion.site/off-policy-rl)
-    1 if low <= m <= high, else 0                `importance_mask`: rejection of tokens or sequences
-    0 if A_t < 0 and the mean over i's tokens of `sequence_mask`: stale sequences with a negative advantage
-    sampling - logp is larger, else 1            (DeepSeek-V3.2, 2512.02556, eq. 9)
+    min(max(m, importance_floor), importance_cap)    truncated importance weights (Yao et al. 2025,
+                                                     https://fengyao.notion.site/off-policy-rl)
+    1 if low <= m <= high, else 0                    `importance_mask`: rejection of tokens or sequences
+    0 if A_t < 0 and the mean over i's tokens of     `sequence_mask`: stale sequences with a negative advantage
+    sampling - logp is larger, else 1                (DeepSeek-V3.2, 2512.02556, eq. 9)
 
-vespo has min(m_t, importance_cap) of each token in w_i, and no weight besides.
-
-The pairs of DPO are all pairs of trajectories of one group with different rewards; the one with the higher reward is
-the chosen one. The loss is the mean over the pairs of the step. Without old log-probabilities, old is sg(logp): the
-update is on-policy and every ratio is 1.
+vespo has the bounded m_t of each token in w_i, and no weight besides. Without old log-probabilities, old is sg(logp):
+the update is on-policy and every ratio is 1. With `old_logprobs` "sampler", old is the sampler's. The pairs of DPO are
+all pairs of trajectories of one group with different rewards; the loss is the mean over the pairs of the step.
 
 This file needs neither a model nor files: tensors in, a scalar out. `denominators` computes f and refuses unsuitable
 data.
@@ -89,7 +60,7 @@ from treepack.errors import TreepackError
 from treepack.files.column_remedies import REMEDIES
 from treepack.objectives.distillation import with_teacher
 from treepack.objectives.objective import Objective
-from treepack.objectives.policy_terms import TERM_MEANS, term_sums
+from treepack.objectives.policy_terms import SAMPLER_KL, SAMPLER_WEIGHT, TERM_MEANS, term_sums
 from treepack.objectives.preferences import PAIR_MEANS, dpo_loss
 from treepack.objectives.term_slices import TERM_CHUNK, term_slices
 from treepack.objectives.trajectory_ratios import trajectory_ratios
@@ -153,11 +124,23 @@ def step_means(sums: dict[str, float]) -> dict[str, float]:
     """Return the means of a step from the summed sums of `objective_loss` of its rows; empty without any."""
     weight = sums.get("weight", 1.0)  # total weight of the terms, or pairs
     means = explain_variance({name: value / weight for name, value in sums.items() if name != "weight"})
+    means = _sampler_means(means)
     square = means.pop("importance_square", None)
     if square is None:
         return means
     # (sum w m)^2 / (sum w sum w m^2): the share of the terms that would count as much with equal weights
     return {**means, "effective_sample_size": means["importance"] ** 2 / square if square else 0.0}
+
+
+def _sampler_means(means: dict[str, float]) -> dict[str, float]:
+    """Return the means with the divergence from the sampler: over all known terms, and by their positions."""
+    others = dict(means)
+    divergences = [others.pop(name, 0.0) for name in SAMPLER_KL]
+    weights = [others.pop(name, 0.0) for name in SAMPLER_WEIGHT]
+    if not sum(weights):
+        return others
+    parts = {name: kl / w for name, kl, w in zip(SAMPLER_KL, divergences, weights, strict=True) if w}
+    return {**others, "sampler_kl": sum(divergences) / sum(weights), **(parts if len(parts) > 1 else {})}
 
 
 def _policy_loss(
@@ -215,7 +198,7 @@ def sum_names(objective: Objective) -> tuple[str, ...]:
 
 def _policy_means(objective: Objective) -> tuple[str, ...]:
     absent = set() if objective.kl else {"kl"}
-    absent |= set() if objective.corrects_sampler else {"importance", "importance_square", "sampler_kl"}
+    absent |= set() if objective.corrects_sampler else {"importance", "importance_square"}
     absent |= set() if objective.importance_cap is not None else {"truncated"}
     absent |= set() if objective.reads_law else {"divergence"}
     absent |= set() if objective.teacher_kl else {"teacher_kl"}

@@ -8,10 +8,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from treepack.errors import TreepackError
+from treepack.objectives.other_losses import refuse_other_loss
 from treepack.option_fields import check_options, option
 
 # Losses of a policy whose slope by a log-probability depends on this token alone, and the others.
@@ -20,7 +22,7 @@ SEQUENCE_LOSSES = ("gspo", "gmpo", "vespo")
 POLICY_LOSSES = (*TOKEN_LOSSES, *SEQUENCE_LOSSES)
 LOSSES = ("sft", *POLICY_LOSSES, "dpo", "value")
 DENOMINATORS = ("token", "trajectory", "group", "global", "edge")
-ESTIMATORS = ("k1", "k2", "k3")
+ESTIMATORS = ("k1", "k2", "k3", "unbiased")
 LEVELS = ("token", "sequence", "geometric")
 
 GREEDY = ", because ratios need the probabilities of a sampler, and greedy sampling has none"
@@ -56,20 +58,29 @@ _PRESETS: dict[str, dict[str, Any]] = {
     "value": {"denominator": "token"},
 }
 PRESETS = tuple(_PRESETS)
+# Constants of single losses with their usual values, by the names that TRL gives them.
+CONSTANTS: dict[str, dict[str, float]] = {
+    # Temperatures of the gate for advantages above 0, and for the others.
+    "sapo": {"temperature_pos": 1.0, "temperature_neg": 1.05},
+    # The weight w^k exp(lambda (1 - w)) for advantages from 0 on, and below.
+    "vespo": {"k_pos": 2.0, "lambda_pos": 3.0, "k_neg": 3.0, "lambda_neg": 2.0},
+}
 
 # Options about a teacher.
 DISTILLATION = ("distill", "distill_beta", "teacher_kl", "teacher_baseline", "teacher", "rewarded")
 
 _CLIPS = {"clip_low", "clip_high"}
 _POLICY = set(
-    "denominator response_length kl kl_estimator entropy importance_cap importance_mask importance_level "
-    "sequence_mask temperature value_coef value_clip distill distill_beta teacher_kl teacher_baseline teacher".split()
+    "denominator response_length kl kl_estimator entropy importance_cap importance_floor importance_mask "
+    "importance_level sequence_mask old_logprobs temperature value_coef value_clip distill distill_beta teacher_kl "
+    "teacher_baseline teacher".split()
 )
 # Options of each loss; `choose_objective` refuses all others.
 _OPTIONS: dict[str, set[str]] = {
     **dict.fromkeys(("ppo", "grpo", "gspo", "dppo_tv", "dppo_kl"), _POLICY | _CLIPS | {"dual_clip"}),
     **dict.fromkeys(("cispo", "gmpo"), _POLICY | _CLIPS),
-    **dict.fromkeys(("sapo", "vespo", "reinforce"), _POLICY),
+    **dict.fromkeys(("sapo", "vespo"), _POLICY | {"loss_constants"}),
+    "reinforce": _POLICY,
     "dro": _POLICY | {"beta"},
     "dpo": {"beta"},
     "sft": set(),
@@ -102,11 +113,16 @@ class Objective:
         1, "Constant of --denominator global, the maximum length of Dr. GRPO; 1 if it is not given.", minimum=1
     )
     kl: float = option(0.0, "Coefficient of the KL divergence from the reference.", minimum=0)
-    kl_estimator: str = option("k3", "Estimator of the KL divergence.", choices=ESTIMATORS)
+    kl_estimator: str = option(
+        "k3",
+        "Estimator of the KL divergence; unbiased is k3 times the ratio of the current and the old policy.",
+        choices=ESTIMATORS,
+    )
     entropy: float = option(0.0, "Coefficient of the entropy bonus.", minimum=0)
     importance_cap: float | None = option(
         None, "Weight terms by old / sampling probability, with this maximum.", minimum=0
     )
+    importance_floor: float = option(0.0, "Minimum of the weight of --importance-cap.", minimum=0)
     importance_mask: tuple[float, float] | None = option(
         None, "Leave out terms whose old / sampling probability is outside of LOW,HIGH."
     )
@@ -121,6 +137,17 @@ class Objective:
         "Leave out terms with a negative advantage if the mean of log sampling / current probability over their "
         "trajectory is larger than this.",
         minimum=0,
+    )
+    old_logprobs: str = option(
+        "recorded",
+        "Denominator of ratios: the recorded old log-probabilities, or those of the sampler (verl's bypass mode).",
+        choices=("recorded", "sampler"),
+    )
+    # Pairs of a name of `CONSTANTS` and its value; empty for the usual ones. `choose_objective` takes a dict.
+    loss_constants: tuple[tuple[str, float], ...] = option(
+        (),
+        "Change a constant of the loss: temperature_pos, temperature_neg of sapo; k_pos, lambda_pos, k_neg, "
+        "lambda_neg of vespo. May be repeated.",
     )
     beta: float = option(0.1, "Inverse temperature of dpo, or weight of the squared log ratio of dro.", minimum=0)
     # For terms that have none; 1 if None. sft and dpo always compute at 1.
@@ -169,10 +196,22 @@ class Objective:
             TreepackError: if a value is none of the choices, not finite or too small; the message names the option.
         """
         check_options(self)
+        if self.importance_cap is not None and self.importance_cap < self.importance_floor:
+            raise TreepackError(
+                f"importance_floor is {self.importance_floor:g} and importance_cap {self.importance_cap:g}; expected a "
+                "minimum that is at most the maximum"
+            )
         if self.importance_mask is not None:
             low, high = self.importance_mask
             if not 0 <= low <= high or low == math.inf:
                 raise TreepackError(f"importance_mask is {low:g},{high:g}; expected 0 <= LOW <= HIGH")
+        usual = CONSTANTS.get(self.loss, {})
+        for name, value in self.loss_constants:
+            if name not in usual:
+                remedy = f"it has {', '.join(usual)}" if usual else "it has none"
+                raise TreepackError(f"{name} is not a constant of the loss {self.name}; {remedy}")
+            if not 0 < value < math.inf:
+                raise TreepackError(f"the constant {name} is {value:g}; expected a finite number above 0")
         if self.temperature is not None and not 0 < self.temperature < math.inf:
             raise TreepackError(f"temperature is {self.temperature}; expected a finite number above 0{GREEDY}")
         if self.teacher_baseline and not self.teacher_kl:
@@ -188,6 +227,11 @@ class Objective:
     def name(self) -> str:
         """The name of the loss in messages: the preset if there is one, else `loss`."""
         return self.preset or self.loss
+
+    @property
+    def constants(self) -> dict[str, float]:
+        """The constants of the loss, with their usual values where none is given."""
+        return {**CONSTANTS.get(self.loss, {}), **dict(self.loss_constants)}
 
     @property
     def is_policy(self) -> bool:
@@ -237,7 +281,9 @@ class Objective:
             "term_teacher_logprob": self.teacher_kl > 0 and self.teacher is None,
             "term_teacher_topk_logprobs": self.reads_law and self.teacher is None,
             "term_ref_logprob": self.is_policy and self.kl > 0,
-            "term_sampling_logprob": self.corrects_sampler or self.sequence_mask is not None,
+            "term_sampling_logprob": self.corrects_sampler
+            or self.sequence_mask is not None
+            or self.old_logprobs == "sampler",
             "term_return": self.has_values,
             "term_edge_factor": self.denominator == "edge",
         }
@@ -252,6 +298,7 @@ def choose_objective(name: str, **options: Any) -> Objective:
     Raises:
         TreepackError: if the name is unknown, the loss lacks an option, or a value is out of range.
     """
+    refuse_other_loss(name)
     if name not in _PRESETS:
         raise TreepackError(f"loss is {name!r}; expected one of {', '.join(PRESETS)}")
     usual = {"loss": name, **_PRESETS[name]}
@@ -261,11 +308,41 @@ def choose_objective(name: str, **options: Any) -> Objective:
         available = sorted(_OPTIONS[usual["loss"]])
         remedy = f"it has {', '.join(available)}" if available else "it has no options"
         raise TreepackError(f"{unknown[0]} is not an option of the loss {name}; {remedy}")
-    if "value_clip" in changes and usual["loss"] != "value" and not changes.get("value_coef"):
-        raise TreepackError("value_clip is about the value loss, which has no weight; give value_coef too, or neither")
     if "distill_beta" in changes and not {**usual, **changes}.get("distill"):
         raise TreepackError("distill_beta is about the divergence, which has no weight; give distill too, or neither")
+    constants: Mapping[str, float] = changes.get("loss_constants", {})
+    changes |= {"loss_constants": tuple(sorted(dict(constants).items()))} if "loss_constants" in changes else {}
     objective = Objective(**{**usual, **changes}, preset=name)
+    _refuse_unused(objective, changes)
+    return objective
+
+
+def _refuse_unused(objective: Objective, given: Mapping[str, Any]) -> None:
+    """Refuse given options that have no effect beside the others.
+
+    Raises:
+        TreepackError: naming the option, and the one that it needs.
+    """
+    reads_level = objective.importance_mask is not None or (
+        objective.importance_cap is not None and objective.loss != "vespo"
+    )
+    uses = {
+        "kl_estimator": (objective.kl > 0, "is about the divergence, which has no weight; give kl too"),
+        "response_length": (objective.denominator == "global", "belongs to the denominator global; choose that too"),
+        "importance_floor": (objective.importance_cap is not None, "bounds importance_cap from below; give it too"),
+        "importance_level": (
+            reads_level,
+            "is the level of importance_mask, and of importance_cap except in vespo; give one of them too",
+        ),
+        "value_clip": (objective.has_values, "is about the value loss, which has no weight; give value_coef too"),
+    }
+    for name, (is_used, text) in uses.items():
+        if name in given and not is_used:
+            raise TreepackError(f"{name} {text}, or neither")
+    if objective.old_logprobs == "sampler" and objective.corrects_sampler:
+        raise TreepackError(
+            "old_logprobs is sampler, so ratios correct the sampler already; omit importance_cap and importance_mask, "
+            "or take recorded"
+        )
     if objective.has_values and objective.denominator == "edge":
         raise TreepackError("no estimator writes edges beside the returns of values; choose another denominator")
-    return objective

@@ -13,11 +13,16 @@ from treepack.objectives.objective import Objective
 from treepack.objectives.surrogates import surrogate
 from treepack.objectives.trajectory_ratios import TrajectoryRatios, gather_logprobs
 
+# Upper bounds of the positions of tokens for `sampler_kl`, and the names of its parts; the last part has no bound.
+POSITIONS = (256, 1 << 10, 1 << 12, 1 << 14, 1 << 16)
+_PARTS = ("to_256", "to_1k", "to_4k", "to_16k", "to_64k", "beyond_64k")
+SAMPLER_KL = tuple(f"sampler_kl_{part}" for part in _PARTS)
+SAMPLER_WEIGHT = tuple(f"sampler_weight_{part}" for part in _PARTS)
 # Names of the sums that `losses.objective_loss` returns besides "weight"; `term_sums` computes them in this order.
 TERM_MEANS = (
-    *("ratio", "clip_fraction_low", "clip_fraction_high", "old_kl", "kl", "entropy"),
-    *("importance", "importance_square", "truncated", "sampler_kl", "masked"),
-    *("divergence", "teacher_kl"),
+    *("ratio", "clip_fraction_low", "clip_fraction_high", "old_kl", "kl", "entropy", "zero_advantage"),
+    *("importance", "importance_square", "truncated", "masked", "divergence", "teacher_kl"),
+    *(*SAMPLER_KL, *SAMPLER_WEIGHT),
 )
 
 
@@ -36,20 +41,22 @@ def term_sums(
     trajectories, None for an objective with `is_tokenwise`.
     """
     # All tensors of this function are [number of terms] until the sums at the end.
-    current, old = gather_logprobs(logprobs, part)
+    current, old = gather_logprobs(logprobs, part, objective)
     entropy = entropies.index_select(0, part.index).double()
     ratio, bounded = surrogate(current, old, part, whole, objective)
     mismatch = _mismatch(old, part, whole, objective)
     is_kept = _kept_terms(mismatch, part, whole, objective)
     importance = is_kept.double()
     if objective.importance_cap is not None:
-        importance = importance * mismatch.exp().clamp(max=objective.importance_cap)
+        importance = importance * mismatch.exp().clamp(objective.importance_floor, objective.importance_cap)
     # vespo has the sampler's ratio in the weight of the trajectory already.
     loss = -bounded.quantity * (is_kept if objective.loss == "vespo" else importance)
     kl = torch.zeros_like(current)
     if objective.kl:
         assert part.ref_logprob is not None
         kl = _kl(part.ref_logprob.double() - current, objective.kl_estimator)
+        if objective.kl_estimator == "unbiased":
+            kl = kl * (current - old).exp()
         loss = loss + objective.kl * kl
     if objective.entropy:
         loss = loss - objective.entropy * entropy
@@ -59,16 +66,32 @@ def term_sums(
         loss = loss + objective.distill * divergence
     with torch.no_grad():
         cap = objective.importance_cap
-        truncated = torch.zeros_like(is_kept) if cap is None else mismatch.exp() > cap
-        sampler_kl = torch.zeros_like(old)
-        if part.sampling_logprob is not None:
-            sampler_kl = _kl(old - part.sampling_logprob.double(), "k3")
-        columns = [ratio, bounded.low, bounded.high, _kl(current - old, "k3"), kl, entropy]
-        columns += [importance, importance.square(), truncated, sampler_kl, ~is_kept, divergence]
+        truncated = torch.zeros_like(is_kept)
+        if cap is not None:
+            truncated = (mismatch.exp() > cap) | (mismatch.exp() < objective.importance_floor)
+        columns = [ratio, bounded.low, bounded.high, _kl(current - old, "k3"), kl, entropy, part.advantage == 0]
         known = part.teacher_logprob
+        columns += [importance, importance.square(), truncated, ~is_kept, divergence]
         columns.append(divergence if known is None else old - known.double())
         sums = torch.stack([(part.weight * column).sum() for column in columns])
+        # With the ratios of the sampler, `old` is the sampler and the trainer is the current policy.
+        trainer = current if objective.old_logprobs == "sampler" else old
+        sums = torch.cat([sums, *_sampler_kl(trainer, part)])
     return (factors.index_select(0, part.trajectory) * part.weight * loss).sum(), sums
+
+
+def _sampler_kl(trainer: Tensor, part: TermTensors) -> tuple[Tensor, Tensor]:
+    """Return the sums over `SAMPLER_KL` of w times k3 between sampler and trainer, and of w, for known values."""
+    of_parts, weights = trainer.new_zeros(2, len(SAMPLER_KL)).unbind()
+    if part.sampling_logprob is None or part.position is None:
+        return of_parts, weights
+    # position [0 255 256 70000] -> place [0 0 1 5]
+    bounds = torch.tensor(POSITIONS, dtype=part.position.dtype, device=part.position.device)
+    place = torch.bucketize(part.position, bounds, right=True)
+    kl = _kl(trainer - part.sampling_logprob.double(), "k3")
+    is_known = ~kl.isnan()
+    weight = part.weight * is_known
+    return of_parts.index_add(0, place, torch.where(is_known, weight * kl, 0.0)), weights.index_add(0, place, weight)
 
 
 def _mismatch(old: Tensor, part: TermTensors, whole: TrajectoryRatios | None, objective: Objective) -> Tensor:

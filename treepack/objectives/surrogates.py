@@ -6,7 +6,7 @@ log-probabilities, advantages, numbers of whole trajectories --surrogate--> rati
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -16,10 +16,6 @@ from treepack.data.batch import TermTensors
 from treepack.objectives.objective import Objective
 from treepack.objectives.trajectory_ratios import TrajectoryRatios, clip_log_ratio
 
-# The usual temperatures of SAPO's gate for advantages above 0, and for the others.
-SAPO_TEMPERATURES = (1.0, 1.05)
-# The usual k and lambda of VESPO's weight w^k exp(lambda (1 - w)), for advantages from 0 on, and below.
-VESPO_WEIGHTS = ((2.0, 3.0), (3.0, 2.0))
 _TINY = 1e-8  # keeps log(1 - p) finite for a token of probability 1
 
 
@@ -64,7 +60,7 @@ def surrogate(
     terms = TermRatios(current, old, ratio, part.advantage)
     if objective.loss == "vespo":
         assert whole is not None
-        return ratio, _weighted(terms, _vespo_weight(whole.total.index_select(0, part.trajectory), part.advantage))
+        return ratio, _weighted(terms, _vespo_weight(whole.total.index_select(0, part.trajectory), terms, objective))
     return ratio, _SURROGATES[objective.loss](terms, objective)
 
 
@@ -93,7 +89,7 @@ def _gmpo(terms: TermRatios, objective: Objective) -> Surrogate:
 
 
 def _sapo(terms: TermRatios, objective: Objective) -> Surrogate:
-    temperature = _by_sign(terms.advantage > 0, SAPO_TEMPERATURES)
+    temperature = _by_sign(terms.advantage > 0, "temperature", objective)
     gate = torch.sigmoid(temperature * (terms.ratio - 1)) * 4 / temperature
     return Surrogate(gate * terms.advantage, *_nowhere(terms))
 
@@ -131,14 +127,15 @@ def _weighted(terms: TermRatios, weight: Tensor) -> Surrogate:
     return Surrogate(weight.detach() * terms.advantage * terms.current, *_nowhere(terms))
 
 
-def _vespo_weight(total: Tensor, advantage: Tensor) -> Tensor:
+def _vespo_weight(total: Tensor, terms: TermRatios, objective: Objective) -> Tensor:
     # w^k exp(lambda (1 - w)), which is 1 at w = 1, from log w
-    k, rate = (_by_sign(advantage >= 0, pair) for pair in zip(*VESPO_WEIGHTS, strict=True))
+    k, rate = (_by_sign(terms.advantage >= 0, name, objective) for name in ("k", "lambda"))
     return (rate + k * total - rate * total.exp()).exp()
 
 
-def _by_sign(is_positive: Tensor, values: Sequence[float]) -> Tensor:
-    """Return the first value for the terms that are positive, the second for the others, float64."""
+def _by_sign(is_positive: Tensor, name: str, objective: Objective) -> Tensor:
+    """Return the constant NAME_pos for the terms that are positive, NAME_neg for the others, float64."""
+    values = [objective.constants[f"{name}_{sign}"] for sign in ("pos", "neg")]
     first, second = torch.tensor(values, dtype=torch.float64, device=is_positive.device)
     return torch.where(is_positive, first, second)
 

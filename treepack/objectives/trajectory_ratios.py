@@ -27,15 +27,16 @@ class TrajectoryRatios(NamedTuple):
     drift: Tensor  # mean of logp - old
     clipped: Tensor  # the same of the log ratios that gmpo clips
     total: Tensor  # sum of logp - old, with old - sampling if the sampler is corrected, within bounds
-    mismatch: Tensor  # log of old / sampling: sum or mean, by `importance_level`
+    mismatch: Tensor  # log(old / sampling): sum or mean, see `importance_level`
     lag: Tensor  # mean of sampling - logp
 
 
-def gather_logprobs(logprobs: Tensor, part: TermTensors) -> tuple[Tensor, Tensor]:
+def gather_logprobs(logprobs: Tensor, part: TermTensors, objective: Objective) -> tuple[Tensor, Tensor]:
     """Return current and old log-probabilities of the terms, float64; old equals current if the data has none."""
     # logprobs [-1, -2, -3] of 3 tokens, index [0, 1, 0, 2] -> [-1, -2, -1, -3] of 4 terms
     current = logprobs.index_select(0, part.index).double()
-    return current, current.detach() if part.old_logprob is None else part.old_logprob.double()
+    old = part.sampling_logprob if objective.old_logprobs == "sampler" else part.old_logprob
+    return current, current.detach() if old is None else old.double()
 
 
 @torch.no_grad()
@@ -56,7 +57,7 @@ def trajectory_ratios(
     # Sums over all chunks, because a trajectory may span two; the last line counts trained tokens.
     sums = torch.zeros(6, num_trajectories, dtype=torch.float64, device=logprobs.device)
     for part in term_slices(terms, chunk):
-        current, old = gather_logprobs(logprobs, part)
+        current, old = gather_logprobs(logprobs, part, objective)
         assert part.advantage is not None
         shift = current - old
         mismatch, lag = torch.zeros_like(shift), torch.zeros_like(shift)
@@ -65,7 +66,7 @@ def trajectory_ratios(
             lag = part.sampling_logprob.double() - current
         total = shift.clamp(-_TOKEN_BOUND, _TOKEN_BOUND)
         if objective.importance_cap:
-            total = total + mismatch.clamp(max=math.log(objective.importance_cap))
+            total = total + mismatch.exp().clamp(objective.importance_floor, objective.importance_cap).log()
         trained = (part.weight > 0).double()
         columns = [shift, clip_log_ratio(shift, part.advantage, objective), total, mismatch, lag, trained]
         for line, column in zip(sums, columns, strict=True):

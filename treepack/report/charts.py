@@ -20,6 +20,7 @@ Spec = dict[str, Any]
 
 HEIGHT = 210  # pixels: two rows of charts on a usual screen
 DATA, SECOND = "var(--data)", "var(--second)"
+MORE = tuple(f"var(--{name})" for name in ("assistant", "tool", "user", "system", "differs"))
 PERCENT = {"format": ".0%", "values": [0, 0.25, 0.5, 0.75, 1]}
 
 

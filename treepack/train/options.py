@@ -121,7 +121,7 @@ class TrainOptions:
     lora: LoraOptions | None = None  # trains an adapter only
     router_aux: float = option(
         0.0,
-        "Coefficient of the load-balancing loss of a mixture's routers, with --loss sft; 0 leaves it out.",
+        "Coefficient of the load-balancing loss of a mixture's routers, beside any loss; 0 leaves it out.",
         minimum=0,
     )
     routes: str = option(
@@ -153,11 +153,6 @@ class TrainOptions:
         if not 0 <= self.seed <= MAX_SEED:
             raise TreepackError(f"seed is {self.seed}; expected 0 to 2**63 - 1")
         check_options(self)
-        if self.router_aux and self.objective.loss != "sft":
-            raise TreepackError(
-                f"router_aux is {self.router_aux} with the loss {self.objective.loss}; reinforcement learning and dpo "
-                "leave the auxiliary loss of routers out, so give 0"
-            )
         layers = self.checkpoint_layers
         if layers not in ("auto", "all") and not (isinstance(layers, int) and layers >= 0):
             raise TreepackError(f"checkpoint_layers is {layers!r}; expected a number of layers, all or auto")
@@ -168,11 +163,6 @@ class TrainOptions:
                 raise TreepackError(f"{name} is {getattr(self, name)!r}; expected True, False or auto")
         check_tokens(self.carry, self.pass_tokens)
         check_chunk(self.loss_chunk)
-        if self.router_aux and isinstance(self.carry, int):
-            raise TreepackError(
-                f"router_aux is {self.router_aux} and carry is {self.carry}; the auxiliary loss of routers needs whole "
-                "rows, so omit one of them"
-            )
         if self.mix is not None and not all(math.isfinite(share) and share > 0 for share in self.mix):
             raise TreepackError(f"mix is {', '.join(map(str, self.mix))}; expected positive numbers")
 
@@ -185,6 +175,7 @@ class TrainOptions:
         if not (self.objective.distill or self.objective.teacher_kl):
             for name in DISTILLATION:
                 del record["objective"][name]
+        record["objective"]["loss_constants"] = dict(self.objective.loss_constants)
         if not self.objective.has_values:
             del record["objective"]["value_coef"], record["objective"]["value_clip"]
         if self.blocks in (None, 1):

@@ -133,7 +133,7 @@ def smaller_run(run: TrainingRun) -> TrainingRun | None:
         _plan_of(run),
         max(int(each.dataset.num_tokens.max()) for each in runs),
         0 if adapted is None else len(adapted.modules),
-        can_carry=not run.options.router_aux and can_carry(loaded),
+        can_carry=can_carry(loaded),
     )
     if plan is None:
         return None

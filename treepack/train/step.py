@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import time
 from collections.abc import Iterable
@@ -25,12 +24,11 @@ from treepack.data.transfers import sent
 from treepack.memory.shortage import memory_errors
 from treepack.model.experts.router_balance import RouterBalance
 from treepack.model.experts.weights import cast_once
-from treepack.model.forward import hidden_states, prepare_batch
 from treepack.objectives.losses import step_means, sum_names
 from treepack.objectives.row_numbers import LossPart, RowResult
 from treepack.train.optimiser import prepare_states
 from treepack.train.passes import Pass
-from treepack.train.pieces import has_long_rows, lower_precision, row_runner
+from treepack.train.pieces import has_long_rows, row_runner
 from treepack.train.run import TrainingRun
 from treepack.train.schedule import learning_rate
 from treepack.train.sharding import summing_gradients, whole_weights
@@ -227,7 +225,7 @@ def _compute_rows(
     with whole_weights(run.loaded) if in_pieces else nullcontext(), cast_once(keep=in_pieces or not sharded):
         if run.balance is not None:
             batches = list(batches)
-            balancing = _count_routes(run, run.balance, batches)
+            balancing = _count_routes(run, run.balance, batches, reshard=sharded and not in_pieces)
         for own, batch in zip(share, batches, strict=True):
             if not own and in_pieces:
                 continue  # no rank waits for another one
@@ -272,14 +270,13 @@ def factors_of(rows: Pass, factors: dict[int, Tensor | None]) -> Tensor | None:
     return torch.cat(known) if known else None
 
 
-def _count_routes(run: TrainingRun, balance: RouterBalance, batches: list[Batch]) -> dict[str, float]:
+def _count_routes(run: TrainingRun, balance: RouterBalance, batches: list[Batch], *, reshard: bool) -> dict[str, float]:
     """Count the routes of all rows of a step by a forward pass; return the auxiliary loss and the seconds it took."""
     start, loaded = time.perf_counter(), run.loaded
     for batch in batches:
-        row = prepare_batch(loaded, batch)
-        with torch.no_grad(), lower_precision(run), balance.counting(row.scale), step_memory_errors(batch):
-            loaded.compute(functools.partial(hidden_states, loaded, row))
-    if loaded.root is not None:
+        with balance.counting(batch.scale.to(loaded.device)), step_memory_errors(batch, carry=run.options.carry):
+            row_runner(run, batch).forward(batch)
+    if reshard and loaded.root is not None:
         loaded.root.reshard()  # a forward without a backward leaves the root gathered
     loss = balance.finish(run.ranks.sum(balance.sums()))
     return {"router_aux": loss, "router_aux_seconds": time.perf_counter() - start}

@@ -60,6 +60,17 @@ def test_charts_about_the_old_policy_are_left_out_while_every_ratio_is_one() -> 
     assert "Clip fraction high" in charts(series_of(*records))
 
 
+def test_the_divergence_from_the_sampler_is_one_chart_with_a_line_for_each_part() -> None:
+    means = {"sampler_kl": 0.1, "sampler_kl_to_256": 0.05, "sampler_kl_to_1k": 0.2}
+    found = charts(series_of(*(step_record(step, **means) for step in (1, 2))))
+    assert list(found) == ["Loss", "KL from the sampler", *BASE[1:]]
+    assert points(found["KL from the sampler"]) == {
+        "all": [(1, 0.1), (2, 0.1)],
+        "to 256": [(1, 0.05), (2, 0.05)],
+        "to 1k": [(1, 0.2), (2, 0.2)],
+    }
+
+
 def test_skipped_steps_are_marked_in_every_chart() -> None:
     records = [
         step_record(step, loss=None if step == 2 else 1.0, skipped_rows=[7] * (step in (2, 5))) for step in range(1, 7)

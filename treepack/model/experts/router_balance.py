@@ -17,14 +17,15 @@ first backward pass: a forward pass without gradients counts first, and costs ab
     loss = balance.finish(sums)                       a number for the metrics
     with balance.attached(scale): forward, backward   every row; gradients of coefficient * loss are added
 
-The last block attaches the row's part of the loss to the router's weights, which the layer uses anyway, so layers that
-are recomputed, compiled or sharded need nothing more.
+A row in pieces counts each token in the piece that runs it: `places_of_piece`. The last block attaches the row's part
+of the loss to the router's weights, which the layer uses anyway, so layers that are recomputed, compiled or sharded
+need nothing more.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -32,6 +33,8 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo  # torch.compiler.disable imports the compiler at once
 
 from treepack.errors import TreepackError
+
+_BALANCE = "_treepack_router_balance"
 
 
 class RouterBalance:
@@ -48,7 +51,9 @@ class RouterBalance:
         self._sums: Tensor | None = None  # float64 [2 E + 1]: of chosen, of p, and R, while a step is counted
         self._slopes: Tensor | None = None  # float64 [E]: coefficient * experts * f / R
         self._scale: Tensor | None = None  # float64 [T] of the current row
+        self._places: Tensor | None = None  # int64 [t], the places in the row of the tokens of a piece
         self._attaching = False
+        setattr(causal, _BALANCE, self)
         for router in self.routers:
             router.register_forward_hook(self._observe)
 
@@ -68,6 +73,15 @@ class RouterBalance:
             yield
         finally:
             self._scale = None
+
+    @contextmanager
+    def piece(self, places: Tensor) -> Iterator[None]:
+        """Run some tokens of the current row in the block: those at `places`, int64 [t]."""
+        self._places = places
+        try:
+            yield
+        finally:
+            self._places = None
 
     def drop(self) -> None:
         """Forget the rows of a step that failed."""
@@ -108,15 +122,25 @@ class RouterBalance:
             self._count(p.detach(), experts)
             return None
         assert self._slopes is not None, "finish comes before attached"
-        part = (p.double() @ self._slopes) @ self._scale
+        part = (p.double() @ self._slopes) @ self._of_tokens()
         return logits, _attach(weights, part), experts
 
-    def _count(self, p: Tensor, experts: Tensor) -> None:
+    def _of_tokens(self) -> Tensor:
         assert self._scale is not None
+        return self._scale if self._places is None else self._scale.index_select(0, self._places)
+
+    def _count(self, p: Tensor, experts: Tensor) -> None:
+        scale = self._of_tokens()
         # experts [[2, 0]] of E = 3 -> [[1, 0, 1]]
         chosen = torch.zeros(p.shape, dtype=torch.float64, device=p.device).scatter_(1, experts, 1.0)
-        row = torch.cat([self._scale @ chosen, self._scale @ p.double(), self._scale.sum()[None]])
+        row = torch.cat([scale @ chosen, scale @ p.double(), scale.sum()[None]])
         self._sums = row if self._sums is None else self._sums + row
+
+
+def places_of_piece(causal: Any, places: Tensor) -> AbstractContextManager[None]:
+    """Return the context in which a piece of a row runs; it has no effect on a model without the loss."""
+    balance: RouterBalance | None = getattr(causal, _BALANCE, None)
+    return nullcontext() if balance is None else balance.piece(places)
 
 
 def find_routers(causal: Any, source: str) -> list[nn.Module]:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from treepack.report.charts import DATA, SECOND, ReportChart, Spec, framed
+from treepack.report.charts import DATA, MORE, SECOND, ReportChart, Spec, framed
 from treepack.report.live.run_series import RunSeries, thin_points, trailing_mean
 from treepack.report.words import printable
 from treepack.trajectory import Float64
@@ -33,6 +33,7 @@ NUMBER = "abs(datum.value) < 1000 ? format(datum.value, '~g') : format(datum.val
 INPUT_COLUMNS = set("step epoch num_rows tokens tokens_flat total_weight seconds wait_seconds eval_seconds".split())
 # Constant if the policy that is trained is the one that sampled.
 OFF_POLICY_COLUMNS = set("ratio clip_fraction_low clip_fraction_high old_kl".split())
+SAMPLER = "sampler_kl"  # and sampler_kl_to_256, ...: the same by position, in one chart
 TERMS, PAIRS, NATS, ODDS = "share of terms", "share of pairs", "nats per token", "mean over pairs"
 TITLES_AND_UNITS = {
     "reward": ("Reward", "mean over trajectories"),
@@ -44,6 +45,9 @@ TITLES_AND_UNITS = {
     "old_kl": ("KL from the old policy", NATS),
     "importance": ("Importance", "weight of a term"),
     "truncated": ("Truncated", TERMS),
+    "masked": ("Masked", TERMS),
+    "effective_sample_size": ("Effective sample size", TERMS),
+    "zero_advantage": ("Advantage 0", TERMS),
     "accuracy": ("Accuracy", PAIRS),
     "margin": ("Margin", ODDS),
     "chosen_reward": ("Chosen reward", ODDS),
@@ -165,6 +169,10 @@ def _panels(series: RunSeries) -> list[CurvePanel]:
     if "ratio" in known and bool(np.allclose(known["ratio"], 1, rtol=0, atol=1e-9)):
         excluded |= OFF_POLICY_COLUMNS
     others = []
+    if SAMPLER in known:
+        lines = {name: _position(name) for name in known if name.startswith(SAMPLER)}
+        others.append(CurvePanel("KL from the sampler", f"{NATS}, by position", lines, from_zero=True))
+        excluded |= lines.keys()
     for name in known:
         if name not in excluded:
             # A column without an entry: "old_entropy" -> "Old entropy", without a unit.
@@ -175,6 +183,10 @@ def _panels(series: RunSeries) -> list[CurvePanel]:
     order = [title for title, _ in TITLES_AND_UNITS.values()]
     others.sort(key=lambda panel: order.index(panel.title) if panel.title in order else len(order))
     return [panels[0], *others[:4], *panels[1:], *others[4:]]
+
+
+def _position(name: str) -> str:
+    return name.removeprefix(f"{SAMPLER}_").replace("_", " ") if name != SAMPLER else "all"
 
 
 def title_of(name: str) -> str:
@@ -199,7 +211,7 @@ def _spec(panel: CurvePanel, *, few: bool) -> Spec:
     if len(labels) > 1:
         legend = {"orient": "top", "title": None, "symbolType": "stroke", "symbolOpacity": 1}
     colour: Spec = {"field": "line", "type": "nominal", "legend": legend}
-    colour |= {"scale": {"domain": labels, "range": [DATA, SECOND][: len(labels)]}}
+    colour |= {"scale": {"domain": labels, "range": [DATA, SECOND, *MORE][: len(labels)]}}
     tooltip = [
         {"field": "step", "title": "step", "format": ","},
         {"field": "value", "title": panel.title.lower(), "format": ".5~g"},

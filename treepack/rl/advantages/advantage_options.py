@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 
 from treepack.errors import TreepackError
-from treepack.option_fields import check_options, option
+from treepack.option_fields import check_options, option, read_counts
 
 # Names of the command line: estimators of groups (flat.py), of the tree (tree.py) and of a critic's values (gae.py).
 FLAT = ("grpo", "dr-grpo", "rloo", "reinforce++")
@@ -87,6 +87,18 @@ class AdvantageOptions:
         "gae: field of a record or its metadata that is true, or the name of a limit such as length, if a limit cut "
         "off the rollout; the value after its last token is then added.",
     )
+    kl_in_reward: float = option(
+        0.0,
+        "Subtract this times the KL divergence from the reference, whose log-probabilities the rollouts have, from the "
+        "reward of a rollout, or with gae from that of each token.",
+        minimum=0,
+    )
+    kl_estimator: str = option("k1", "Estimator of --kl-in-reward.", choices=("k1", "k2", "k3"))
+    overlong: tuple[int, int] | None = option(
+        None,
+        "Subtract from the reward of a rollout with more than LENGTH - BUFFER tokens from its first trained one on: 1 "
+        "from LENGTH tokens on, and less within the buffer (DAPO).",
+    )
     # None follows the papers: treepo rejects (equation 5).
     reject_equal: bool | None = option(
         None,
@@ -117,6 +129,13 @@ class AdvantageOptions:
         for name, estimators in _ESTIMATORS_OF_OPTION.items():
             if self.estimator not in estimators and getattr(self, name) != getattr(type(self), name):
                 raise TreepackError(f"{name} is an option of {', '.join(estimators)}; {self.estimator} has none")
+        if self.overlong is not None:
+            read_counts(self, "overlong")
+            if len(self.overlong) != 2 or not 1 <= self.overlong[1] <= self.overlong[0]:
+                shown = ",".join(map(str, self.overlong))
+                raise TreepackError(f"overlong is {shown}; expected LENGTH,BUFFER with 1 <= BUFFER <= LENGTH")
+        if self.kl_estimator != "k1" and not self.kl_in_reward:
+            raise TreepackError("kl_estimator belongs to kl_in_reward; give that too, or neither")
         if self.fallback_leaves and not self.leaf_weights:
             raise TreepackError("fallback_leaves selects among leaf weights; give --leaf-weights too, or neither")
         if self.edges and not self.gives_segments:

@@ -81,6 +81,8 @@ def write_advantages(
 def _recorded(options: AdvantageOptions) -> dict[str, Any]:
     """Return the options as the manifest records them; leaf weights, edges and options of gae only if they are used."""
     unused = {name for name in ("leaf_weights", "fallback_leaves", "edges") if not getattr(options, name)}
+    unused |= set() if options.kl_in_reward else {"kl_in_reward", "kl_estimator"}
+    unused |= set() if options.overlong else {"overlong"}
     if options.estimator != "gae":
         unused |= {"values", "gamma", "lam", "whiten", "truncated"}
     return {name: value for name, value in asdict(options).items() if name not in unused}

@@ -27,6 +27,7 @@ from treepack.rl.advantages.advantage_options import TREE, AdvantageOptions
 from treepack.rl.advantages.edges import edge_factors
 from treepack.rl.advantages.flat import dr_grpo, grpo, reinforce_pp, rloo
 from treepack.rl.advantages.gae import gae, is_truncated, state_values, whiten
+from treepack.rl.advantages.shaped_rewards import ShapedRewards, shape_rewards
 from treepack.rl.advantages.tree import of_trajectories, tree_grpo, tree_grpo_segments, treepo, treerl, treerpo
 from treepack.rl.group_tree import group_codes
 from treepack.rl.leaf_weights import LeafWeights, required_leaf_weights
@@ -45,8 +46,8 @@ class AdvantageEstimates:
     Either `advantage` is float64 [num_kept], or `per_token` is float64 [trained tokens of all kept trajectories, in
     order]; the other is None. `rejected` counts the rejected groups by reason, `num_groups` the compared groups, and
     `num_rollouts` their rollouts. `tree` is None if the estimator needs no tree. `columns` are further ones of
-    `schema.CREDIT`, float64 like `per_token`. `num_truncated` counts the rollouts whose value after the end was used.
-    `notes` are sentences for the user.
+    `schema.CREDIT`, float64 like `per_token`. `num_truncated` counts the rollouts whose value after the end was used,
+    and `num_overlong` the rollouts that lost reward because of their length. `notes` are sentences for the user.
     """
 
     kept: Int64
@@ -57,6 +58,7 @@ class AdvantageEstimates:
     tree: SegmentTree | None
     columns: Mapping[str, Float64] = field(default_factory=dict)
     num_truncated: int = 0
+    num_overlong: int = 0
     num_rollouts: int = 0
     notes: tuple[str, ...] = ()
 
@@ -81,6 +83,8 @@ def estimate_advantages(trie: Trie, options: AdvantageOptions) -> AdvantageEstim
     groups = group_codes(trie)
     usable, rejected = _usable_groups(reward[rollouts.first], groups[rollouts.first], options)
     kept = np.flatnonzero(usable[groups])
+    shaped = shape_rewards(trie, rollouts, options)
+    reward = shaped.reward
     if len(kept) == 0:
         reasons = "; ".join(f"{name}: {count} of {len(usable)} groups" for name, count in rejected.items())
         raise TreepackError(
@@ -100,9 +104,11 @@ def estimate_advantages(trie: Trie, options: AdvantageOptions) -> AdvantageEstim
     # Compare one trajectory of each rollout: rollouts [0, 0, 1] -> once [0, 2], owner [0, 0, 1].
     once, owner = np.unique(rollouts.of_trajectory[kept], return_index=True, return_inverse=True)[1:]
     counted = AdvantageEstimates(kept, None, None, rejected, int(group.max()) + 1, None, num_rollouts=len(once))
+    counted = replace(counted, num_overlong=shaped.num_overlong)
     reward = reward[kept]
     if options.estimator == "gae":
-        return _along_paths(trie, rollouts, reward, step if options.whiten == "batch" else group, counted, options)
+        scope = step if options.whiten == "batch" else group
+        return _along_paths(trie, rollouts, replace(shaped, reward=reward), scope, counted, options)
     tree = None
     if options.estimator in TREE:
         tree = segment_tree(trie, kept, group, segment=options.segment, min_depth=options.min_depth)
@@ -127,14 +133,21 @@ _ONE_TRAJECTORY = (
 def _along_paths(
     trie: Trie,
     rollouts: TrieRollouts,
-    reward: Float64,
+    shaped: ShapedRewards,
     scope: Int64,
     counted: AdvantageEstimates,
     options: AdvantageOptions,
 ) -> AdvantageEstimates:
-    """Fill in `counted` by gae from the `reward` of its trajectories; `scope` is that of whitening."""
-    kept = counted.kept
+    """Fill in `counted` by gae; `shaped` has the rewards of its trajectories, and `scope` is that of whitening."""
+    kept, reward = counted.kept, shaped.reward
     owner, position = _trained_tokens(trie, kept)
+    costs = np.zeros(len(owner))
+    if shaped.costs is not None:
+        # A token has its own cost, so the reward at the end must not have them.
+        every = _trained_tokens(trie, np.arange(trie.num_trajectories))[0]
+        costs = shaped.costs[np.isin(every, kept)]
+        rollout = rollouts.of_trajectory[kept]
+        reward = reward + np.bincount(rollout[owner], costs, len(rollouts.first))[rollout]
     if options.values == "zero":
         value, last = np.zeros(len(owner)), np.zeros(len(kept))
     else:
@@ -154,7 +167,9 @@ def _along_paths(
     offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
     after = np.where(truncated, last, 0.0)[final]
     advantage = np.empty(len(value))
-    advantage[tokens] = gae(value[tokens], after, reward[final], offsets, gamma=options.gamma, lam=options.lam)
+    advantage[tokens] = gae(
+        value[tokens], after, reward[final], offsets, costs=costs[tokens], gamma=options.gamma, lam=options.lam
+    )
     columns = {"returns": advantage + value}
     if options.values == "column":  # without a critic there are no old values to stay near to
         columns["old_values"] = value

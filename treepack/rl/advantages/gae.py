@@ -48,6 +48,7 @@ def gae(
     reward: Float64,
     offsets: Int64,
     *,
+    costs: Float64 | None = None,
     gamma: float = GAMMA,
     lam: float = LAMBDA,
 ) -> Float64:
@@ -60,6 +61,7 @@ def gae(
         last_value: float64 [n], the value after each trajectory: 0 at an end.
         reward: float64 [n].
         offsets: int64 [n + 1]; trajectory k has the trained tokens offsets[k] .. offsets[k + 1] - 1.
+        costs: float64 [num_trained], subtracted from the reward of each token; None for 0.
         gamma: discount per trained token.
         lam: lambda, the share of later differences.
     """
@@ -73,6 +75,8 @@ def gae(
     for k, count in enumerate(counts.tolist(), start=1):
         at = ends[:count] - k
         delta = earned[:count] + gamma * following[:count] - value[at]
+        if costs is not None:
+            delta = delta - costs[at]
         later = delta + gamma * lam * later[:count]
         advantage[at] = later
         following = value[at]

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from treepack.model.loaded import LoadedModel
+from treepack.train.setup.run_plan import ModelProbe
 
 # Seconds that the first steps of a model take longer with compiled layers, without cached code and with it: 27 s less
 # from the command to the second step (`benchmarks/first_minute.py`).
@@ -31,11 +32,11 @@ class CompilationRecord:
 
     Attributes:
         saved: share of a token's time that it saved.
-        eager: seconds of a token without it.
+        plain: measurement of the layers without it.
     """
 
     saved: float
-    eager: float
+    plain: ModelProbe
 
 
 def pays(seconds: float, known: CompilationRecord | None) -> bool:
@@ -47,9 +48,10 @@ def pays(seconds: float, known: CompilationRecord | None) -> bool:
 def known_compilation(loaded: LoadedModel, dtype: str) -> CompilationRecord | None:
     """Return the record of a model; None if it was not compiled on this machine."""
     path = _path(loaded, dtype)
-    with suppress(OSError, ValueError, TypeError):
+    with suppress(OSError, ValueError, TypeError, KeyError):
         if path is not None:
-            return CompilationRecord(**json.loads(path.read_text()))
+            record = json.loads(path.read_text())
+            return CompilationRecord(record["saved"], ModelProbe(**record["plain"]))
     return None
 
 
@@ -68,5 +70,7 @@ def _path(loaded: LoadedModel, dtype: str) -> Path | None:
         return None
     config = loaded.causal.config.get_text_config().to_json_string(use_diff=False)
     device = torch.cuda.get_device_name(loaded.device) if loaded.device.type == "cuda" else "cpu"
-    name = "\n".join((config, torch.__version__, device, dtype, loaded.attention))
+    # An adapter has gradients of few weights.
+    trained = sum(p.numel() for p in loaded.model.parameters() if p.requires_grad)
+    name = "\n".join((config, torch.__version__, device, dtype, loaded.attention, str(trained)))
     return Path(folder) / "treepack" / f"{hashlib.sha256(name.encode()).hexdigest()[:16]}.json"

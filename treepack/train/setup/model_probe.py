@@ -33,7 +33,8 @@ _BUSY = 3  # the time of a pass whose kernels are measured, in starts of a pass
 _CHAIN = 64  # tokens of each of their sequences: every model has these positions
 # Logits of a target, their softmax and their gradient, in float32.
 _LOGIT_BYTES = 12
-_PICO = 1e12  # ranks compare integers
+# Ranks compare integers of 64 bits: seconds in picoseconds, and bytes of a token in parts of 1,024.
+_UNITS = {"seconds_kept": 1e12, "seconds_recomputed": 1e12, "launch": 1e12, "kept": 1024.0, "recomputed": 1024.0}
 
 
 def probe_model(
@@ -47,6 +48,7 @@ def probe_model(
     fits: Callable[[int], bool],
     on_any: Callable[[bool], bool] = bool,
     lengths: Sequence[int] = LENGTHS,
+    plain: ModelProbe | None = None,
 ) -> ModelProbe:
     """Measure forward and backward passes with every layer recomputed, and with none.
 
@@ -63,6 +65,7 @@ def probe_model(
         fits: returns True if so many bytes are free, on all ranks.
         on_any: returns True if its argument is True on any rank.
         lengths: tokens of the passes, ascending; the first one is so short that it takes the time of a start.
+        plain: the probe of the same layers without compilation; only the two longest passes that fit by it run.
 
     Raises:
         RuntimeError: memory is too small for a pass of few tokens.
@@ -71,16 +74,19 @@ def probe_model(
     count = 0 if adapted is None else len(adapted.modules)
     peaks: dict[int, dict[int, int]] = {count: {}, 0: {}}  # of each number of recomputed layers, by tokens
     seconds: dict[int, dict[int, float]] = {count: {}, 0: {}}
+    chosen = {number: lengths if plain is None else _longest(lengths, plain, number, fits) for number in peaks}
     runner, training = WholeRows(loaded, chunk, autocast), loaded.model.training
     loaded.model.train()
     devices = [loaded.device] if loaded.device.type == "cuda" else []
     try:
         with torch.random.fork_rng(devices=devices):
             for number, length in enumerate(lengths):
-                if number > 2 and not on_any(max(seconds[count].values()) < _BUSY * seconds[0][lengths[0]]):
+                if number > 2 and plain is None and not on_any(_waits(seconds[count], seconds[0][lengths[0]])):
                     break
                 for recomputed, known in peaks.items():
-                    if len(known) > 1 and not fits(_predicted(known, length)):
+                    if length not in chosen[recomputed]:
+                        continue
+                    if plain is None and len(known) > 1 and not fits(_predicted(known, length)):
                         continue
                     with recomputed_layers(loaded.causal, recomputed):
                         for _ in range(2):
@@ -107,8 +113,19 @@ def probe_model(
         # Memory may be too small for a pass of many tokens that are kept.
         seconds_kept=min(best.values()),
         seconds_recomputed=best[count],
-        launch=seconds[0][lengths[0]],
+        launch=seconds[0][lengths[0]] if plain is None else plain.launch,
     )
+
+
+def _waits(seconds: dict[int, float], start: float) -> bool:
+    """Return True if the passes so far took hardly longer than a start."""
+    return max(seconds.values()) < _BUSY * start
+
+
+def _longest(lengths: Sequence[int], plain: ModelProbe, recomputed: int, fits: Callable[[int], bool]) -> Sequence[int]:
+    """Return the two longest passes that fit by an earlier probe; the two shortest if not even they do."""
+    fitting = [length for length in lengths if fits(plain.pass_bytes(length, recomputed, plain.chunk))]
+    return (fitting if len(fitting) > 1 else lengths[:2])[-2:]
 
 
 def _predicted(peaks: dict[int, int], length: int) -> int:
@@ -146,8 +163,8 @@ def agreed(probe: ModelProbe, ranks: Ranks) -> ModelProbe:
     values: dict[str, Any] = {}
     for each in fields(probe):
         value = getattr(probe, each.name)
-        if isinstance(value, float):
-            values[each.name] = -ranks.smallest(-int(value * _PICO)) / _PICO
+        if each.name in _UNITS:
+            values[each.name] = -ranks.smallest(-int(value * _UNITS[each.name])) / _UNITS[each.name]
         elif each.name == "fixed":
             values[each.name] = -ranks.smallest(-value)
     return replace(probe, **values)

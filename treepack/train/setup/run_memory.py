@@ -208,38 +208,44 @@ class _Planner:
     def _probes(self) -> tuple[list[ModelProbe], str]:
         """Measure layers as they are, compiled, or both; and return the reason."""
         given = self.given
-        if given.options.compile != "auto":
-            return [self._probe(compiled=bool(given.options.compile))], ""
+        if given.options.compile is False:
+            return [self._probe()], ""
+        if given.options.compile is True:
+            adapt(given.loaded.causal, replace(given.options, compile=False), given.loaded.device)
+            fused, problem, spent = self._compiled_probe(self._probe())
+            if fused is None:
+                raise TreepackError(f"torch.compile failed ({problem}); train with --no-compile")
+            return [fused], ""
         # The first rank decides, because machines have caches of their own.
         known = given.ranks.lead(lambda: known_compilation(given.loaded, given.compute.dtype))
-        if known is not None and pays(given.tokens * known.eager, known):
-            fused, problem, spent = self._compiled_probe()
+        if known is not None and pays(given.tokens * known.plain.seconds_kept, known):
+            fused, problem, spent = self._compiled_probe(known.plain)
             if fused is not None:
-                rate, before = 1e6 * fused.seconds_kept, 1e6 * known.eager
+                rate, before = 1e6 * fused.seconds_kept, 1e6 * known.plain.seconds_kept
                 return [fused], f"{rate:.1f} us for a token instead of {before:.1f} in an earlier run"
-            return [self._probe(compiled=False)], f"off: torch.compile failed ({problem})"
-        eager = self._probe(compiled=False)
+            return [self._probe()], f"off: torch.compile failed ({problem})"
+        eager = self._probe()
         if not eager.num_layers:
             return [eager], "off: the model has no layers to compile"
         seconds = given.tokens * eager.seconds_kept
         if not given.ranks.lead(lambda: pays(seconds, known)):
             return [eager], f"off: it would take longer than the run, which needs about {seconds:.0f} s without it"
-        fused, problem, spent = self._compiled_probe()
+        fused, problem, spent = self._compiled_probe(eager)
         if fused is None:
             return [eager], f"off: torch.compile failed ({problem})"
-        record = CompilationRecord(1 - fused.seconds_kept / eager.seconds_kept, eager.seconds_kept)
+        record = CompilationRecord(1 - fused.seconds_kept / eager.seconds_kept, eager)
         keep_compilation(given.loaded, given.compute.dtype, record)
         rates = f"{1e6 * fused.seconds_kept:.1f} us for a token instead of {1e6 * eager.seconds_kept:.1f}"
         return [eager, fused], f"{rates}, after {spent:.0f} s of compilation and measurement"
 
-    def _compiled_probe(self) -> tuple[ModelProbe | None, str, float]:
+    def _compiled_probe(self, plain: ModelProbe) -> tuple[ModelProbe | None, str, float]:
         """Compile and measure the layers; return the probe or a problem on any rank, and the seconds."""
         given, start = self.given, self.meter.clock()
         _log.info("compiling the layers")
         fused, problem = None, ""
         try:
             adapt(given.loaded.causal, replace(given.options, compile=True), given.loaded.device)
-            fused = self._probe(compiled=True)
+            fused = self._probe(plain)
         except compiler_errors() as error:
             problem = str(error).strip().partition("\n")[0]
         if given.ranks.any(fused is None):
@@ -247,7 +253,7 @@ class _Planner:
             return None, problem or "on another rank", 0.0
         return fused, "", self.meter.clock() - start
 
-    def _probe(self, *, compiled: bool) -> ModelProbe:
+    def _probe(self, plain: ModelProbe | None = None) -> ModelProbe:
         given = self.given
 
         def fits(num_bytes: int) -> bool:
@@ -257,19 +263,20 @@ class _Planner:
             probe = probe_model(
                 given.loaded,
                 self.batch,
-                compiled=compiled,
+                compiled=plain is not None,
                 chunk=self.chunk,
                 autocast=given.compute.lower_precision,
                 meter=self.meter,
                 fits=fits,
                 on_any=given.ranks.any,
+                plain=plain,
             )
         return agreed(probe, given.ranks)
 
     def _can_carry(self) -> bool:
         """Return True if rows can run in pieces; then the routers of a mixture are followed from now on."""
         given, loaded = self.given, self.given.loaded
-        if given.options.router_aux or self.rows.longest_of_all <= 1024:
+        if self.rows.longest_of_all <= 1024:
             return False
         if loaded.root is not None:
             # Every rank gathers the whole weights, and keeps whole gradients.
@@ -286,12 +293,12 @@ class _Planner:
             probe.num_layers,)  # fmt: skip
         pieces = []
         _log.info("measuring the memory of pieces")
-        if has_compiled_layers(loaded.causal) != probe.compiled:
-            adapt(loaded.causal, replace(given.options, compile=probe.compiled), loaded.device)
         for count in sorted(set(counts)):
             if adapted_layers(loaded.causal) is not None:
                 set_recomputed(loaded.causal, count)
-            costs = measured_pieces(given, self.batch, self.chunk)
+            # Without compilation, of whose code for such short pieces a run would use nothing; it needs less memory.
+            with torch.compiler.set_stance("force_eager"):
+                costs = measured_pieces(given, self.batch, self.chunk)
             if costs is not None:
                 pieces.append(PieceProbe(probe.compiled, count, costs))
         return tuple(pieces)

@@ -163,10 +163,7 @@ def _router_notes(loaded: LoadedModel, options: TrainOptions, balance: RouterBal
         return ()
     if options.router_aux:
         return ("the gradients are compared without the load-balancing loss of the routers",)
-    reason = (
-        "; --router-aux adds it" if options.objective.loss == "sft" else f", as usual with {options.objective.loss}"
-    )
-    return (f"the load-balancing loss of the routers is left out{reason}",)
+    return ("the load-balancing loss of the routers is left out; --router-aux adds it",)
 
 
 def _tokenizer(loaded: LoadedModel, made_by: TokenizerEntry | None) -> tuple[Any, tuple[str, ...]]:

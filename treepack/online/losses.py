@@ -1,0 +1,88 @@
+"""The policy losses of `treepack train` on sequences in memory, for trainers that have no loss of their own.
+
+padded log-probabilities of tree_logprobs_like, advantages --sequence_loss--> loss, sums for `step_means`
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from treepack.data.batch import TermTensors
+from treepack.errors import TreepackError
+from treepack.objectives.losses import objective_loss
+from treepack.objectives.objective import Objective
+
+
+def sequence_loss(
+    logprobs: Tensor,
+    entropies: Tensor | None,
+    scored: Tensor,
+    objective: Objective,
+    *,
+    advantages: Tensor,
+    old_logprobs: Tensor | None = None,
+    sampling_logprobs: Tensor | None = None,
+    ref_logprobs: Tensor | None = None,
+    step_tokens: float | None = None,
+    step_sequences: float | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the loss of a policy on sequences, and sums whose totals over a step `objectives.step_means` divides.
+
+    Args:
+        logprobs: [B, L], with a graph, as `tree_logprobs_like` returns them for padded ids.
+        entropies: [B, L], nats; None if they are neither wanted nor part of the loss.
+        scored: bool [B, L], the tokens of the loss.
+        objective: a policy loss with the denominator token, trajectory or global; see `choose_objective`.
+        advantages: [B], or [B, L] for one of each token.
+        old_logprobs: [B, L]; without them every ratio is 1.
+        sampling_logprobs: [B, L], of the sampler.
+        ref_logprobs: [B, L], of the reference.
+        step_tokens: scored tokens of the optimiser step over all micro-batches and ranks; None if this is the step.
+        step_sequences: sequences with a scored token of the same step.
+
+    Raises:
+        TreepackError: another loss or denominator, or a tensor is missing.
+    """
+    given = {
+        "term_old_logprob": old_logprobs,
+        "term_sampling_logprob": sampling_logprobs,
+        "term_ref_logprob": ref_logprobs,
+        "term_advantage": advantages if advantages.ndim == 2 else advantages[:, None].expand(-1, scored.shape[1]),
+    }
+    is_known = objective.denominator in ("token", "trajectory", "global")
+    if not objective.is_policy or objective.has_values or not is_known:
+        raise TreepackError(
+            f"sequence_loss: the loss is {objective.name} with the denominator {objective.denominator}; expected a "
+            "policy loss without values, and token, trajectory or global"
+        )
+    missing = [name for name in objective.columns if given.get(name) is None]
+    if missing or (entropies is None and objective.entropy):
+        name = f"{missing[0].removeprefix('term_')}s" if missing else "entropies"
+        raise TreepackError(f"sequence_loss: the loss {objective.name} with these options needs {name}")
+    sequence, place = scored.nonzero(as_tuple=True)
+    columns = {name: None if each is None else each.detach()[sequence, place] for name, each in given.items()}
+    own = logprobs[sequence, place]
+    terms = TermTensors(
+        tokens=torch.arange(len(own), device=own.device),
+        index=torch.arange(len(own), dtype=torch.int32, device=own.device),
+        trajectory=sequence.int(),
+        weight=torch.ones(len(own), dtype=torch.float64, device=own.device),
+        advantage=columns["term_advantage"],
+        sampling_logprob=columns["term_sampling_logprob"],
+        old_logprob=columns["term_old_logprob"],
+        ref_logprob=columns["term_ref_logprob"],
+        group=torch.zeros(len(scored), dtype=torch.int32, device=own.device),
+        reward=None,
+        position=place.int(),
+    )
+    counts = scored.sum(1).double()
+    sequences = float((counts > 0).sum()) if step_sequences is None else step_sequences
+    divisors = {
+        "token": torch.full_like(counts, float(counts.sum()) if step_tokens is None else step_tokens),
+        "trajectory": sequences * counts,
+        "global": torch.full_like(counts, sequences * objective.response_length),
+    }
+    factors = 1 / divisors[objective.denominator].clamp(min=1)
+    spread = torch.zeros_like(own) if entropies is None else entropies[sequence, place]
+    return objective_loss(own, spread, terms, factors, objective)
