@@ -1,4 +1,4 @@
-"""On-policy distillation of a small policy from a better one: KL and pass rate before and after, for each loss.
+"""On-policy distillation of a small policy from a better one: KL and pass rate before and after, by each loss.
 
     python benchmarks/reproduction/distil.py --out distil --steps 40       two policies of `steps`, then each loss
 

@@ -14,7 +14,7 @@ Of a teacher's top K, the sums run over these K words and one bucket with the re
 and 1 - sum q_k: a divergence of two laws of K + 1 outcomes, which is 0 or more and at most the full one. Without the
 bucket, the reverse KL would fall if the student leaves the K words.
 
-Policy gradient on the sampled token, for every policy loss:
+Policy gradient on the sampled token, in any policy loss:
 
     A'_t = A_t + teacher_kl * (log q_t - log p_t + b_t)     Lu et al. 2025,
                                                             https://thinkingmachines.ai/blog/on-policy-distillation
@@ -74,7 +74,7 @@ def _product(weight: Tensor, logs: Tensor) -> Tensor:
 def log_rest(logprobs: Tensor, stored: torch.dtype) -> Tensor:
     """Return the logarithm of 1 - sum exp(logprobs) [n], of some words [n, K] of a teacher.
 
-    At least the rounding of the dtype `stored` of the recorded log-probabilities, which contain no smaller rest.
+    Its minimum is the rounding of the dtype `stored` of the recorded log-probabilities, which contain no smaller rest.
     """
     rest = -torch.expm1(logprobs.double().logsumexp(-1))
     return rest.clamp(min=torch.finfo(stored).eps).log().to(logprobs.dtype)

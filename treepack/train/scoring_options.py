@@ -34,7 +34,7 @@ class ScoreOptions:
     groups: str | None = option(
         None,
         "Regular expression: write only the trajectories whose group it matches from the start, and keep the values of "
-        "the others, such as those of another teacher.",
+        "the others, such as the values that a first teacher has written.",
     )
     # Rounds the model as `LoraOptions` do.
     quantize: str | None = option(

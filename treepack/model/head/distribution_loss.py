@@ -41,7 +41,7 @@ def chunk_divergences(
 ) -> Tensor:
     """Return the divergence at each target of a chunk [n], float64 for float64 logits, else float32.
 
-    Laws are over the whole vocabulary, also if the targets have kept sets.
+    Laws are over the whole vocabulary, even if the targets have kept sets.
 
     Args:
         x: [m, V], as in `token_statistics`.
@@ -63,7 +63,7 @@ def divergence_gradients(
 ) -> Tensor:
     """Return the derivative of a loss by the output layer's result `x`, [m, V] in the dtype of the divergences.
 
-    `slopes` [n] are those of the loss by the divergences; the other arguments are as in `chunk_divergences`.
+    `slopes` [n] are the derivatives of the loss by the divergences; the other arguments are as in `chunk_divergences`.
     """
     law, beta = teacher
     result = torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32))

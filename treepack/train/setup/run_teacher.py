@@ -51,7 +51,7 @@ def load_teacher(
 
 
 def _check_same_vocabulary(teacher: LoadedModel, student: LoadedModel) -> None:
-    """Refuse a teacher whose words are not those of the student, by their tokenizers and the sizes of their laws.
+    """Refuse a teacher with other words than the student, by their tokenizers and the sizes of their laws.
 
     Raises:
         TreepackError: naming both models.
