@@ -2,8 +2,8 @@
 
     {"teacher_ids": [[5, 7], ..], "teacher_logprobs": [[-.1, -3], ..]} --take_words--> TeacherWords, and other fields
 
-Programs store them at the token, or at the token before it, whose state predicts it; `_FIELDS` has the choice. Lists of one
-word are the sampled token itself.
+Programs store them at the token, or at the token before it, whose state predicts it; `_FIELDS` has the choice. Lists of
+one word are the sampled token itself.
 """
 
 from __future__ import annotations
