@@ -47,7 +47,7 @@ def logprobs(packed: AnyPath, model: str, out: AnyPath, options: ScoreOptions, o
     """Write the log-probability of every trained token under a model into a copy of packed rows.
 
     Every prefix is computed once, also with --carry. treepack train --loss reads the columns: old for the ratios of
-    grpo and similar losses, ref for their KL divergence and for dpo.
+    grpo and similar losses, ref for their KL divergence and for dpo, teacher for distillation.
     """
     from treepack.train.early_checks import check_scoring
     from treepack.train.input_checks import is_first_process, refuse_ranks
@@ -91,7 +91,9 @@ def _write(scoring: Scoring, out: AnyPath, *, overwrite: bool) -> None:
             "attention": scoring.loaded.attention,
             "tokens computed": totals["tokens_packed"],
             "tokens if each trajectory is computed alone": totals["tokens_flat"],
-            "written": f"term_{options.column}_logprob" + (", term_entropy" if options.entropies else ""),
+            "written": f"term_{options.column}_logprob"
+            + (", term_entropy" if options.entropies else "")
+            + ("" if options.top_k is None else ", term_teacher_topk_ids, term_teacher_topk_logprobs"),
         }
     )
     show_end(out, then=f"treepack train {quoted(out)} --model MODEL --loss LOSS --out TRAINED")

@@ -14,7 +14,8 @@ from .option_groups import field_options, option_group
 
 _NAMES = (
     "clip_low clip_high dual_clip denominator response_length kl kl_estimator entropy importance_cap importance_floor "
-    "importance_mask importance_level sequence_mask old_logprobs temperature beta loss_constants value_coef value_clip"
+    "importance_mask importance_level sequence_mask old_logprobs temperature beta loss_constants value_coef value_clip "
+    "distill distill_beta teacher_kl teacher_baseline teacher"
 )
 
 
@@ -54,6 +55,8 @@ _CHANGES: dict[str, dict[str, Any]] = {
         "callback": _parse_constants,
     },
     "temperature": {"type": click.FloatRange(min=0)},
+    "teacher_baseline": {"is_flag": True, "default": None},
+    "teacher": {"metavar": "DIR|NAME"},
 }
 
 objective_options = option_group(

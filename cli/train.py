@@ -186,13 +186,14 @@ def _compare(run: TrainingRun, num_rows: int, *, shown: bool) -> tuple[list[int]
     """Compare the shortest rows; return their numbers, the rows and the result."""
     from treepack.carry.verify import in_pieces
     from treepack.model.verify.verify_rows import verify_rows
+    from treepack.train.teacher import taught
 
     limit = None if run.options.carry is None else int(run.options.carry)
     # The shortest rows, because every trajectory of a row is computed alone too, in float64 if possible; with --carry
     # the shortest ones that are cut.
     lengths = run.dataset.num_tokens.tolist()
     rows = sorted(run.trainable_rows, key=lambda row: (lengths[row] <= (limit or 0), lengths[row]))[:num_rows]
-    batches = [run.dataset[row] for row in rows]
+    batches = [taught(run, run.dataset[row]) for row in rows]
     _count_cut(batches, limit)  # refuses before the long comparison
     with stage_lines(shown=shown):
         result = verify_rows(

@@ -182,6 +182,10 @@ def _table(records: list[Trajectory], contents: list[Tokens]) -> pa.Table:
         values = [getattr(content, name) for content in contents]
         if any(each is not None for each in values):
             columns[name] = _list_column(values, pa.float64())
+    for name in schema.TEACHER.names:
+        logprobs = [getattr(content, name) for content in contents]
+        if any(each is not None for each in logprobs):
+            columns[name] = _list_column(logprobs, pa.float32())
     for name in schema.RAGGED.names:
         cells = [getattr(content, name) for content in contents]
         if any(cell is not None for cell in cells):
@@ -393,5 +397,5 @@ def advantages_of(table: pa.Table) -> View:
 
 LOGPROBS = ("sampling_logprobs", "old_logprobs", "ref_logprobs")
 # Columns with one value per trained token; the fields of `Tokens` have the same names.
-NUMBERS_PER_TOKEN = ("advantages", *LOGPROBS, "temperatures", *schema.CREDIT.names)
+NUMBERS_PER_TOKEN = ("advantages", *LOGPROBS, "temperatures", *schema.CREDIT.names, *schema.TEACHER.names)
 PER_TOKEN = (*NUMBERS_PER_TOKEN, *schema.RAGGED.names)

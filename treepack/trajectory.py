@@ -64,6 +64,9 @@ class Tokens:
     returns: Float64 | None = None
     old_values: Float64 | None = None
     edge_factors: Float64 | None = None
+    teacher_logprobs: Float32 | None = None
+    teacher_topk_ids: RaggedArray | None = None
+    teacher_topk_logprobs: RaggedArray | None = None
     kept_ids: RaggedArray | None = None
     routes: Routes | None = None
 

@@ -15,6 +15,7 @@ from treepack.attention.reference import visible_pairs
 from treepack.data.batch import Batch, TermTensors, make_batch
 from treepack.data.joined import consecutive, join_rows, terms_of_row
 from treepack.data.ragged_tensor import RaggedTensor
+from treepack.data.teacher_law import TeacherLaw
 
 
 def with_terms(batch: Batch, seed: int) -> Batch:
@@ -29,7 +30,7 @@ def with_terms(batch: Batch, seed: int) -> Batch:
     }
     columns |= {
         name: torch.randn(len(index), generator=generator)
-        for name in ("sampling_logprob", "old_logprob", "ref_logprob")
+        for name in ("sampling_logprob", "old_logprob", "ref_logprob", "teacher_logprob")
     }
     terms = TermTensors(
         tokens=trained,
@@ -38,8 +39,12 @@ def with_terms(batch: Batch, seed: int) -> Batch:
         group=torch.randint(trajectories, (trajectories,), generator=generator).int(),
         reward=torch.randn(trajectories, generator=generator, dtype=torch.float64),
         temperature=torch.rand(len(trained), generator=generator),
-        kept=RaggedTensor(torch.arange(len(trained) * 2, dtype=torch.int32), torch.arange(len(trained) + 1) * 2),
         position=torch.arange(len(index), dtype=torch.int32),
+        kept=RaggedTensor(torch.arange(len(trained) * 2, dtype=torch.int32), torch.arange(len(trained) + 1) * 2),
+        teacher=TeacherLaw(
+            torch.randn(len(trained), 1 + seed % 3, generator=generator),
+            torch.randint(9, (len(trained), 1 + seed % 3), generator=generator),
+        ),
         rollout=torch.arange(trajectories, dtype=torch.int32) - (torch.arange(trajectories) == 1).int() * 2,
         **columns,
     )
@@ -91,6 +96,11 @@ def test_the_terms_of_each_row_come_out_as_they_went_in(sets: list[list[Sample]]
             if field.name == "kept":
                 assert torch.equal(after.offsets, before.offsets)
                 before, after = before.values, after.values
+            if field.name == "teacher":
+                known = before.values > -torch.inf  # joined laws have unused places
+                width = known.shape[1]
+                assert after.values.isfinite().sum(1).equal(known.sum(1))
+                before, after = before.ids[known], after.ids[:, :width][known]
             if field.name == "tokens":
                 before = before + begin
             elif field.name == "group":  # other codes, for the same groups

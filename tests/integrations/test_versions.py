@@ -137,6 +137,13 @@ def test_an_object_and_another_class_are_refused() -> None:
         tree_trainer(Path)
 
 
+def test_trainers_of_distillation_are_refused_by_name_also_if_they_are_sft_trainers() -> None:
+    base = type("SFTTrainer", (), {})
+    for kind in (type("GKDTrainer", (base,), {}), type("DistillationTrainer", (), {})):
+        with pytest.raises(TreepackError, match=rf"tree_trainer: {kind.__name__} computes its divergence"):
+            tree_trainer(kind)
+
+
 def test_planners_refuse_a_trl_whose_classes_have_moved(monkeypatch: pytest.MonkeyPatch) -> None:
     from trl.experimental.async_grpo import async_grpo_trainer
 

@@ -191,4 +191,5 @@ def test_on_a_cpu_the_statistics_are_those_of_torch_in_float32() -> None:
     x, labels, temperature = rows(1.0, torch.bfloat16)
     ours = token_statistics(x, plain(labels, temperature), LogitMap(), with_entropies=True)
     theirs = torch_statistics(x.float(), plain(labels, temperature), LogitMap(), with_entropies=True)
-    assert all(torch.equal(*pair) for pair in zip(ours, theirs, strict=True))
+    assert all(torch.equal(*pair) for pair in zip(ours[:3], theirs[:3], strict=True))
+    assert ours.divergences is None

@@ -6,6 +6,7 @@ import re
 import sys
 from pathlib import Path
 
+import distil
 import numpy as np
 import pytest
 import reproduce
@@ -82,3 +83,12 @@ def test_solutions_of_sums_are_right_and_alone_are_trained() -> None:
         assert len(addends) == 3
         assert sums.reward(solution, sum(addends)) == 1
         assert sums.reward(solution, sum(addends) + 1) == 0
+
+
+@pytest.mark.slow
+def test_a_dry_run_of_distillation_writes_a_line_for_each_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["--out", str(tmp_path), "--dry-run", "--steps", "1", "--prompts", "2", "--held-out", "2"]
+    monkeypatch.setattr(sys, "argv", ["distil.py", *words])
+    distil.main()
+    lines = cells(tmp_path / "distil.md")
+    assert lines.keys() - {"loss"} == distil.LOSSES.keys()

@@ -34,7 +34,7 @@ def test_every_term_is_scored_as_its_trajectory_alone(tmp_path: Path, kind: str,
     seen = 0
     for row in read_rows(path):
         assert row.terms is not None
-        scores = np.stack(term_scores(packed_model(kind), [row], ScoreOptions(loss_chunk=3))[0])
+        scores = np.stack(term_scores(packed_model(kind), [row], ScoreOptions(loss_chunk=3))[0][:2])
         for i, name in enumerate(row.trajectory_ids):
             rollout = recorded[int(name[1:])]  # "t7" -> rollout 7
             with torch.no_grad():

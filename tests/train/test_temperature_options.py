@@ -53,7 +53,7 @@ def test_scores_are_those_at_the_temperature_of_each_trajectory(
     recorded = rollouts()
     for row in read_rows(written(tmp_path / "packed", temperatures)):
         assert row.terms is not None
-        scores = np.stack(term_scores(packed_model("qwen3"), [row], ScoreOptions(**options))[0])
+        scores = np.stack(term_scores(packed_model("qwen3"), [row], ScoreOptions(**options))[0][:2])
         for i, name in enumerate(row.trajectory_ids):
             number = int(name[1:])
             rollout = replace(

@@ -26,14 +26,21 @@ from treepack.carry.row import CarriedRow, PieceRow, open_row
 from treepack.carry.terms import PieceTargets, SortedTerms
 from treepack.data.batch import Batch
 from treepack.data.ragged_tensor import RaggedTensor
+from treepack.data.teacher_law import TeacherLaw
 from treepack.data.transfers import sent
 from treepack.errors import TreepackError
 from treepack.model.forward import RowRunner, WholeRows, hidden_states, run_with_head
 from treepack.model.head.logit_map import OutputLayer
 from treepack.model.head.token_loss import CHUNK, weighted_nll
 from treepack.model.loaded import LoadedModel
-from treepack.model.term_objective import TermObjective, loss_sets, loss_temperature, require_value_head, score
-from treepack.objectives.losses import objective_loss
+from treepack.model.term_objective import (
+    TermObjective,
+    loss_of_scores,
+    loss_sets,
+    loss_temperature,
+    require_value_head,
+    score,
+)
 from treepack.objectives.objective import Objective
 from treepack.objectives.row_numbers import LossPart, RowResult, ScoreRequest, TokenScores
 from treepack.option_fields import parse_count
@@ -240,6 +247,7 @@ class _RowRequest:
     temperature: Tensor | float
     kept: RaggedTensor | None
     reads: ScoreRequest
+    teacher: TeacherLaw | None = None  # of the tokens in the caller's order
 
     @classmethod
     def of(cls, row: CarriedRow, objective: Objective) -> Self:
@@ -247,7 +255,7 @@ class _RowRequest:
         terms = row.batch.terms
         assert terms is not None, "open the dataset with terms=True"
         law = loss_temperature(terms, objective), loss_sets(terms, objective)
-        return cls(PieceTargets.of(row, terms.tokens), *law, ScoreRequest.of(objective))
+        return cls(PieceTargets.of(row, terms.tokens), *law, ScoreRequest.of(objective), terms.teacher)
 
 
 def _scores(row: CarriedRow, options: CarryOptions, wanted: _RowRequest) -> TokenScores:
@@ -268,9 +276,11 @@ def _scores(row: CarriedRow, options: CarryOptions, wanted: _RowRequest) -> Toke
 def _piece_scores(piece: PieceRow, loaded: LoadedModel, wanted: _RowRequest, options: CarryOptions) -> TokenScores:
     """Return the numbers about the targets that a piece predicts, in the order of `wanted.targets`."""
     columns, law = _piece_targets(piece, wanted)
+    places = torch.from_numpy(wanted.targets.order[wanted.targets.of_piece(piece)])
+    teacher = None if wanted.teacher is None else wanted.teacher[places]
 
     def compute(states: Tensor, layer: OutputLayer) -> TokenScores:
-        return score(loaded, wanted.reads, states, layer, columns, **law, chunk=options.chunk)
+        return score(loaded, wanted.reads, states, layer, columns, **law, chunk=options.chunk, teacher=teacher)
 
     return run_with_head(loaded, piece.batch, compute, **piece.options)
 
@@ -361,4 +371,4 @@ def _objective_of(row: CarriedRow, part: LossPart, scores: TokenScores) -> tuple
     assert terms is not None
     assert part.factors is not None
     factors = part.factors.to(row.loaded.device)
-    return objective_loss(scores.logprobs, scores.entropies, terms, factors, part.objective, values=scores.values)
+    return loss_of_scores(scores, terms, factors, part.objective)

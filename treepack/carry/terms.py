@@ -84,6 +84,8 @@ class SortedTerms:
             name: column.index_select(0, places) for name, column in columns.items() if column is not None
         }
         chosen["index"] = torch.from_numpy(index[order]).to(terms.index)
+        if terms.teacher is not None:
+            chosen["teacher"] = terms.teacher[torch.from_numpy(targets.order)]
         return cls(replace(terms, **chosen), parents[order])
 
     def of_piece(self, piece: PieceRow, targets: slice) -> TermTensors:
@@ -91,6 +93,8 @@ class SortedTerms:
         places = span(self.parents, piece)
         columns = {name: getattr(self.terms, name) for name in PER_TERM}
         cut: dict[str, Any] = {name: column[places] for name, column in columns.items() if column is not None}
+        if self.terms.teacher is not None:
+            cut["teacher"] = self.terms.teacher[targets]
         return replace(self.terms, **{**cut, "index": cut["index"] - targets.start})
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from treepack.data.ragged_tensor import RaggedTensor
+from treepack.data.teacher_law import TeacherLaw
 from treepack.errors import TreepackError
 from treepack.trajectory import Routes, missing_route
 
@@ -38,12 +39,13 @@ _DTYPES = {
 }
 # Columns that `pack.row.RowTerms` and `TermTensors` have under the same name.
 _CREDIT = ("returns", "old_values", "edge_factor")
-_TERM_COLUMNS = ("trajectory", "weight", "advantage", "sampling_logprob", "old_logprob", "ref_logprob", *_CREDIT)
+_LOGPROBS = ("sampling_logprob", "old_logprob", "ref_logprob", "teacher_logprob")
+_TERM_COLUMNS = ("trajectory", "weight", "advantage", *_LOGPROBS, *_CREDIT)
 _OF_TRAJECTORIES = (("reward", "trajectory_rewards"), ("rollout", "trajectory_rollouts"))
 
 # Fields of `TermTensors` with one value per term, and with one per entry of `tokens`; others have one per trajectory.
 PER_TERM = ("index", "position", *_TERM_COLUMNS)
-PER_SCORED = ("tokens", "temperature", "kept")
+PER_SCORED = ("tokens", "temperature", "kept", "teacher")
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,8 @@ class TermTensors:
     the same rollout (-1 for a turn of several paths), or None if each is its own. A critic learns `returns` float64
     [N], and `old_values` float64 [N] are its old values of the states before the tokens. `edge_factor` float64 [N]
     gives each edge of the sampled tree a total weight of 1. `position` int32 [N] is the place of the token in its
-    trajectory, from 0. A column that the directory lacks is None; a missing value is NaN.
+    trajectory, from 0. A column that the directory lacks is None; a missing value is NaN. `teacher` has the teacher's
+    law at each of `tokens`, and `teacher_logprob` float32 [N] its log-probability.
     """
 
     tokens: Tensor
@@ -82,6 +85,8 @@ class TermTensors:
     rollout: Tensor | None = None
     kept: RaggedTensor | None = None
     position: Tensor | None = None
+    teacher_logprob: Tensor | None = None
+    teacher: TeacherLaw | None = None
 
     def to(self, device: torch.device | str) -> TermTensors:
         """Return the same terms with their tensors on `device`."""
@@ -93,11 +98,11 @@ class TermTensors:
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> TermTensors:
         values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
-        tensors: dict[str, Any] = {
-            name: value.map(change) if isinstance(value, RaggedTensor) else None if value is None else change(value)
+        changed: dict[str, Any] = {
+            name: change(value) if isinstance(value, Tensor) else None if value is None else value.map(change)
             for name, value in values.items()
         }
-        return TermTensors(**tensors)
+        return TermTensors(**changed)
 
 
 @dataclass(frozen=True)
@@ -206,7 +211,7 @@ def _empty_terms() -> TermTensors:
     dtypes = {"tokens": torch.int64, "index": torch.int32, "trajectory": torch.int32}
     dtypes |= {"group": torch.int32, "rollout": torch.int32, "position": torch.int32}
     dtypes |= dict.fromkeys(("weight", "advantage", "reward", *_CREDIT), torch.float64)
-    names = [field.name for field in fields(TermTensors) if field.name not in ("temperature", "kept")]
+    names = [field.name for field in fields(TermTensors) if field.name not in ("temperature", "kept", "teacher")]
     columns: dict[str, Any] = {name: torch.zeros(0, dtype=dtypes.get(name, torch.float32)) for name in names}
     return TermTensors(**columns)
 
@@ -266,7 +271,9 @@ def missing_expert(dtype: torch.dtype) -> int:
 
 def _make_terms(row: Row, terms: RowTerms) -> TermTensors:
     groups = row.trajectory_groups
-    scored = scored_tokens(terms.token, terms.temperature, len(row.input_ids), terms.kept_ids)
+    ids, logprobs = terms.teacher_topk_ids, terms.teacher_topk_logprobs
+    laws = None if ids is None or logprobs is None else (ids, logprobs)
+    scored = scored_tokens(terms.token, terms.temperature, len(row.input_ids), terms.kept_ids, laws)
     # Groups are numbered by first appearance: ["x", "y", "x"] -> [0, 1, 0].
     codes = {name: code for code, name in enumerate(dict.fromkeys(groups))}
     columns: dict[str, Any] = {
@@ -282,18 +289,24 @@ def _make_terms(row: Row, terms: RowTerms) -> TermTensors:
 
 
 def scored_tokens(
-    token: Int32 | Int64, temperature: Float32 | Float64 | None, length: int, kept: RaggedArray | None = None
+    token: Int32 | Int64,
+    temperature: Float32 | Float64 | None,
+    length: int,
+    kept: RaggedArray | None = None,
+    laws: tuple[RaggedArray, RaggedArray] | None = None,
 ) -> dict[str, Any]:
-    """Return `tokens`, `index`, `temperature` and `kept` of `TermTensors` for the terms of a row of `length` tokens.
+    """Return `tokens` and the columns of `PER_SCORED` of `TermTensors` for the terms of a row of `length` tokens.
 
-    `token` [N], `temperature` [N] and `kept` have a value for each term; the temperature keeps its dtype.
+    `token` [N], `temperature` [N], `kept` and `laws`, the words of a teacher and their log-probabilities, have a value
+    for each term; the temperature keeps its dtype.
     """
     temperatures = None if temperature is None else np.unique(temperature)  # ascending, NaN once, last
     codes = np.zeros(len(token), np.int64)
     if temperature is not None and temperatures is not None:
         codes = np.searchsorted(temperatures, temperature)  # it finds NaN, too: NaN is sorted after all numbers
-    if kept is not None:
-        codes = _with_sets(token, codes, kept)
+    for lists in (kept, *(laws or ())):
+        if lists is not None:
+            codes = _with_sets(token, codes, lists)
     if codes.any():
         # As one key per pair. Temperatures .5 and 1 with the codes 0 and 1, token [4, 4, 7] at [1, .5, .5]:
         #   keys 2 token + code [9, 8, 14] -> sorted [8, 9, 14], index [1, 0, 2] -> tokens [4, 4, 7] at [.5, 1, .5]
@@ -315,6 +328,7 @@ def scored_tokens(
         "index": torch.from_numpy(index.astype(np.int32)),
         "temperature": None if temperature is None else torch.from_numpy(temperature[first]),
         "kept": None if kept is None else RaggedTensor.of(kept[first]),
+        "teacher": None if laws is None else TeacherLaw.of(*(each[first] for each in laws)),
     }
 
 

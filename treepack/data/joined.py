@@ -30,6 +30,7 @@ from treepack.data.batch import (
     missing_expert,
 )
 from treepack.data.ragged_tensor import RaggedTensor, join_ragged
+from treepack.data.teacher_law import concatenate_laws
 
 # On a CPU, where launches cost nothing beside the products and attention is dense, rows stay alone.
 GPU_PASS, CPU_PASS = limits.PASS_TOKENS, 1
@@ -152,9 +153,9 @@ def concatenate_terms(rows: Sequence[TermTensors], lengths: Sequence[int]) -> Te
         # with trajectories in two rows gets two codes. This is correct: an objective compares within one row only.
         shift["group"] += len(terms.group)
         shift["rollout"] += len(terms.group)
+    joins: dict[str, Any] = {"kept": join_ragged, "teacher": concatenate_laws}
     tensors: dict[str, Any] = {
-        name: None if values is None else join_ragged(values) if name == "kept" else torch.cat(values)
-        for name, values in columns.items()
+        name: None if values is None else joins.get(name, torch.cat)(values) for name, values in columns.items()
     }
     return TermTensors(**tensors)
 

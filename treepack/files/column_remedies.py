@@ -8,6 +8,9 @@ REMEDIES = {
     "--importance-cap, --importance-mask, --sequence-mask and --old-logprobs",
     "term_old_logprob": "write all of them with `treepack logprobs --column old`",
     "term_ref_logprob": "write them with `treepack logprobs --column ref`",
+    "term_teacher_logprob": "write them with `treepack logprobs --column teacher`, or give --teacher MODEL",
+    "term_teacher_topk_logprobs": "write them with `treepack logprobs --column teacher --top-k 64`, or give --teacher "
+    "MODEL",
     "term_edge_factor": "write them with `treepack advantages --estimator treerpo --edges` and pack again",
     "term_return": "run `treepack critic`, then `treepack advantages --estimator gae`, and pack again",
     "term_old_value": "compute all of them with `treepack advantages --estimator gae`, or give --value-clip 0",

@@ -162,6 +162,13 @@ ROLLOUTS = pa.schema(
         ),
     ]
 )
+TEACHER = pa.schema(
+    [
+        _field(
+            "teacher_logprobs", pa.list_(pa.float32()), "teacher's log-probability per trained token", nullable=True
+        ),
+    ]
+)
 # Columns with a list of numbers per trained token; see `treepack.ragged`.
 RAGGED = pa.schema(
     [
@@ -172,10 +179,22 @@ RAGGED = pa.schema(
             "vocabulary",
             nullable=True,
         ),
+        _field(
+            "teacher_topk_ids",
+            pa.list_(pa.large_list(pa.int32())),
+            "likeliest token ids of a teacher per trained token",
+            nullable=True,
+        ),
+        _field(
+            "teacher_topk_logprobs",
+            pa.list_(pa.large_list(pa.float32())),
+            "log-probability of each of teacher_topk_ids",
+            nullable=True,
+        ),
     ]
 )
-RECORDED = pa.schema([*TEMPERATURES, *ROLLOUTS, *RAGGED])  # those that rollouts may have
-OPTIONAL = pa.schema([*TEMPERATURES, *CREDIT, *ROLLOUTS, *RAGGED])
+RECORDED = pa.schema([*TEMPERATURES, *ROLLOUTS, *TEACHER, *RAGGED])  # those that rollouts may have
+OPTIONAL = pa.schema([*TEMPERATURES, *CREDIT, *ROLLOUTS, *TEACHER, *RAGGED])
 
 
 TRIE = {"nodes": pa.schema([*NODES, *NODE_OPTIONAL]), "trajectories": pa.schema([*TRAJECTORIES, *OPTIONAL])}
@@ -255,10 +274,23 @@ TERMS = pa.schema(
             "factor that gives each edge of the sampled tree a total loss weight of 1",
             nullable=True,
         ),
+        _field("term_teacher_logprob", pa.list_(pa.float32()), "teacher's log-probability", nullable=True),
         _field(
             "term_kept_ids",
             pa.list_(pa.large_list(pa.int32())),
             "token ids that top-p, top-k or min-p left, ascending; an empty list is the whole vocabulary",
+            nullable=True,
+        ),
+        _field(
+            "term_teacher_topk_ids",
+            pa.list_(pa.large_list(pa.int32())),
+            "likeliest token ids of a teacher",
+            nullable=True,
+        ),
+        _field(
+            "term_teacher_topk_logprobs",
+            pa.list_(pa.large_list(pa.float32())),
+            "log-probability of each of term_teacher_topk_ids",
             nullable=True,
         ),
     ]

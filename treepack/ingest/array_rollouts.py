@@ -41,6 +41,7 @@ def trajectories_from_arrays(
     temperatures: Sequence[float] | Sequence[NDArray[Any]] | None = None,
     routes: Sequence[NDArray[Any] | None] | None = None,
     kept_ids: Sequence[Sequence[Any] | None] | None = None,
+    teacher_logprobs: Sequence[NDArray[Any]] | None = None,
 ) -> list[Trajectory]:
     """Return trajectories from token ids in memory, for `build_trie`.
 
@@ -51,8 +52,8 @@ def trajectories_from_arrays(
         group_ids: the prompt or task of each trajectory (GRPO's group). By default, equal prompts are one group.
         rewards: reward of each trajectory.
         advantages: advantage of each trajectory, or one per token, [num_tokens].
-        sampling_logprobs, old_logprobs, ref_logprobs: log-probability of each token, [num_tokens]; only
-            trained tokens keep them.
+        sampling_logprobs, old_logprobs, ref_logprobs, teacher_logprobs: log-probability of each token, [num_tokens];
+            only trained tokens keep them.
         temperatures: temperature of the sampler for each trajectory, or one per token, [num_tokens].
         routes: experts that the sampler's routers chose, [n, layers, k] with n <= num_tokens; see `as_routes`.
         kept_ids: token ids that the sampler's top-p, top-k or min-p left: for each trajectory None, or a list for each
@@ -65,6 +66,7 @@ def trajectories_from_arrays(
         raise TreepackError(f"there are {len(input_ids)} input_ids and {len(loss_mask)} loss masks; give one for each")
     given = {"group_ids": group_ids, "rewards": rewards, "advantages": advantages, "temperatures": temperatures}
     given |= {"sampling_logprobs": sampling_logprobs, "old_logprobs": old_logprobs, "ref_logprobs": ref_logprobs}
+    given["teacher_logprobs"] = teacher_logprobs
     for name, values in (given | {"routes": routes, "kept_ids": kept_ids}).items():
         if values is not None and not hasattr(values, "__len__"):
             raise TreepackError(f"{name} is {values!r}; give a list with one for each of the input_ids")
@@ -75,6 +77,7 @@ def trajectories_from_arrays(
         "sampling_logprobs": sampling_logprobs,
         "old_logprobs": old_logprobs,
         "ref_logprobs": ref_logprobs,
+        "teacher_logprobs": teacher_logprobs,
         "temperatures": temperatures if _are_lists(temperatures) else None,
     }
     trajectories = []
@@ -89,7 +92,9 @@ def trajectories_from_arrays(
         if len(starts) == 0 or not all(is_weight(weight) for weight in span_weights.tolist()):
             raise TreepackError(f"{source}: loss_mask trains no token, or has a weight that is not {WEIGHTS}")
         trained = positions(starts, ends)
-        per_token = {name: _trained_values(values, i, tokens, trained, name) for name, values in lists.items()}
+        per_token: dict[str, Any] = {
+            name: _trained_values(values, i, tokens, trained, name) for name, values in lists.items()
+        }
         own = None if routes is None or (rows := routes[i]) is None else np.asarray(rows)
         recorded = None if own is None else as_routes(own, len(tokens), source=source, name="routes")
         kept = (

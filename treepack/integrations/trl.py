@@ -25,6 +25,11 @@ __all__ = ["CountPlanner", "TreePlanner", "tree_trainer"]
 
 Trainer = TypeVar("Trainer")
 
+_DISTILLATION = frozenset(
+    "DistillationTrainer AsyncDistillationTrainer ServerDistillationTrainer GKDTrainer GOLDTrainer IWOPDTrainer "
+    "SDFTTrainer SDPOTrainer".split()
+)
+
 
 def tree_trainer(base: type[Trainer], options: OnlineOptions | None = None) -> type[Trainer]:
     """Return a subclass of a TRL trainer that computes every shared prefix once.
@@ -46,6 +51,11 @@ def tree_trainer(base: type[Trainer], options: OnlineOptions | None = None) -> t
             f"tree_trainer: expected a class, and got an object of {kind}; make the trainer with tree_trainer({kind})"
         )
     names = {kind.__name__ for kind in base.__mro__}
+    if names & _DISTILLATION:  # first, because some are subclasses of SFTTrainer
+        raise TreepackError(
+            f"tree_trainer: {base.__name__} computes its divergence on padded sequences inside its own forward pass; "
+            "write its rollouts and run `treepack train --loss distill --teacher MODEL`, or use it without trees"
+        )
     if names & {"GRPOTrainer", "RLOOTrainer"}:
         return policy_trainer(base, options)
     if "DPOTrainer" in names:

@@ -320,6 +320,6 @@ def row_logprobs(
     """Return log-probabilities and entropies [n] of the row's `tokens`, int64 [n]; see `loss.tree_logprobs`."""
     reads = ScoreRequest(entropies=with_entropies)
     runner = WholeRows(loaded, chunk)
-    logprobs, entropies, _ = runner.scores(batch, tokens, reads, temperature=temperature, kept=kept)
+    logprobs, entropies, *_ = runner.scores(batch, tokens, reads, temperature=temperature, kept=kept)
     assert logprobs is not None
     return logprobs, torch.full_like(logprobs, torch.nan) if entropies is None else entropies

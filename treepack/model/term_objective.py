@@ -18,12 +18,14 @@ from torch import Tensor
 from treepack.data.batch import RowEdges, TermTensors
 from treepack.data.joined import terms_of_row
 from treepack.data.ragged_tensor import RaggedTensor
+from treepack.data.teacher_law import TeacherLaw
 from treepack.data.transfers import sent
 from treepack.errors import TreepackError
+from treepack.model.head.distribution_loss import top_words
 from treepack.model.head.head_gradients import is_float16
 from treepack.model.head.logit_map import OutputLayer
 from treepack.model.head.term_prices import prices_of_terms
-from treepack.model.head.token_loss import filled_temperature, priced_terms, tree_logprobs
+from treepack.model.head.token_loss import filled_temperature, priced_terms, tree_scores
 from treepack.model.head.value_head import ValueHead
 from treepack.model.loaded import LoadedModel
 from treepack.objectives.losses import name_sums, objective_loss, weigh_terms
@@ -43,21 +45,44 @@ def score(
     temperature: Tensor | float,
     kept: RaggedTensor | None,
     chunk: int,
+    teacher: TeacherLaw | None = None,
 ) -> TokenScores:
     """Return the requested numbers about tokens, from the states [T, D] of a row or piece; see `loss.tree_logprobs`.
 
     Raises:
         TreepackError: the model has no value head and values are read.
     """
-    logprobs = entropies = values = None
-    if reads.logprobs:
-        logprobs, entropies = tree_logprobs(
-            states, layer, targets, temperature=temperature, kept=kept, with_entropies=reads.entropies, chunk=chunk
+    tokens, _, parent = targets
+    logprobs = entropies = values = divergences = words = top = before = None
+    if reads.logprobs or reads.divergence is not None:
+        logprobs, entropies, divergences = tree_scores(
+            states,
+            layer,
+            targets,
+            temperature=temperature,
+            kept=kept,
+            with_entropies=reads.entropies,
+            teacher=_teacher(teacher, reads.divergence),
+            chunk=chunk,
         )
         entropies = entropies if reads.entropies else None  # they would be NaN
+        divergences = None if reads.divergence is None else divergences
     if reads.values:
         values = values_before(loaded, states, layer, targets)
-    return TokenScores(logprobs, entropies, values)
+    if layer.share is not None and (reads.states or reads.top_k):
+        raise TreepackError("likeliest words need whole rows on each rank; give --top-k without --sequence-ranks")
+    if reads.states:
+        before = states.index_select(0, sent(parent.index_select(0, tokens), states.device))
+    if reads.top_k:
+        words, top = top_words(states, layer, targets, reads.top_k, temperature=temperature, chunk=chunk)
+    return TokenScores(logprobs, entropies, values, divergences, words, top, before)
+
+
+def _teacher(law: TeacherLaw | None, beta: float | None) -> tuple[TeacherLaw, float] | None:
+    if beta is None:
+        return None
+    assert law is not None, "the rows have the laws of a teacher, or a teacher has computed them"
+    return law, beta
 
 
 def values_before(
@@ -113,7 +138,7 @@ class TermObjective:
         # A loss scale acts after the loss: too late for the slopes here, of 1 / tokens of a step, if they are float16.
         if not is_priced or is_float16(states):
             reads = ScoreRequest.of(self.objective)
-            law: dict[str, Any] = {"temperature": self.temperature, "kept": self.kept}
+            law: dict[str, Any] = {"temperature": self.temperature, "kept": self.kept, "teacher": self.terms.teacher}
             scores = score(loaded, reads, states, layer, self.targets, **law, chunk=self.chunk)
             return self._by_row(self.terms, scores, self._objective_loss)
         terms = weigh_terms(self.terms, self.objective)
@@ -133,6 +158,7 @@ class TermObjective:
             ),
             temperature=self.temperature,
             kept=self.kept,
+            teacher=_teacher(terms.teacher, self.objective.law_beta),
             chunk=self.chunk,
         )
         of_terms, rows = numbers[: len(TERM_MEANS)], numbers[len(TERM_MEANS) :]
@@ -164,11 +190,19 @@ class TermObjective:
     def _objective_loss(
         self, terms: TermTensors, scores: TokenScores, factors: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        return objective_loss(scores.logprobs, scores.entropies, terms, factors, self.objective, values=scores.values)
+        return loss_of_scores(scores, terms, factors, self.objective)
 
     def _value_loss(self, terms: TermTensors, scores: TokenScores, factors: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         assert scores.values is not None
         return value_loss(scores.values, terms, factors, clip=self.objective.value_clip)
+
+
+def loss_of_scores(
+    scores: TokenScores, terms: TermTensors, factors: Tensor, objective: Objective
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return `objective_loss` of the numbers about the tokens of the terms."""
+    logprobs, entropies, values, divergences, *_ = scores
+    return objective_loss(logprobs, entropies, terms, factors, objective, values=values, divergences=divergences)
 
 
 def loss_temperature(terms: TermTensors, objective: Objective) -> Tensor | float:

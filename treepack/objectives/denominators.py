@@ -21,6 +21,7 @@ from pyarrow import compute
 from treepack.data.dataset import PackedDataset
 from treepack.data.mixture import AnyDataset, source_of_rows, sources_of
 from treepack.errors import TreepackError
+from treepack.files import schema
 from treepack.files.column_remedies import REMEDIES
 from treepack.objectives.needed_columns import check_needed_columns, optional_columns
 from treepack.objectives.objective import Objective
@@ -93,9 +94,11 @@ def _incomplete(dataset: PackedDataset, column: str) -> pa.Table:
     first: list[int] = []
     for table in dataset.tables(["row_id", column]):
         # A cell is a list with one value per term or trajectory: null values in lists, and null lists.
-        if compute.list_flatten(table[column]).null_count or table[column].null_count:
+        values = compute.list_flatten(table[column])
+        has_empty = schema.is_ragged(table[column].type) and 0 in compute.list_value_length(values).unique().to_pylist()
+        if values.null_count or table[column].null_count or has_empty:
             cells = zip(*table.to_pydict().values(), strict=True)
-            first = [row for row, cell in cells if cell is None or None in cell][:1]
+            first = [row for row, cell in cells if cell is None or None in cell or [] in cell][:1]
             break
     return pa.table({"row_id": pa.array(first, pa.int64())})
 

@@ -58,6 +58,7 @@ from torch.utils.checkpoint import checkpoint
 from treepack.data.batch import TermTensors
 from treepack.errors import TreepackError
 from treepack.files.column_remedies import REMEDIES
+from treepack.objectives.distillation import with_teacher
 from treepack.objectives.objective import Objective
 from treepack.objectives.policy_terms import SAMPLER_KL, SAMPLER_WEIGHT, TERM_MEANS, term_sums
 from treepack.objectives.preferences import PAIR_MEANS, dpo_loss
@@ -75,6 +76,7 @@ def objective_loss(
     objective: Objective,
     *,
     values: Tensor | None = None,
+    divergences: Tensor | None = None,
     chunk: int = TERM_CHUNK,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return one row's part of an optimiser step's loss, and its part of the sums for the step's means.
@@ -89,6 +91,7 @@ def objective_loss(
         factors: float64 [K], f of the row's trajectories; see `denominators.step_factors`.
         objective: any but sft.
         values: [n], of the state before each of `terms.tokens`; only for an objective with `has_values`.
+        divergences: [n], from the teacher's law of each token; only for an objective with `reads_law`.
         chunk: terms whose values are in memory at a time.
 
     Returns:
@@ -108,7 +111,8 @@ def objective_loss(
     if objective.loss == "dpo":
         return dpo_loss(logprobs, terms, factors, beta=objective.beta, chunk=chunk)
     assert entropies is not None
-    total, sums = _policy_loss(logprobs, entropies, terms, factors, objective, chunk)
+    terms = with_teacher(terms, logprobs, divergences, objective)
+    total, sums = _policy_loss((logprobs, entropies, divergences), terms, factors, objective, chunk)
     if objective.has_values:
         assert values is not None, "value_coef needs values"
         loss, more = value_loss(values, terms, factors, clip=objective.value_clip, chunk=chunk)
@@ -140,15 +144,20 @@ def _sampler_means(means: dict[str, float]) -> dict[str, float]:
 
 
 def _policy_loss(
-    logprobs: Tensor, entropies: Tensor, terms: TermTensors, factors: Tensor, objective: Objective, chunk: int
+    scores: tuple[Tensor, Tensor, Tensor | None],
+    terms: TermTensors,
+    factors: Tensor,
+    objective: Objective,
+    chunk: int,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the part of a policy loss that reads log-probabilities; arguments as in `objective_loss`."""
+    logprobs, entropies, divergences = scores
     whole = trajectory_ratios(logprobs, terms, len(factors), objective, chunk)
     total = logprobs.sum(dtype=torch.float64) * 0  # depends on `logprobs` even for a row of padding, which has no term
     sums = torch.zeros(len(TERM_MEANS), dtype=torch.float64, device=logprobs.device)
     for part in term_slices(terms, chunk):
         loss, part_sums = checkpoint(
-            term_sums, logprobs, entropies, part, factors, whole, objective, use_reentrant=False
+            term_sums, logprobs, entropies, part, factors, whole, objective, divergences, use_reentrant=False
         )
         total, sums = total + loss, sums + part_sums
     return total, name_sums(terms, sums, objective)
@@ -169,7 +178,7 @@ def weigh_terms(terms: TermTensors, objective: Objective) -> TermTensors:
         TreepackError: a column of the objective is missing; the message names it.
     """
     for column in objective.columns:
-        name = "reward" if column == "trajectory_rewards" else term_field(column)
+        name = {"trajectory_rewards": "reward", "term_teacher_topk_logprobs": "teacher"}.get(column, term_field(column))
         if len(terms.index) and getattr(terms, name) is None:
             raise TreepackError(f"the rows have no {column}, which the loss {objective.name} needs; {REMEDIES[column]}")
     if objective.denominator == "edge" and terms.edge_factor is not None:
@@ -191,5 +200,7 @@ def _policy_means(objective: Objective) -> tuple[str, ...]:
     absent = set() if objective.kl else {"kl"}
     absent |= set() if objective.corrects_sampler else {"importance", "importance_square"}
     absent |= set() if objective.importance_cap is not None else {"truncated"}
+    absent |= set() if objective.reads_law else {"divergence"}
+    absent |= set() if objective.teacher_kl else {"teacher_kl"}
     absent |= set() if objective.importance_mask or objective.sequence_mask is not None else {"masked"}
     return tuple(name for name in TERM_MEANS if name not in absent)

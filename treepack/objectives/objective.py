@@ -48,6 +48,12 @@ _PRESETS: dict[str, dict[str, Any]] = {
     "dppo_kl": {"clip_low": 0.05, "clip_high": 0.05, "dual_clip": 20.0, "denominator": "token"},
     "dro": {"denominator": "token"},
     "reinforce": {"denominator": "token"},
+    # Distillation alone, without the advantages of the data: by the sampled token, and by the whole law.
+    "opd": {
+        **{"loss": "ppo", "clip_low": 0.2, "clip_high": 0.2, "denominator": "token"},
+        **{"rewarded": False, "teacher_kl": 1.0},
+    },
+    "distill": {"loss": "reinforce", "denominator": "token", "rewarded": False, "distill": 1.0},
     "dpo": {},
     "value": {"denominator": "token"},
 }
@@ -60,10 +66,14 @@ CONSTANTS: dict[str, dict[str, float]] = {
     "vespo": {"k_pos": 2.0, "lambda_pos": 3.0, "k_neg": 3.0, "lambda_neg": 2.0},
 }
 
+# Options about a teacher.
+DISTILLATION = ("distill", "distill_beta", "teacher_kl", "teacher_baseline", "teacher", "rewarded")
+
 _CLIPS = {"clip_low", "clip_high"}
 _POLICY = set(
     "denominator response_length kl kl_estimator entropy importance_cap importance_floor importance_mask "
-    "importance_level sequence_mask old_logprobs temperature value_coef value_clip".split()
+    "importance_level sequence_mask old_logprobs temperature value_coef value_clip distill distill_beta teacher_kl "
+    "teacher_baseline teacher".split()
 )
 # Options of each loss; `choose_objective` refuses all others.
 _OPTIONS: dict[str, set[str]] = {
@@ -152,6 +162,31 @@ class Objective:
         "Maximum distance of a value from its old value in the value loss, 0.2 by default; 0 clips nothing.",
         minimum=0,
     )
+    distill: float = option(
+        0.0, "Coefficient of the divergence between the laws of student and teacher; 1 with --loss distill.", minimum=0
+    )
+    distill_beta: float = option(
+        1.0,
+        "Divergence of --distill: 0 is the forward KL, 1 (the default) the reverse KL, and a number between them the "
+        "generalised Jensen-Shannon divergence (GKD).",
+        minimum=0,
+        maximum=1,
+    )
+    teacher_kl: float = option(
+        0.0,
+        "Add this times log teacher - student probability of the sampled token to its advantage; 1 with --loss opd.",
+        minimum=0,
+    )
+    teacher_baseline: bool = option(
+        False, "Subtract the mean over the student's law from the part of --teacher-kl, for less variance."
+    )
+    teacher: str | None = option(
+        None,
+        "Model that computes its laws of all words while the student trains; by default the rows have the columns of "
+        "treepack logprobs --column teacher.",
+    )
+    # False leaves out the advantages of the data; the presets opd and distill set it.
+    rewarded: bool = True
     preset: str | None = field(default=None, compare=False)  # the name that `choose_objective` got, for messages
 
     def __post_init__(self) -> None:
@@ -179,6 +214,14 @@ class Objective:
                 raise TreepackError(f"the constant {name} is {value:g}; expected a finite number above 0")
         if self.temperature is not None and not 0 < self.temperature < math.inf:
             raise TreepackError(f"temperature is {self.temperature}; expected a finite number above 0{GREEDY}")
+        if self.teacher_baseline and not self.teacher_kl:
+            raise TreepackError("teacher_baseline is part of teacher_kl, which is 0; give both, or neither")
+        if self.teacher_baseline and self.distill and self.distill_beta != 1:
+            raise TreepackError(
+                f"teacher_baseline needs the reverse KL, and distill_beta is {self.distill_beta:g}; set it to 1"
+            )
+        if self.teacher is not None and not (self.reads_law or self.teacher_kl):
+            raise TreepackError("teacher has no use without distill and teacher_kl; give one of them, or no teacher")
 
     @property
     def name(self) -> str:
@@ -212,6 +255,16 @@ class Objective:
         return self.importance_cap is not None or self.importance_mask is not None
 
     @property
+    def reads_law(self) -> bool:
+        """True if the loss compares the laws of student and teacher."""
+        return self.distill > 0 or self.teacher_baseline
+
+    @property
+    def law_beta(self) -> float | None:
+        """The beta of the divergence that is computed, None if the loss reads none."""
+        return None if not self.reads_law else 1.0 if self.teacher_baseline else self.distill_beta
+
+    @property
     def has_values(self) -> bool:
         """True if the loss reads values, so that the model has a value head."""
         return self.loss == "value" or self.value_coef > 0
@@ -224,7 +277,9 @@ class Objective:
         if self.loss == "dpo":
             return ("term_ref_logprob", "trajectory_rewards")
         required = {
-            "term_advantage": self.is_policy,
+            "term_advantage": self.is_policy and self.rewarded,
+            "term_teacher_logprob": self.teacher_kl > 0 and self.teacher is None,
+            "term_teacher_topk_logprobs": self.reads_law and self.teacher is None,
             "term_ref_logprob": self.is_policy and self.kl > 0,
             "term_sampling_logprob": self.corrects_sampler
             or self.sequence_mask is not None
@@ -236,7 +291,7 @@ class Objective:
 
 
 def choose_objective(name: str, **options: Any) -> Objective:
-    """Return the objective called `name`, a loss or a preset (bnpo, dapo, dr_grpo, luspo).
+    """Return the objective called `name`, a loss or a preset (bnpo, dapo, distill, dr_grpo, luspo, opd).
 
     An option that is missing or None gets the usual value of the loss.
 
@@ -253,6 +308,8 @@ def choose_objective(name: str, **options: Any) -> Objective:
         available = sorted(_OPTIONS[usual["loss"]])
         remedy = f"it has {', '.join(available)}" if available else "it has no options"
         raise TreepackError(f"{unknown[0]} is not an option of the loss {name}; {remedy}")
+    if "distill_beta" in changes and not {**usual, **changes}.get("distill"):
+        raise TreepackError("distill_beta is about the divergence, which has no weight; give distill too, or neither")
     constants: Mapping[str, float] = changes.get("loss_constants", {})
     changes |= {"loss_constants": tuple(sorted(dict(constants).items()))} if "loss_constants" in changes else {}
     objective = Objective(**{**usual, **changes}, preset=name)

@@ -21,7 +21,8 @@ SAMPLER_WEIGHT = tuple(f"sampler_weight_{part}" for part in _PARTS)
 # Names of the sums that `losses.objective_loss` returns besides "weight"; `term_sums` computes them in this order.
 TERM_MEANS = (
     *("ratio", "clip_fraction_low", "clip_fraction_high", "old_kl", "kl", "entropy", "zero_advantage"),
-    *("importance", "importance_square", "truncated", "masked", *SAMPLER_KL, *SAMPLER_WEIGHT),
+    *("importance", "importance_square", "truncated", "masked", "divergence", "teacher_kl"),
+    *(*SAMPLER_KL, *SAMPLER_WEIGHT),
 )
 
 
@@ -32,10 +33,12 @@ def term_sums(
     factors: Tensor,
     whole: TrajectoryRatios | None,
     objective: Objective,
+    divergences: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the sum of f w l over some terms, and the sums of w times each value of `TERM_MEANS`.
 
-    `whole` has the ratios of the row's trajectories, None for an objective with `is_tokenwise`.
+    `divergences` [n] are from the teacher; None if the objective reads none. `whole` has the ratios of the row's
+    trajectories, None for an objective with `is_tokenwise`.
     """
     # All tensors of this function are [number of terms] until the sums at the end.
     current, old = gather_logprobs(logprobs, part, objective)
@@ -57,13 +60,19 @@ def term_sums(
         loss = loss + objective.kl * kl
     if objective.entropy:
         loss = loss - objective.entropy * entropy
+    divergence = torch.zeros_like(current)
+    if divergences is not None:
+        divergence = divergences.index_select(0, part.index).double()
+        loss = loss + objective.distill * divergence
     with torch.no_grad():
         cap = objective.importance_cap
         truncated = torch.zeros_like(is_kept)
         if cap is not None:
             truncated = (mismatch.exp() > cap) | (mismatch.exp() < objective.importance_floor)
         columns = [ratio, bounded.low, bounded.high, _kl(current - old, "k3"), kl, entropy, part.advantage == 0]
-        columns += [importance, importance.square(), truncated, ~is_kept]
+        known = part.teacher_logprob
+        columns += [importance, importance.square(), truncated, ~is_kept, divergence]
+        columns.append(divergence if known is None else old - known.double())
         sums = torch.stack([(part.weight * column).sum() for column in columns])
         # With the ratios of the sampler, `old` is the sampler and the trainer is the current policy.
         trainer = current if objective.old_logprobs == "sampler" else old

@@ -75,16 +75,26 @@ class ScoreRequest:
     logprobs: bool = True
     entropies: bool = True
     values: bool = False  # of the state before the token, which is that after its parent
+    divergence: float | None = None  # beta of the divergence from the laws of a teacher (`distillation`)
+    top_k: int = 0  # likeliest words with their log-probabilities
+    states: bool = False  # the hidden states that predict the tokens
 
     @classmethod
     def of(cls, objective: Objective) -> Self:
         """Return the numbers that an objective over terms reads."""
-        return cls(objective.loss != "value", objective.is_policy, objective.has_values)
+        return cls(objective.loss != "value", objective.is_policy, objective.has_values, objective.law_beta)
 
 
 class TokenScores(NamedTuple):
-    """The numbers of the model about n tokens, [n] each; None if they are not computed."""
+    """The numbers of the model about n tokens, [n] each; None if they are not computed.
+
+    `top_words` int64 and `top_logprobs` are [n, K], the likeliest word first; `states` are [n, D].
+    """
 
     logprobs: Tensor | None
     entropies: Tensor | None
     values: Tensor | None
+    divergences: Tensor | None = None
+    top_words: Tensor | None = None
+    top_logprobs: Tensor | None = None
+    states: Tensor | None = None

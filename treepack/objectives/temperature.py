@@ -111,7 +111,8 @@ def _reads(objective: Objective, column: str) -> bool:
     # Every policy loss reads old log-probabilities if they are there.
     if column == "old":
         return objective.is_policy
-    return "term_ref_logprob" in objective.columns
+    names = {"ref": ("term_ref_logprob",), "teacher": ("term_teacher_logprob", "term_teacher_topk_logprobs")}
+    return not {*names.get(column, ())}.isdisjoint(objective.columns)
 
 
 def _phrase(temperature: float | str) -> str:

@@ -60,6 +60,11 @@ def _check_terms(row: Row, terms: RowTerms) -> None:
         raise TreepackError(f"row {row.row_id}: term_temperature has an impossible value; pack the trie again")
     if terms.kept_ids is not None and wrong_set(terms.kept_ids, row.input_ids[terms.token]) is not None:
         raise TreepackError(f"row {row.row_id}: has wrong term_kept_ids; pack the trie again")
+    ids, logprobs = terms.teacher_topk_ids, terms.teacher_topk_logprobs
+    if ids is not None and logprobs is not None and not np.array_equal(ids.sizes, logprobs.sizes):
+        raise TreepackError(
+            f"row {row.row_id}: term_teacher_topk_ids and term_teacher_topk_logprobs differ in length; write them again"
+        )
     missing = [np.True_ if values is None else np.isnan(values) for values in (terms.returns, terms.old_values)]
     if (missing[0] & ~missing[1]).any():
         raise TreepackError(f"row {row.row_id}: has term_old_value without term_return; pack the trie again")

@@ -117,9 +117,10 @@ class ExpectedTrajectories:
             self.counts, self.storage = stored_times_trained(trie)
         # `treepack logprobs` replaces these columns, so they differ from the columns of the trie.
         computed = {f"{name}_logprobs" for name in manifest.get("logprobs") or ()}
-        self.logprobs = [name for name in LOGPROBS if name not in computed]
+        self.logprobs = [name for name in (*LOGPROBS, *schema.TEACHER.names) if name not in computed]
         facts = ["step", "group_id", "trained"]
-        values = ["source", "weight", "reward", "advantage", "advantages", *self.logprobs]
+        values = ["source", "weight", "reward", "advantage", "advantages"]
+        values += [name for name in self.logprobs if name not in schema.OPTIONAL.names]
         values += [name for name in schema.OPTIONAL.names if name in table.column_names]
         self.facts, self.columns = ChunkedRows(table.select(facts)), ChunkedRows(table.select(facts + values))
         self.releaser = PageReleaser(self.storage)
@@ -204,7 +205,9 @@ class _RowValues:
             self.values |= {f"term_{name.removesuffix('s')}": list_values(table, name) for name in names}
             self.values["term_advantage"] = [a if b is None else b for a, b in zip(scalar, per_token, strict=True)]
             self.values["term_temperature"] = temperatures_of(table)
-            self.lists = {name: ragged_values(table, name) for name in schema.RAGGED.names}
+            # Likeliest words of a teacher are replaced with its log-probabilities.
+            lists = [name for name in schema.RAGGED.names if name == "kept_ids" or "teacher_logprobs" in logprobs]
+            self.lists = {name: ragged_values(table, name) for name in lists}
 
     def is_named(self, order: int) -> bool:
         """Return True if trajectory number `order` has the same step and group in the row."""

@@ -49,6 +49,9 @@ class RowTerms:
     kept_ids: RaggedArray | None = None
     trajectory_rollouts: Int32 | None = None
     trajectory_weights: Float64 | None = None
+    teacher_logprob: Float32 | None = None
+    teacher_topk_ids: RaggedArray | None = None
+    teacher_topk_logprobs: RaggedArray | None = None
 
 
 PER_TRAJECTORY = ("trajectory_rewards", "trajectory_rollouts", "trajectory_weights")

@@ -45,6 +45,7 @@ _SOURCES = {
     "term_return": ("returns",),
     "term_old_value": ("old_values",),
     "term_edge_factor": ("edge_factors",),
+    "term_teacher_logprob": ("teacher_logprobs",),
     **{f"term_{name}": (name,) for name in schema.RAGGED.names},
 }
 """Columns of trajectories that each nullable column of the terms comes from."""

@@ -37,7 +37,7 @@ from treepack.trie.storage import ArrayStorage, PageReleaser
 from treepack.trie.trie import Trie
 
 # Columns of trajectories any value of which makes terms.
-TERM_COLUMNS = ("reward", "advantage", "advantages", *LOGPROBS)
+TERM_COLUMNS = ("reward", "advantage", "advantages", *LOGPROBS, *schema.TEACHER.names)
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ class RowWeights:
         elif semantics == "once":
             self.counts, self.storage = stored_times_trained(trie)
         table = trie.trajectories
-        self.values = {name: _known_only(list_values(table, name)) for name in LOGPROBS}
+        self.values = {name: _known_only(list_values(table, name)) for name in (*LOGPROBS, *schema.TEACHER.names)}
         self.values["advantages"] = _known_only(advantages_of(table))
         rewards = trie.trajectories["reward"]
         known = rewards.null_count < trie.num_trajectories
@@ -219,9 +219,9 @@ class RowWeights:
                 [RaggedArray.empty(n, dtype) if part is None else part for part, n in zip(parts, sizes, strict=True)]
             )
 
-        sampling, old, ref, temperature = (
+        sampling, old, ref, teacher, temperature = (
             None if (values := gather(name)) is None else values.astype(np.float32)
-            for name in (*LOGPROBS, "temperature")
+            for name in (*LOGPROBS, *schema.TEACHER.names, "temperature")
         )
         return RowTerms(
             token=np.concatenate(tokens).astype(np.int32),
@@ -231,6 +231,7 @@ class RowWeights:
             sampling_logprob=sampling,
             old_logprob=old,
             ref_logprob=ref,
+            teacher_logprob=teacher,
             entropy=None,
             trajectory_rewards=None if self.rewards is None else self.rewards[members],
             temperature=temperature,

@@ -1,7 +1,8 @@
 """Log-probabilities of every trained token under a model, written into a copy of a packed directory.
 
     packed/, model --open_scoring--> Scoring      unsuitable data and models are refused here
-    Scoring --scored_rows--> Row, Row, ...        the same rows, with term_old_logprob or term_ref_logprob filled in
+    Scoring --scored_rows--> Row, Row, ...        the same rows, with the log-probabilities filled in, and with the
+                                                  likeliest words of a teacher at each token
     rows, scored_provenance --write_packed--> packed/
 
 Consecutive rows are one forward pass, in which a prefix is computed once for all trajectories that share it. All terms
@@ -12,14 +13,16 @@ in pieces, and each token of them still runs once.
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from treepack.attention import row_multiple
 from treepack.carry.backward import runner_of
@@ -30,26 +33,39 @@ from treepack.data.dataset import PackedDataset
 from treepack.data.joined import consecutive, join_rows, usual_pass
 from treepack.errors import TreepackError
 from treepack.files.manifest import Provenance
+from treepack.files.schema import ragged_dtype
 from treepack.memory.shortage import LOADING, is_memory_error, memory_errors
 from treepack.model.adapters.lora_options import LoraOptions
 from treepack.model.head.token_loss import filled_temperature
 from treepack.model.load import load_model
 from treepack.model.loaded import LoadedModel
 from treepack.model.sequence.share import share_rows
+from treepack.objectives.row_numbers import ScoreRequest
 from treepack.objectives.temperature import refuse_temperatures, temperature_of_terms
 from treepack.pack.files import read_rows
 from treepack.pack.row import Row
+from treepack.ragged import RaggedArray, join_lists
 from treepack.train.input_checks import check_terms
 from treepack.train.scoring_options import ScoreOptions
 from treepack.train.setup.compute import ComputeSetting, choose_compute
 from treepack.train.setup.run_memory import spare_memory
 from treepack.train.setup.run_model import check_rows_fit
 from treepack.train.setup.run_plan import SMALLEST_PIECE, smaller_piece
-from treepack.trajectory import Float64
+from treepack.trajectory import Float32, Float64, Int64
 
 _log = logging.getLogger("treepack")
 
 T = TypeVar("T")
+
+
+class TermScores(NamedTuple):
+    """Numbers about the N terms of a row: log-probabilities and entropies float64 [N], and likeliest words [N, K]."""
+
+    logprobs: Float64
+    entropies: Float64
+    words: Int64 | None = None
+    word_logprobs: Float64 | None = None
+
 
 _SMALLER = "--dtype bf16, a smaller --loss-chunk, or rows packed with a smaller --capacity"
 
@@ -100,7 +116,10 @@ def open_scoring(packed: str | Path, model: str | Path, options: ScoreOptions) -
         memory = spare_memory(loaded.device)
     check_rows_fit(dataset, loaded)
     name = f"term_{options.column}_logprob"
-    notes = (f"the column {name} of {packed} is replaced",) if name in dataset.term_columns else ()
+    notes: tuple[str, ...] = ()
+    if name in dataset.term_columns:
+        kept = "" if options.groups is None else f" where the group matches {options.groups}"
+        notes = (f"the column {name} of {packed} is replaced{kept}",)
     if options.column == "ref" and temperature != 1:
         notes = (*notes, "the reference is computed at the sampler's temperature; for dpo add --ignore-temperature")
     options = replace(options, dtype=compute.dtype)
@@ -157,21 +176,54 @@ def scored_rows(scoring: Scoring) -> Iterator[Row]:
         with lower, memory_errors(name, remedy):
             read = rows if options.routes == "replay" else [replace(row, routes=None) for row in rows]
             scores = _scores_that_fit(scoring, read)
-        for row, (logprobs, entropies) in zip(rows, scores, strict=True):
+        for row, found in zip(rows, scores, strict=True):
             # A ratio or divergence with such a value would make the loss of its step NaN, much later.
-            if not np.isfinite(logprobs).all():
+            if not np.isfinite(found.logprobs).all():
                 raise TreepackError(
                     f"{loaded.source}: a log-probability of row {row.row_id} is not finite; inspect the model and the "
                     "row"
                 )
-            assert row.terms is not None
-            columns: dict[str, Any] = {f"{options.column}_logprob": logprobs.astype(np.float32)}
-            if options.entropies:
-                columns["entropy"] = entropies.astype(np.float32)
-            yield replace(row, terms=replace(row.terms, **columns))
+            yield _with_scores(row, found, options)
 
 
-def _scores_that_fit(scoring: Scoring, rows: Sequence[Row]) -> list[tuple[Float64, Float64]]:
+def _with_scores(row: Row, found: TermScores, options: ScoreOptions) -> Row:
+    """Return a row with the columns of the options, filled in for the groups of the options."""
+    terms = row.terms
+    assert terms is not None
+    matches = [options.groups is None or re.match(options.groups, group) for group in row.trajectory_groups]
+    own = np.array([match not in (None, False) for match in matches], np.bool_)[terms.trajectory]
+
+    def merged(name: str, values: Float64) -> Float32:
+        known = getattr(terms, name)
+        return np.where(own, values, np.nan if known is None else known).astype(np.float32)
+
+    columns: dict[str, Any] = {
+        f"{options.column}_logprob": merged(f"{options.column}_logprob", found.logprobs),
+    }
+    if options.entropies:
+        columns["entropy"] = merged("entropy", found.entropies)
+    if options.column == "teacher":
+        # Words of an earlier teacher do not belong to the new log-probabilities.
+        for name, lists in (("teacher_topk_ids", found.words), ("teacher_topk_logprobs", found.word_logprobs)):
+            columns[name] = _merged_lists(getattr(terms, name), lists, own, name)
+    return replace(row, terms=replace(terms, **columns))
+
+
+def _merged_lists(
+    known: RaggedArray | None, lists: NDArray[Any] | None, own: NDArray[np.bool_], name: str
+) -> RaggedArray | None:
+    """Return the lists [N, K] of the terms in `own`, or none, and known ones of the others; None if all are empty."""
+    dtype = ragged_dtype(name)
+    every = RaggedArray.empty(len(own), dtype) if known is None else known
+    if lists is not None:
+        new = RaggedArray(lists.astype(dtype).ravel(), np.arange(len(own) + 1) * lists.shape[1])
+    else:
+        new = RaggedArray.empty(len(own), dtype)
+    merged = join_lists([every, new])[np.arange(len(own)) + len(own) * own]
+    return merged if len(merged.flat) or lists is not None or known is not None else None
+
+
+def _scores_that_fit(scoring: Scoring, rows: Sequence[Row]) -> list[TermScores]:
     """Return `term_scores` of rows, each row alone or in shorter pieces if memory runs out."""
     loaded, options = scoring.loaded, scoring.options
     if len(rows) > 1:
@@ -182,7 +234,7 @@ def _scores_that_fit(scoring: Scoring, rows: Sequence[Row]) -> list[tuple[Float6
                 raise
         return [each for row in rows for each in _scores_that_fit(scoring, [row])]
 
-    def compute(piece: int | None) -> list[tuple[Float64, Float64]]:
+    def compute(piece: int | None) -> list[TermScores]:
         memory = spare_memory(loaded.device) if scoring.memory is None and piece is not None else scoring.memory
         return term_scores(loaded, rows, replace(options, carry=piece), memory=memory)
 
@@ -192,8 +244,8 @@ def _scores_that_fit(scoring: Scoring, rows: Sequence[Row]) -> list[tuple[Float6
 @torch.no_grad()
 def term_scores(
     loaded: LoadedModel, rows: Sequence[Row], options: ScoreOptions, *, memory: CarryMemory | None = None
-) -> list[tuple[Float64, Float64]]:
-    """Return log-probabilities and entropies of the terms' tokens, float64 [N] each, row by row of one pass.
+) -> list[TermScores]:
+    """Return the numbers about the terms' tokens, row by row of one pass.
 
     Each token of the rows runs once.
     """
@@ -202,7 +254,8 @@ def term_scores(
     terms = batch.terms
     assert terms is not None, "checked when the data was opened"
     if len(terms.tokens) == 0:  # no trained token in these rows: nothing to compute
-        return [(np.zeros(0), np.zeros(0)) for _ in rows]
+        none = None if options.top_k is None else np.zeros((0, options.top_k), np.int64)
+        return [TermScores(np.zeros(0), np.zeros(0), none, none if none is None else none.astype(float)) for _ in rows]
     # One value per trained token, which `index` repeats for its terms: values [-1, -2], index [0, 1, 1] -> [-1, -2, -2]
     tokens = terms.tokens.to(loaded.device)
     temperature = filled_temperature(None if options.ignore_temperature else terms.temperature, options.temperature)
@@ -212,13 +265,15 @@ def term_scores(
     runner = runner_of(loaded, batch, options.piece_size, chunk=options.loss_chunk, memory=memory)
     kept = None if options.ignore_temperature else terms.kept
     kept = kept if kept is None else kept.map(lambda each: each.to(loaded.device))
-    scores = runner.scores(batch, tokens, temperature=temperature, kept=kept)
-    assert scores.logprobs is not None
-    assert scores.entropies is not None
-    columns = (scores.logprobs, scores.entropies)
-    logprobs, entropies = (values.double().cpu()[terms.index].numpy() for values in columns)
-    edges = (0, len(logprobs)) if batch.edges is None else batch.edges.terms
-    return [(logprobs[begin:end], entropies[begin:end]) for begin, end in pairwise(edges)]
+    reads = ScoreRequest(top_k=options.top_k or 0)
+    scores = runner.scores(batch, tokens, reads, temperature=temperature, kept=kept)
+    columns = (scores.logprobs, scores.entropies, scores.top_words, scores.top_logprobs)
+    found = [None if each is None else each.double().cpu()[terms.index].numpy() for each in columns]
+    edges = (0, len(terms.index)) if batch.edges is None else batch.edges.terms
+    return [
+        TermScores(*(None if each is None else each[begin:end] for each in found))  # type: ignore[arg-type]
+        for begin, end in pairwise(edges)
+    ]
 
 
 def scored_provenance(scoring: Scoring) -> Provenance:
@@ -242,5 +297,10 @@ def scored_provenance(scoring: Scoring) -> Provenance:
     joined = pass_size(options.pass_tokens, options.piece_size, scoring.loaded.device)
     if any(a + b <= joined for a, b in pairwise(scoring.dataset.num_tokens.tolist())):
         model["pass_tokens"] = joined
-    logprobs = {**(manifest.get("logprobs") or {}), options.column: model}
+    known = manifest.get("logprobs") or {}
+    if options.top_k is not None:
+        model["top_k"] = options.top_k
+    if options.groups is not None:
+        model |= {"groups": options.groups, "others": known.get(options.column)}
+    logprobs = {**known, options.column: model}
     return replace(Provenance.of(manifest), logprobs=logprobs)

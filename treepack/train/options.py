@@ -14,7 +14,7 @@ from typing import Any
 
 from treepack.errors import TreepackError
 from treepack.model.adapters.lora_options import LoraOptions
-from treepack.objectives.objective import Objective
+from treepack.objectives.objective import DISTILLATION, Objective
 from treepack.option_fields import check_options, option
 
 CHANGEABLE_ON_RESUME = frozenset(
@@ -186,6 +186,9 @@ class TrainOptions:
         del record["objective"]["preset"]  # a name for values that the record has anyway
         if self.objective.importance_mask is not None:
             record["objective"]["importance_mask"] = list(self.objective.importance_mask)
+        if not (self.objective.distill or self.objective.teacher_kl):
+            for name in DISTILLATION:
+                del record["objective"][name]
         record["objective"]["loss_constants"] = dict(self.objective.loss_constants)
         if not self.objective.has_values:
             del record["objective"]["value_coef"], record["objective"]["value_clip"]

@@ -36,7 +36,8 @@ class TrainingRun:
     `held_out` are rows to evaluate on, with a schedule of one step that has all of them. `balance` computes the
     auxiliary loss of routers, if `options.router_aux` asks for it. `division` has the rows of each machine, if the
     machines read blocks of their own. `carry_memory` is the memory for keys and values that rows in
-    pieces carry, on a GPU. `choices` are lines about the plan of its memory.
+    pieces carry, on a GPU. `choices` are lines about the plan of its memory. `teacher` scores each row before its
+    forward pass (`teacher.taught`).
     """
 
     dataset: AnyDataset
@@ -53,6 +54,7 @@ class TrainingRun:
     division: Division | None = None
     carry_memory: CarryMemory | None = None
     choices: tuple[str, ...] = ()
+    teacher: LoadedModel | None = None
 
     @property
     def paths(self) -> list[str | Path]:

@@ -6,6 +6,7 @@ This file imports no numerical library, so that the command line can take its op
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 
 from treepack.errors import TreepackError
@@ -23,8 +24,17 @@ class ScoreOptions:
 
     column: str = option(
         "old",
-        "old: the policy before training, the denominator of ratios. ref: the reference of KL and dpo.",
-        choices=("old", "ref"),
+        "old: the policy before training, the denominator of ratios. ref: the reference of KL and dpo. teacher: the "
+        "teacher of a distillation.",
+        choices=("old", "ref", "teacher"),
+    )
+    top_k: int | None = option(
+        None, "Also write the N likeliest tokens of the teacher at each trained token, for --distill.", minimum=1
+    )
+    groups: str | None = option(
+        None,
+        "Regular expression: write only the trajectories whose group it matches from the start, and keep the values of "
+        "the others, such as the values that a first teacher has written.",
     )
     # Rounds the model as `LoraOptions` do.
     quantize: str | None = option(
@@ -66,6 +76,12 @@ class ScoreOptions:
         if self.temperature is not None and not 0 < self.temperature < math.inf:
             raise TreepackError(f"temperature is {self.temperature}; expected a finite number above 0{GREEDY}")
         check_tokens(self.carry, self.pass_tokens)
+        if self.top_k is not None and self.column != "teacher":
+            raise TreepackError(f"top_k is about the column teacher, and the column is {self.column}; omit one of them")
+        try:
+            re.compile(self.groups or "")
+        except re.error as error:
+            raise TreepackError(f"groups is {self.groups!r}, which is not a regular expression: {error}") from None
         if self.temperature is not None and self.ignore_temperature:
             raise TreepackError("temperature and ignore_temperature exclude each other; omit one of them")
 

@@ -33,6 +33,7 @@ from treepack.train.pieces import has_long_rows, row_runner
 from treepack.train.run import TrainingRun
 from treepack.train.schedule import learning_rate
 from treepack.train.sharding import summing_gradients, whole_weights
+from treepack.train.teacher import taught
 
 
 @dataclass(frozen=True)
@@ -148,7 +149,7 @@ def forward_rows(run: TrainingRun, rows: list[int]) -> Report:
             if not own and in_pieces:
                 continue  # no rank waits for another one
             with step_memory_errors(batch, carry=run.options.carry):
-                result = row_runner(run, batch).loss(batch, _part(run, own, denominator, factors))
+                result = row_runner(run, batch).loss(taught(run, batch), _part(run, own, denominator, factors))
             if own:
                 report.add(own, batch, result)
         if in_pieces:
@@ -253,7 +254,7 @@ def _accumulate(
     attached = nullcontext() if run.balance is None else run.balance.attached(batch.scale.to(run.loaded.device))
     with attached:
         # For padding too, whose loss is 0: FSDP gathers weights and sums gradients in the backward pass of all ranks.
-        result = row_runner(run, batch).backward(batch, _part(run, rows, denominator, factors))
+        result = row_runner(run, batch).backward(taught(run, batch), _part(run, rows, denominator, factors))
     if rows:
         report.add(rows, batch, result)
 

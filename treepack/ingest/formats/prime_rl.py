@@ -139,8 +139,9 @@ FORMAT = Format(
     recognised_by="`token_ids` or `input_ids` beside `env_name` and a mask, or `inference_logprobs`",
     requires=[{IDS_OF: ARRAY, MASKS_OF: ARRAY, ("env_name", "inference_logprobs"): ANY}],
     used="""
-        token_ids mask logprobs temperatures env_name ref_logprobs advantages rl_weights ce_weights input_ids loss_mask
-        inference_logprobs sequence_lengths position_ids env_names step trainer_logprobs export_sequence_idx
+        token_ids mask logprobs temperatures env_name ref_logprobs teacher_logprobs advantages rl_weights ce_weights
+        input_ids loss_mask inference_logprobs sequence_lengths position_ids env_names step trainer_logprobs
+        export_sequence_idx
     """.split(),
     dropped=(
         "routed_experts (kept by --keep-routes)",

@@ -34,7 +34,7 @@ from treepack.ingest.readers.tokens.token_records import read_tokens
 from treepack.trajectory import Skipped, Trajectory
 
 # Fields of a tokenised sample; the reader of chats would count them as not used.
-OF_TOKENS = KEPT_FIELDS | {"tokens", "response_length", "loss_mask", "rollout_log_probs"}
+OF_TOKENS = KEPT_FIELDS | {"tokens", "response_length", "loss_mask", "rollout_log_probs", "teacher_log_probs"}
 # Statuses of samples that the sampler did not complete.
 UNFINISHED = frozenset({"pending", "aborted"})
 LINE = re.compile(r"[:\[](\d+)\]?$")  # of a record in its file
@@ -42,7 +42,7 @@ TEXT = frozenset({"prompt", "response", "apply_chat_template_kwargs"})
 # Bookkeeping of the sampler, and fields that are read under another name.
 DROPPED = frozenset(
     """
-    rollout_routed_experts teacher_log_probs weight_versions spec_info prefix_cache_info non_generation_time
+    rollout_routed_experts weight_versions spec_info prefix_cache_info non_generation_time
     remove_sample multimodal_inputs multimodal_train_inputs multimodal_train_input_id generate_function_path
     custom_rm_path train_metadata rollout_id index
     """.split()
@@ -163,14 +163,14 @@ FORMAT = Format(
     requires=[{"samples": each(SAMPLE, minimum=1)}, {"samples": no(LIST), **SAMPLE}],
     used="""
         rollout_id samples samples.group_index samples.index samples.rollout_id samples.tokens
-        samples.response_length samples.loss_mask samples.rollout_log_probs samples.reward samples.status
+        samples.response_length samples.loss_mask samples.rollout_log_probs samples.teacher_log_probs samples.reward
+        samples.status
         samples.remove_sample samples.metadata samples.label samples.weight_versions
         samples.rollout_top_p_token_ids samples.rollout_top_p_token_offsets
     """.split(),
     dropped=(
         "prompt and response (text of the tokens)",
         "rollout_routed_experts (kept by --keep-routes)",
-        "teacher_log_probs",
         "images, audio and video (samples that have some are skipped)",
         "spec_info, prefix_cache_info and non_generation_time",
         "train_metadata, generate_function_path and custom_rm_path",

@@ -114,11 +114,12 @@ FORMAT = Format(
     ],
     used="""
         prompt_ids response_ids response_mask response_logprobs reward_score extra_fields prompts responses
-        input_ids attention_mask position_ids rollout_log_probs old_log_probs ref_log_prob token_level_scores
+        input_ids attention_mask position_ids rollout_log_probs old_log_probs ref_log_prob teacher_ids
+        teacher_logprobs token_level_scores
         advantages uid __num_turns__ data_source extra_info reward_model.ground_truth non_tensor_batch.*
         batch.input_ids batch.attention_mask batch.position_ids batch.prompts batch.responses
         batch.response_mask batch.rollout_log_probs batch.old_log_probs batch.ref_log_prob batch.advantages
-        batch.token_level_scores
+        batch.token_level_scores batch.teacher_ids batch.teacher_logprobs
     """.split(),
     dropped=(
         "token_level_rewards if there are scores (they are the scores minus the KL penalty)",

@@ -228,7 +228,7 @@ def _in_tokens(old: Tokens, new: Tokens) -> set[str]:
     for name in ("starts", "ends", "span_weights"):
         if not np.array_equal(getattr(old, name), getattr(new, name)):
             uses.add("mask")
-    for name in ("advantages", "sampling_logprobs", "old_logprobs", "ref_logprobs", "temperatures"):
+    for name in ("advantages", "sampling_logprobs", "old_logprobs", "ref_logprobs", "teacher_logprobs", "temperatures"):
         if not _is_equal(getattr(old, name), getattr(new, name)) and "mask" not in uses:
             uses.add(name.replace("_", " "))
     return uses

@@ -346,7 +346,7 @@ def fused_gradients(
     assert x.stride(1) == 1
     num_states, num_words = x.shape
     block = min(GRADIENT_BLOCK, triton.next_power_of_2(num_words))
-    temperatures, logprobs, entropies = map(_floats, (targets.temperature, *slopes))
+    temperatures, logprobs, entropies = map(_floats, (targets.temperature, slopes.logprobs, slopes.entropies))
     totals, kept = statistics.totals, targets.kept
     of_targets = (
         totals,

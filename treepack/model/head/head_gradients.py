@@ -23,6 +23,7 @@ from torch.nn.functional import linear
 
 from treepack.errors import TreepackError
 from treepack.model.experts.weights import cast_weight
+from treepack.model.head.distribution_loss import TeacherTargets, chunk_divergences, divergence_gradients
 from treepack.model.head.head_chunks import ChunkTargets
 from treepack.model.head.logit_map import LogitMap, TargetSlopes, TargetStatistics
 from treepack.model.head.token_statistics import token_statistics, turn_into_gradients
@@ -33,11 +34,11 @@ class TargetPrices(NamedTuple):
 
     Attributes:
         slopes: the slopes at the targets of a chunk, from its number and statistics.
-        value: the loss, float64, and further sums, float64 [k], from log-probabilities and entropies [n].
+        value: the loss, float64, and further sums, float64 [k], from log-probabilities, entropies and divergences [n].
     """
 
     slopes: Callable[[int, TargetStatistics], TargetSlopes]
-    value: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+    value: Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -48,23 +49,49 @@ class HeadOptions:
         chunks: the targets.
         logit_map: the change that the model makes to the result of its output layer.
         with_entropies: False if entropies are not read.
+        teacher: the laws from which divergences are computed; None for none.
     """
 
     chunks: Sequence[ChunkTargets]
     logit_map: LogitMap
     with_entropies: bool
+    teacher: TeacherTargets | None = None
+
+    def statistics(self, x: Tensor, number: int) -> TargetStatistics:
+        """Return the numbers about the targets of a chunk from its logits."""
+        targets = self.chunks[number]
+        found = token_statistics(x, targets, self.logit_map, with_entropies=self.with_entropies)
+        if self.teacher is None:
+            return found
+        law = self.teacher.laws[number], self.teacher.beta
+        return found._replace(divergences=chunk_divergences(x, targets, self.logit_map, law))
+
+    def turn_into_gradients(self, x: Tensor, number: int, statistics: TargetStatistics, slopes: TargetSlopes) -> None:
+        """Overwrite the logits of a chunk with the derivatives of a loss by them."""
+        targets, extra = self.chunks[number], None
+        if self.teacher is not None and slopes.divergences is not None:
+            law = self.teacher.laws[number], self.teacher.beta
+            extra = divergence_gradients(x, targets, self.logit_map, slopes.divergences, law)
+        if slopes.logprobs is not None or slopes.entropies is not None:
+            turn_into_gradients(x, targets, self.logit_map, statistics, slopes)
+        else:
+            x.zero_()
+        if extra is not None:
+            x += extra
 
 
-def token_scores(hidden: Tensor, weight: Tensor, bias: Tensor | None, options: HeadOptions) -> tuple[Tensor, Tensor]:
-    """Return log-probability and entropy of each target in the order of the chunks, [n] each, both differentiable.
+def token_scores(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, options: HeadOptions
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return log-probability, entropy and divergence of each target in the order of the chunks, [n] each.
 
     Args:
         hidden: [T, D].
         weight: [V, D].
         bias: [V] or None.
-        options: the targets, at least one; entropies that are not computed are NaN.
+        options: the targets, at least one; entropies and divergences that are not computed are NaN.
     """
-    scores: tuple[Tensor, Tensor] = _TokenScores.apply(hidden, weight, bias, options)  # type: ignore[no-untyped-call]
+    scores: tuple[Tensor, Tensor, Tensor] = _TokenScores.apply(hidden, weight, bias, options)  # type: ignore[no-untyped-call]
     return scores
 
 
@@ -86,22 +113,27 @@ class _TokenScores(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, options: HeadOptions
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.options, ctx.dtype = options, _autocast_dtype(hidden)
         layer = _cast(weight, bias, ctx.dtype)
         found = []
         with _exact_dtypes(hidden):
-            for targets in options.chunks:
+            for number, targets in enumerate(options.chunks):
                 x = linear(_states(hidden, targets, layer), *layer)
-                found.append(token_statistics(x, targets, options.logit_map, with_entropies=options.with_entropies))
+                found.append(options.statistics(x, number))
                 del x  # before the next chunk
-        logprobs, totals, entropies = (torch.cat(each) for each in zip(*found, strict=True))
+        logprobs, totals, entropies, divergences = _joined(found)
         ctx.save_for_backward(hidden, weight, bias, totals, entropies)
         ctx.set_materialize_grads(False)  # an unused output has the gradient None, which saves its share of backward
+        unread = []
         if not options.with_entropies:
             entropies = torch.full_like(entropies, torch.nan)
-            ctx.mark_non_differentiable(entropies)
-        return logprobs, entropies
+            unread.append(entropies)
+        if divergences is None:
+            divergences = torch.full_like(totals, torch.nan)
+            unread.append(divergences)
+        ctx.mark_non_differentiable(*unread)
+        return logprobs, entropies, divergences
 
     @staticmethod
     def backward(ctx: Any, *slopes: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -115,12 +147,12 @@ class _TokenScores(torch.autograd.Function):
         # totals, entropies and slopes [n] -> one part of each for every chunk
         parts = [[None] * len(sizes) if each is None else each.split(sizes) for each in (*saved, *slopes)]
         with _exact_dtypes(hidden):
-            for targets, totals, entropies, *pair in zip(options.chunks, *parts, strict=True):
+            for number, (targets, totals, entropies, *each) in enumerate(zip(options.chunks, *parts, strict=True)):
                 states = _states(hidden, targets, layer)
                 x = linear(states, *layer)
                 # Log-probabilities are not read again; the totals are a placeholder for them.
                 statistics = TargetStatistics(totals, totals, entropies)
-                turn_into_gradients(x, targets, options.logit_map, statistics, TargetSlopes(*pair))
+                options.turn_into_gradients(x, number, statistics, TargetSlopes(*each))
                 sums.add(x, states, targets, layer)
                 del x
         return (*sums.take(), None)
@@ -147,14 +179,14 @@ class _PricedLoss(torch.autograd.Function):
             for number, targets in enumerate(options.chunks):
                 states = _states(hidden, targets, layer)
                 x = linear(states, *layer)
-                statistics = token_statistics(x, targets, options.logit_map, with_entropies=options.with_entropies)
-                found.append((statistics.logprobs, statistics.entropies))
+                statistics = options.statistics(x, number)
+                found.append(statistics)
                 if any(needs):
-                    slopes = price.slopes(number, statistics)
-                    turn_into_gradients(x, targets, options.logit_map, statistics, slopes)
+                    options.turn_into_gradients(x, number, statistics, price.slopes(number, statistics))
                     ctx.sums.add(x, states, targets, layer)
                 del x  # before the next chunk
-        loss, sums = price.value(*(torch.cat(each) for each in zip(*found, strict=True)))
+        logprobs, _, entropies, divergences = _joined(found)
+        loss, sums = price.value(logprobs, entropies, divergences)
         ctx.mark_non_differentiable(sums)
         return loss, sums
 
@@ -167,6 +199,13 @@ class _PricedLoss(torch.autograd.Function):
                 "a second backward pass goes through a loss whose gradients exist once; compute the loss again"
             )
         return (*sums.take(scale=grad), None, None, None)
+
+
+def _joined(found: Sequence[TargetStatistics]) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Return the statistics of all chunks, one after the other."""
+    logprobs, totals, entropies, divergences = zip(*found, strict=True)
+    joined = None if divergences[0] is None else torch.cat(divergences)
+    return torch.cat(logprobs), torch.cat(totals), torch.cat(entropies), joined
 
 
 def _refuse_graph() -> None:

@@ -51,19 +51,22 @@ class OutputLayer:
 class TargetStatistics(NamedTuple):
     """Numbers about n targets, [n] each: float64 for float64 logits, else float32.
 
-    `totals` are log sum exp z. Entropies are NaN if they are not wanted.
+    `totals` are log sum exp z. Entropies are NaN if they are not wanted. `divergences` are from a teacher's law, None
+    without one.
     """
 
     logprobs: Tensor
     totals: Tensor
     entropies: Tensor
+    divergences: Tensor | None = None
 
 
 class TargetSlopes(NamedTuple):
-    """The derivatives of a loss by the log-probabilities and by the entropies of n targets, [n] each; None for 0.
+    """The derivatives of a loss by the log-probabilities, entropies and divergences of n targets, [n] each; None for 0.
 
     Their dtype is that of the statistics.
     """
 
     logprobs: Tensor | None
     entropies: Tensor | None
+    divergences: Tensor | None = None

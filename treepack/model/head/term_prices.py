@@ -19,6 +19,7 @@ from treepack.data.batch import PER_TERM, TermTensors
 from treepack.model.head.head_chunks import invert
 from treepack.model.head.head_gradients import TargetPrices
 from treepack.model.head.logit_map import TargetSlopes, TargetStatistics
+from treepack.objectives.distillation import with_teacher
 from treepack.objectives.objective import Objective
 from treepack.objectives.policy_terms import TERM_MEANS, term_sums
 from treepack.objectives.term_slices import TERM_CHUNK, term_slices
@@ -71,27 +72,39 @@ def prices_of_terms(
     def slopes(number: int, statistics: TargetStatistics) -> TargetSlopes:
         logprobs = statistics.logprobs.detach().requires_grad_()
         entropies = statistics.entropies.detach().requires_grad_(objective.entropy > 0)
-        read = [logprobs, entropies] if objective.entropy else [logprobs]
+        divergences = statistics.divergences
+        if divergences is not None:
+            divergences = divergences.detach().requires_grad_(objective.distill > 0)
+        read = [each for each in (logprobs, entropies, divergences) if each is not None and each.requires_grad]
         totals = [torch.zeros_like(each) for each in read]
         for begin in range(cuts[number], cuts[number + 1], term_chunk):
             span = slice(begin, min(begin + term_chunk, cuts[number + 1]))
             part = replace(_select(terms, by_place[span]), index=places[span] - number * chunk)
+            part = with_teacher(part, logprobs, divergences, objective)
             with torch.enable_grad():
-                loss, _ = term_sums(logprobs, entropies, part, factors, None, objective)
+                loss, _ = term_sums(logprobs, entropies, part, factors, None, objective, divergences)
             for total, slope in zip(totals, torch.autograd.grad(loss, read), strict=True):
                 total += slope
-        return TargetSlopes(totals[0], totals[1] if objective.entropy else None)
+        found = iter(totals)
+        return TargetSlopes(
+            *(
+                next(found) if each is not None and each.requires_grad else None
+                for each in (logprobs, entropies, divergences)
+            )
+        )
 
-    def value(logprobs: Tensor, entropies: Tensor) -> tuple[Tensor, Tensor]:
+    def value(logprobs: Tensor, entropies: Tensor, divergences: Tensor | None) -> tuple[Tensor, Tensor]:
         # In the order of the terms, so that the size of a chunk changes no bit.
         own = rank.clamp(min=0)  # no term reads a token without a place
         logprobs, entropies = (_at(each, own) for each in (logprobs, entropies))
+        divergences = None if divergences is None else _at(divergences, own)
         bounds = (0, len(terms.index)) if edges is None else edges
         losses = logprobs.new_zeros(len(bounds) - 1, dtype=torch.float64)
         sums = logprobs.new_zeros(len(TERM_MEANS), dtype=torch.float64)
         for i, (begin, end) in enumerate(pairwise(bounds)):
             for part in term_slices(terms, term_chunk, begin=begin, end=end):
-                part_loss, part_sums = term_sums(logprobs, entropies, part, factors, None, objective)
+                part = with_teacher(part, logprobs, divergences, objective)
+                part_loss, part_sums = term_sums(logprobs, entropies, part, factors, None, objective, divergences)
                 losses[i] += part_loss
                 sums = sums + part_sums
         return losses.sum(), torch.cat([sums, losses])

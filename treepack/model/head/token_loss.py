@@ -33,8 +33,10 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from treepack.data.ragged_tensor import RaggedTensor
+from treepack.data.teacher_law import TeacherLaw
 from treepack.data.transfers import sent
 from treepack.errors import TreepackError
+from treepack.model.head.distribution_loss import TeacherTargets
 from treepack.model.head.head_chunks import ChunkTargets, invert, split_targets
 from treepack.model.head.head_gradients import HeadOptions, TargetPrices, priced_loss, token_scores
 from treepack.model.head.logit_map import OutputLayer, TargetSlopes
@@ -99,7 +101,7 @@ def nll_of_rows(
         weights = chosen.index_select(0, order)
         parts = torch.split(weights, chunk)
 
-        def value(logprobs: Tensor, _: Tensor) -> tuple[Tensor, Tensor]:
+        def value(logprobs: Tensor, *_: Tensor | None) -> tuple[Tensor, Tensor]:
             losses = -(logprobs.double() * weights)
             total = losses.sum()
             if edges is None:
@@ -153,6 +155,7 @@ def priced_terms(
     temperature: Tensor | float = 1.0,
     kept: RaggedTensor | None = None,
     with_entropies: bool = True,
+    teacher: tuple[TeacherLaw, float] | None = None,
     chunk: int = CHUNK,
 ) -> tuple[Tensor, Tensor]:
     """Return a loss with slopes that are computed chunk by chunk, and further sums; for one backward pass only.
@@ -166,6 +169,7 @@ def priced_terms(
         temperature: as in `tree_logprobs`.
         kept: as in `tree_logprobs`.
         with_entropies: False if the price reads no entropies.
+        teacher: as in `tree_scores`.
         chunk: tokens of a chunk.
 
     Returns:
@@ -174,18 +178,18 @@ def priced_terms(
     share, divisors = layer.share, _divisors(hidden, len(targets[0]), temperature)
     if share is None:
         order, chunks = _split(targets, divisors, chunk, kept)
-        options = HeadOptions(chunks, layer.logit_map, with_entropies)
+        options = HeadOptions(chunks, layer.logit_map, with_entropies, _teacher_targets(teacher, order, chunk))
         return priced_loss(hidden, layer.weight, layer.bias, options, prices(order))
-    places, targets, divisors, kept = _own(share, targets, divisors, kept, hidden.device)
+    places, targets, divisors, kept, teacher = _own(share, targets, divisors, kept, teacher, hidden.device)
     order, chunks = _split(targets, divisors, chunk, kept)
     price = prices(places.index_select(0, order))
     if chunks:
-        options = HeadOptions(chunks, layer.logit_map, with_entropies)
+        options = HeadOptions(chunks, layer.logit_map, with_entropies, _teacher_targets(teacher, order, chunk))
         loss, numbers = priced_loss(hidden, layer.weight, layer.bias, options, price)
     else:
         empty = _no_logits(hidden, layer).sum(-1)
-        loss = empty.sum(dtype=torch.float64)
-        numbers = price.value(empty.detach(), empty.detach())[1]
+        loss, none = empty.sum(dtype=torch.float64), empty.detach()
+        numbers = price.value(none, none, None if teacher is None else none)[1]
     return share.total(loss), share.total(numbers)
 
 
@@ -218,23 +222,52 @@ def tree_logprobs(
     Returns:
         log-probabilities [n] and entropies [n], in nats; attached to `hidden` even if n is 0.
     """
+    options: dict[str, Any] = {"temperature": temperature, "kept": kept, "with_entropies": with_entropies}
+    return tree_scores(hidden, layer, targets, **options, chunk=chunk)[:2]
+
+
+def tree_scores(
+    hidden: Tensor,
+    layer: OutputLayer,
+    targets: tuple[Tensor, Tensor, Tensor],
+    *,
+    temperature: Tensor | float = 1.0,
+    kept: RaggedTensor | None = None,
+    with_entropies: bool = True,
+    teacher: tuple[TeacherLaw, float] | None = None,
+    chunk: int = CHUNK,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return `tree_logprobs`, and the divergences from a teacher [n], differentiable too; NaN without a teacher.
+
+    `teacher` has the laws of the n tokens in their order, and beta (`objectives.distillation`).
+    """
     if len(targets[0]) == 0:
         empty = _no_logits(hidden, layer).sum(-1)
-        return empty, empty
+        return empty, empty, empty
     share, count, divisors = layer.share, len(targets[0]), _divisors(hidden, len(targets[0]), temperature)
     if share is not None:
-        places, targets, divisors, kept = _own(share, targets, divisors, kept, hidden.device)
+        places, targets, divisors, kept, teacher = _own(share, targets, divisors, kept, teacher, hidden.device)
     order, chunks = _split(targets, divisors, chunk, kept)
-    options = HeadOptions(chunks, layer.logit_map, with_entropies)
+    options = HeadOptions(chunks, layer.logit_map, with_entropies, _teacher_targets(teacher, order, chunk))
     if chunks:
-        logprobs, entropies = token_scores(hidden, layer.weight, layer.bias, options)
+        scores = token_scores(hidden, layer.weight, layer.bias, options)
     else:
-        logprobs = entropies = _no_logits(hidden, layer).sum(-1)
+        scores = (_no_logits(hidden, layer).sum(-1),) * 3
     inverse = invert(order)
-    logprobs, entropies = logprobs.index_select(0, inverse), entropies.index_select(0, inverse)
+    logprobs, entropies, divergences = (each.index_select(0, inverse) for each in scores)
     if share is None:
-        return logprobs, entropies
-    return share.whole(logprobs, places, count), share.whole(entropies, places, count)
+        return logprobs, entropies, divergences
+    logprobs, entropies, divergences = (share.whole(each, places, count) for each in (logprobs, entropies, divergences))
+    return logprobs, entropies, divergences
+
+
+def _teacher_targets(teacher: tuple[TeacherLaw, float] | None, order: Tensor, chunk: int) -> TeacherTargets | None:
+    """Return the teacher's laws chunk by chunk."""
+    if teacher is None:
+        return None
+    law, beta = teacher
+    parts = (law[part].map(lambda each: sent(each, order.device)) for part in torch.split(order, chunk))
+    return TeacherTargets(list(parts), beta)
 
 
 def _no_logits(hidden: Tensor, layer: OutputLayer) -> Tensor:
@@ -248,13 +281,15 @@ def _own(
     targets: tuple[Tensor, Tensor, Tensor],
     divisors: Tensor | None,
     kept: RaggedTensor | None,
+    teacher: tuple[TeacherLaw, float] | None,
     device: torch.device,
-) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor], Tensor | None, RaggedTensor | None]:
+) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor], Tensor | None, RaggedTensor | None, tuple[TeacherLaw, float] | None]:
     """Return the numbers of the targets that this rank's states predict, on `device`, and what belongs to them."""
     places, targets = share.own_targets(targets)
     places = sent(places, device)
     divisors = None if divisors is None else divisors.index_select(0, places)
-    return places, targets, divisors, None if kept is None else kept[places]
+    teacher = None if teacher is None else (teacher[0][places], teacher[1])
+    return places, targets, divisors, None if kept is None else kept[places], teacher
 
 
 def _split(

@@ -19,10 +19,12 @@ from torch.utils.checkpoint import checkpoint
 
 from treepack.data.batch import Batch, TermTensors
 from treepack.data.ragged_tensor import RaggedTensor
+from treepack.data.teacher_law import TeacherLaw
 from treepack.model.experts.replay import use_routes
 from treepack.model.head.logit_map import OutputLayer
 from treepack.model.head.output_head import head_replaced
 from treepack.model.head.value_head import value_head_of
+from treepack.objectives.distillation import log_rest
 from treepack.objectives.losses import objective_loss
 from treepack.objectives.objective import Objective
 from treepack.objectives.row_numbers import ScoreRequest, TokenScores
@@ -115,17 +117,19 @@ def _objective_alone(plain: PlainModel, batch: Batch, factors: Tensor, objective
     # Numbers of [N] terms each: one value per term, even if several terms are about one token.
     columns: list[Tensor | None] = [
         torch.zeros(len(terms.index), dtype=torch.float64, device=factors.device) if is_read else None
-        for is_read in (reads.logprobs, reads.entropies, reads.values)
+        for is_read in (reads.logprobs, reads.entropies, reads.values, reads.divergence is not None)
     ]
     for mine, values in parts:
-        for column, value in zip(columns, values, strict=True):
+        for column, value in zip(columns, values[: len(columns)], strict=True):
             if column is not None and value is not None:
                 column[mine] = value.double()
     leaves = [column.requires_grad_() for column in columns if column is not None]
-    logprobs, entropies, values_before = columns
+    logprobs, entropies, values_before, divergences = columns
     # index [0, 1, ..., N - 1]: each term reads its own value; in the packed row, terms of one token share one.
     own = replace(terms, index=each)
-    loss, _ = objective_loss(logprobs, entropies, own, factors, objective, values=values_before)
+    loss, _ = objective_loss(
+        logprobs, entropies, own, factors, objective, values=values_before, divergences=divergences
+    )
     slopes = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
     value = loss.detach()
     for i in range(num):
@@ -182,14 +186,49 @@ def _scores_alone(
     # Row tokens to positions in the trajectory: path [0, 1, 4, 5], tokens [4, 5] -> [2, 3]. A path ascends.
     positions = torch.searchsorted(path, terms.tokens[terms.index[mine]])
     tokens, labels = plain.replay(batch, path), batch.input_ids[path[positions]]
-    logprobs = entropies = values = None
+    logprobs = entropies = values = divergences = None
+    if reads.divergence is not None:
+        assert terms.teacher is not None
+        teacher, beta = terms.teacher[terms.index[mine]], reads.divergence
+
+        def compare(logits: Tensor, temperature: Tensor, places: Tensor) -> Tensor:
+            return divergence_alone(logits, teacher[places], temperature, beta)
+
+        every = torch.arange(len(mine), device=mine.device)
+        divergences = torch.cat(plain.reduce(tokens, positions - 1, compare, law.temperature[mine], every))
     if reads.logprobs:
         columns = labels, law.temperature[mine], law.sets(terms.index[mine])
         parts = plain.reduce(tokens, positions - 1, _label_statistics, *columns)
         logprobs, entropies = (torch.cat(values) for values in zip(*parts, strict=True))
     if reads.values:
         values = plain.values(tokens, positions - 1)
-    return mine, TokenScores(logprobs, entropies if reads.entropies else None, values)
+    return mine, TokenScores(logprobs, entropies if reads.entropies else None, values, divergences)
+
+
+def divergence_alone(logits: Tensor, law: TeacherLaw, temperature: Tensor, beta: float) -> Tensor:
+    """Return the divergences [n] from the whole softmax of logits [n, V], differentiable by autograd.
+
+    Words outside of the teacher's top K are one outcome, whose probabilities are 1 minus the sum of the others.
+    """
+    logs = (logits / temperature.to(logits.dtype)[:, None]).log_softmax(-1)
+    teacher = law.logprobs(temperature, logs.dtype)
+    if law.ids is not None:
+        words = logs.shape[1]
+        used = (teacher > -torch.inf) & (law.ids < words)
+        teacher, ids = teacher.masked_fill(~used, -torch.inf), law.ids.masked_fill(~used, words)
+        outside = logs.new_ones(len(logs), words + 1).scatter(-1, ids, 0.0)[:, :words]
+        rest, is_whole = (logs.exp() * outside).sum(-1), ~outside.any(-1)
+        logs = torch.where(used, logs.gather(-1, ids.clamp(max=words - 1)), -torch.inf)
+        logs = torch.cat([logs, torch.where(is_whole, -torch.inf, rest.clamp(min=1e-300).log())[:, None]], -1)
+        teacher = torch.cat(
+            [teacher, torch.where(is_whole, -torch.inf, log_rest(teacher, law.values.dtype))[:, None]], -1
+        )
+    p, q = logs.exp(), teacher.exp()
+    mean = ((1 - beta) * p + beta * q).clamp(min=1e-300).log()
+    # 0 * log 0 = 0, without a NaN in the gradient
+    logs, teacher = (torch.where(each > -torch.inf, each, 0.0) for each in (logs, teacher))
+    forward, reverse = q * (teacher - (logs if beta == 0 else mean)), p * (logs - (teacher if beta == 1 else mean))
+    return (reverse if beta == 1 else forward if beta == 0 else beta * forward + (1 - beta) * reverse).sum(-1)
 
 
 def _label_statistics(logits: Tensor, labels: Tensor, temperature: Tensor, sets: Tensor) -> tuple[Tensor, Tensor]:

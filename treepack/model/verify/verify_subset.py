@@ -185,6 +185,8 @@ def _restrict_terms(terms: TermTensors, place: Int64, new_parent: Int64, part: R
             per_term[field.name] = _like(first_of_each(column[list(part.trajectories)].numpy()), column)
         elif field.name in ("temperature", "kept") and column is not None:
             per_term[field.name] = column[torch.from_numpy(entries)]
+        elif field.name == "teacher":
+            per_term[field.name] = None if column is None else column[torch.from_numpy(entries)]
         elif field.name not in ("tokens", "index", "trajectory", "group", "reward", "rollout"):
             per_term[field.name] = None if column is None else column[torch.from_numpy(kept)]
     return TermTensors(

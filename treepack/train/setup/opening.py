@@ -41,6 +41,7 @@ from treepack.train.setup.memory_input import MemoryInput
 from treepack.train.setup.run_data import open_data, open_held_out
 from treepack.train.setup.run_memory import choose_memory
 from treepack.train.setup.run_model import NO_ROOM, check_fit, load_run_model
+from treepack.train.setup.run_teacher import load_teacher
 from treepack.train.sharding import check_sharing
 
 
@@ -81,6 +82,7 @@ def open_run(
     loaded = load_run_model(model, options, compute, ranks)
     balance = RouterBalance(loaded.causal, options.router_aux, source=loaded.source) if options.router_aux else None
     fit = check_fit(data, loaded, options, balance=balance, held_out=evaluated)
+    teacher = load_teacher(options, compute.device, compute.autocast or torch.float32, data.dataset, loaded)
     if meter is None and compute.device.type == "cuda":
         meter = gpu_meter(compute.device)
     memory = choose_memory(MemoryInput(data, evaluated, loaded, options, compute, ranks, meter))
@@ -91,6 +93,7 @@ def open_run(
         ranks=ranks,
         carry_memory=memory.carry_memory,
         choices=memory.lines,
+        teacher=teacher,
     )
     return make(
         dataset=data.dataset,
@@ -186,4 +189,5 @@ def open_verification(packed: Packed, model: str | Path, options: TrainOptions) 
         tokenizer=fit.tokenizer,
         notes=fit.notes,
         rewards=fit.rewards,
+        teacher=load_teacher(options, device, weights, data.dataset, loaded),
     )

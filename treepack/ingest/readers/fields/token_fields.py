@@ -2,8 +2,8 @@
 
     {"prompt_ids": [..], "response_ids": [..], "response_mask": [..]}  --sort_fields-->  {kind: {name: values}}
 
-Names of one kind are interchangeable, and if a record has several, their values must agree. Log-probabilities are three
-different kinds: of the sampler, of the trainer before the update (old), and of the reference model.
+Names of one kind are interchangeable, and if a record has several, their values must agree. Log-probabilities are four
+different kinds: of the sampler, of the trainer before the update (old), of the reference model, and of a teacher.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MASK, LABELS, ATTENTION, PROMPT_MASK = "mask", "labels", "attention", "prompt ma
 POSITIONS, RESPONSE_LENGTH, LENGTHS = "positions", "response length", "lengths"
 ADVANTAGE, RETURN = "advantages", "returns"
 SAMPLING, OLD, REFERENCE = "sampling log-probabilities", "old log-probabilities", "reference log-probabilities"
-TEMPERATURE = "temperatures"
+TEACHER, TEMPERATURE = "teacher log-probabilities", "temperatures"
 IGNORED_LABEL = -100  # of torch's cross_entropy
 
 NAMES: dict[str, tuple[str, ...]] = {
@@ -48,6 +48,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     ),
     OLD: ("old_log_probs", "old_per_token_logps", "action_log_probs"),
     REFERENCE: tuple("ref_log_prob ref_logprobs reference_logprobs ref_per_token_logps base_action_log_probs".split()),
+    TEACHER: ("teacher_log_probs", "teacher_logprobs", "teacher_per_token_logps"),
     TEMPERATURE: ("temperatures",),
 }
 KINDS = {name: kind for kind, names in NAMES.items() for name in names}

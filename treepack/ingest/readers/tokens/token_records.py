@@ -27,6 +27,7 @@ from treepack.ingest.readers.fields.values import as_number, shown
 from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.tokens.kept_fields import cut_note, read_sets, set_fields
 from treepack.ingest.readers.tokens.route_fields import kept_routes, read_routes
+from treepack.ingest.readers.tokens.teacher_fields import take_words
 from treepack.ingest.readers.tokens.token_layout import (
     FieldLayout,
     Mask,
@@ -50,7 +51,10 @@ from treepack.trajectory import (
     with_temperatures,
 )
 
-LOGPROBS = {"sampling_logprobs": tf.SAMPLING, "old_logprobs": tf.OLD, "ref_logprobs": tf.REFERENCE}
+LOGPROBS = {
+    **{"sampling_logprobs": tf.SAMPLING, "old_logprobs": tf.OLD},
+    **{"ref_logprobs": tf.REFERENCE, "teacher_logprobs": tf.TEACHER},
+}
 
 
 def read_tokens(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
@@ -59,6 +63,7 @@ def read_tokens(record: Record, options: ReadOptions) -> Iterator[Trajectory | S
     Raises:
         TreepackError: ids, masks or values that contradict each other, have a wrong length or an impossible value.
     """
+    words, record = take_words(record)
     fields = tf.sort_fields(record.value, record.source)
     ids, num_prompt = _ids(fields, record)
     if not _has_mask(fields):
@@ -96,6 +101,7 @@ def read_tokens(record: Record, options: ReadOptions) -> Iterator[Trajectory | S
         kept_ids=_kept_sets(sets, ids, mask, layout, vocab_size=options.vocab_size),
         routes=_routes(routes, layout, int(starts[0])),
     )
+    content = content if words is None else words.put(content, mask, layout)
     notes += cut_note(record.value) if content.kept_ids is None else ()
     # The text of the ids, under the names of answers, is not used, which is noted as for every field.
     texts = [name for name, value in record.value.items() if danger(name, value) == ANSWER]

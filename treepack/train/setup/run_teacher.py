@@ -1,0 +1,71 @@
+"""The teacher of a run, loaded beside the model that is trained, with the checks that both have one vocabulary.
+
+options, rows, LoadedModel --load_teacher--> LoadedModel of the teacher, frozen; None if the objective names none
+"""
+
+from __future__ import annotations
+
+import torch
+
+from treepack.carry.refusal import check_carry
+from treepack.data.mixture import AnyDataset
+from treepack.errors import TreepackError
+from treepack.ingest.tokenization import fingerprint
+from treepack.memory.shortage import memory_errors
+from treepack.model.accept.saved_tokenizer import saved_tokenizer
+from treepack.model.head.output_head import find_head
+from treepack.model.load import load_model
+from treepack.model.loaded import LoadedModel
+from treepack.train.options import TrainOptions
+from treepack.train.setup.run_model import check_rows_fit
+
+
+def load_teacher(
+    options: TrainOptions, device: torch.device, dtype: torch.dtype, dataset: AnyDataset, student: LoadedModel
+) -> LoadedModel | None:
+    """Load the frozen teacher that the objective names, whole on this rank; None if it names none.
+
+    Args:
+        options: of the run.
+        device: of the run.
+        dtype: of the teacher's weights, in which it computes.
+        dataset: the rows.
+        student: the model that is trained.
+
+    Raises:
+        TreepackError: the model is not supported, does not fit the rows, or has another vocabulary than the student.
+    """
+    source = options.objective.teacher
+    if source is None:
+        return None
+    with memory_errors(
+        "while the teacher was loaded", "write its log-probabilities first, by `treepack logprobs --column teacher`"
+    ):
+        teacher = load_model(source, attention=options.attention, dtype=dtype, device=device, seed=options.seed)
+    teacher.model.requires_grad_(False)
+    check_rows_fit(dataset, teacher)
+    _check_same_vocabulary(teacher, student)
+    if options.carry is not None and options.carry != "auto":
+        check_carry(teacher)
+    return teacher
+
+
+def _check_same_vocabulary(teacher: LoadedModel, student: LoadedModel) -> None:
+    """Refuse a teacher with other words than the student, by their tokenizers and the sizes of their laws.
+
+    Raises:
+        TreepackError: naming both models.
+    """
+    pair = [saved_tokenizer(each.source) for each in (teacher, student)]
+    marks = [fingerprint(each)["sha256"] for each in pair if each is not None]
+    if len(set(marks)) > 1:
+        raise TreepackError(
+            f"{teacher.source}: its tokenizer is not that of {student.source}, and a distribution over other words "
+            "teaches nothing; choose a teacher with the tokenizer of the student"
+        )
+    sizes = [len(find_head(each.causal).weight) for each in (teacher, student)]
+    if sizes[0] != sizes[1]:
+        raise TreepackError(
+            f"{teacher.source}: its output layer has {sizes[0]:,} words and that of {student.source} {sizes[1]:,}; "
+            "write its likeliest words with `treepack logprobs --column teacher --top-k 64`, and omit --teacher"
+        )
