@@ -41,8 +41,8 @@ from treepack.data.batch import Batch
 from treepack.model.experts.weights import cast_once
 from treepack.model.forward import WholeRows
 from treepack.model.loaded import LoadedModel
-from treepack.model.sequence.share import share_rows
 from treepack.objectives.row_numbers import LossPart
+from treepack.sequence.share import share_rows
 from treepack.train.options import TrainOptions
 from treepack.train.ranks import find_device, join_ranks, leave_ranks
 from treepack.train.sharding import load_sharded

@@ -45,6 +45,16 @@ FORMULAS: dict[str, tuple[str, str, str]] = {
     "dppo_kl": ("the same, moved in KL divergence of the token against the rest", _paper("DPPO", "2602.04879"), ""),
     "dro": ("`-(A log p - beta / 2 (log r)^2)`", _paper("DRO", "2405.19107"), "the same"),
     "reinforce": ("`-A log p`", "Williams 1992", "verl `gpg`"),
+    "opd": (
+        "as `ppo` with A = `log q - log p` of the sampled token, q the teacher's law ([distillation](#distillation))",
+        "[on-policy distillation](https://thinkingmachines.ai/blog/on-policy-distillation)",
+        "",
+    ),
+    "distill": (
+        "a divergence of the teacher's law and the model's ([distillation](#distillation))",
+        _paper("GKD", "2306.13649"),
+        "TRL `GKDTrainer`",
+    ),
     "dpo": (
         "`-log sigmoid(beta (h_chosen - h_rejected))`, h the sum of `log p - log ref` over a rollout",
         _paper("DPO", "2305.18290"),

@@ -18,9 +18,9 @@ from treepack.errors import TreepackError
 from treepack.model.adapters.lora_options import LoraOptions
 from treepack.model.head.logit_map import OutputLayer
 from treepack.model.head.token_loss import tree_logprobs, weighted_nll
-from treepack.model.sequence.exchange import split_evenly
-from treepack.model.sequence.share import SequenceGroup, TokenShare, check_heads
 from treepack.objectives.row_numbers import LossPart
+from treepack.sequence.exchange import split_evenly
+from treepack.sequence.share import SequenceGroup, TokenShare, check_heads
 
 # Windows, sinks and experts; the gated delta rule; Mamba-2; a convolution alone. KDA, which is slow, has a short row.
 KINDS = "gpt_oss qwen3_5_text granitemoehybrid lfm2".split()

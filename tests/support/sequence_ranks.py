@@ -27,12 +27,12 @@ from treepack.model.collation import batch_logprobs, batch_loss_and_metrics, col
 from treepack.model.forward import RowRunner, WholeRows
 from treepack.model.load import load_model
 from treepack.model.loaded import LoadedModel
-from treepack.model.sequence.share import share_rows
 from treepack.model.verify.gradients import verify_gradients
 from treepack.objectives.denominators import step_factors, trajectory_table
 from treepack.objectives.objective import choose_objective
 from treepack.objectives.row_numbers import LossPart, ScoreRequest
 from treepack.online import OnlineOptions, batch_statistics, plan_batch
+from treepack.sequence.share import share_rows
 
 ONLINE = OnlineOptions(capacity=16)
 TRUNK = tuple(range(1, 7))

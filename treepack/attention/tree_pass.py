@@ -23,7 +23,7 @@ class TreePass:
         carry: the `carry.stack.CarriedStack` of a row that runs in pieces; None for a whole row.
         packed: schedules for attention inside the graph of a compiled layer; None if a compiled layer breaks its graph
             at attention.
-        share: the `model.sequence.share.TokenShare` of a row that several ranks compute together; None for one rank.
+        share: the `sequence.share.TokenShare` of a row that several ranks compute together; None for one rank.
     """
 
     kept: KeptOutputs | None = None

@@ -29,7 +29,7 @@ from treepack.model.experts.replay import check_routes, use_routes
 from treepack.model.head.logit_map import OutputLayer
 from treepack.model.head.output_head import check_sets, head_replaced
 from treepack.model.head.token_loss import CHUNK, filled_temperature, target_metrics, tree_logprobs, weighted_nll
-from treepack.model.sequence.share import sequence_of
+from treepack.sequence.share import sequence_of
 
 _COLUMNS = ("input_ids", "position_ids", "subtree_end", "parent", "scale", "loss_weight")
 

@@ -40,7 +40,6 @@ from treepack.model.head.output_head import check_sets, head_replaced
 from treepack.model.head.token_loss import CHUNK, nll_of_rows
 from treepack.model.layers import find_decoder, recomputes, takes_packed
 from treepack.model.loaded import LoadedModel
-from treepack.model.sequence.share import TokenShare
 from treepack.model.term_objective import (
     TermObjective,
     loss_sets,
@@ -52,6 +51,7 @@ from treepack.model.term_objective import (
 from treepack.model.text_half import check_text
 from treepack.objectives.row_numbers import LossPart, RowResult, ScoreRequest, TokenScores
 from treepack.option_fields import expect_type
+from treepack.sequence.share import TokenShare
 
 T = TypeVar("T")
 

@@ -10,7 +10,7 @@ import torch
 
 from treepack.attention.interface import AttentionKind
 from treepack.model.head.value_head import ValueHead, value_head_of
-from treepack.model.sequence.share import SequenceGroup, sequence_of
+from treepack.sequence.share import SequenceGroup, sequence_of
 
 T = TypeVar("T")
 

@@ -39,12 +39,12 @@ from treepack.model.adapters.lora_options import LoraOptions
 from treepack.model.head.token_loss import filled_temperature
 from treepack.model.load import load_model
 from treepack.model.loaded import LoadedModel
-from treepack.model.sequence.share import share_rows
 from treepack.objectives.row_numbers import ScoreRequest
 from treepack.objectives.temperature import refuse_temperatures, temperature_of_terms
 from treepack.pack.files import read_rows
 from treepack.pack.row import Row
 from treepack.ragged import RaggedArray, join_lists
+from treepack.sequence.share import share_rows
 from treepack.train.input_checks import check_terms
 from treepack.train.scoring_options import ScoreOptions
 from treepack.train.setup.compute import ComputeSetting, choose_compute

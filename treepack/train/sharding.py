@@ -46,10 +46,10 @@ from treepack.model.load import (
     with_attention,
 )
 from treepack.model.loaded import LoadedModel
-from treepack.model.sequence.share import check_heads, share_rows
 from treepack.model.weights.files import weight_files
 from treepack.model.weights.reading import fill, find_plan, own_part
 from treepack.model.weights.whole_checkpoint import check_savable, has_rest
+from treepack.sequence.share import check_heads, share_rows
 from treepack.train.options import TrainOptions
 from treepack.train.ranks import Ranks, make_mesh
 

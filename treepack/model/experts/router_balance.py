@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo  # torch.compiler.disable imports the compiler at once
 
 from treepack.errors import TreepackError
-from treepack.model.sequence.share import sequence_of
+from treepack.sequence.share import sequence_of
 
 _BALANCE = "_treepack_router_balance"
 

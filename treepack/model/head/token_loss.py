@@ -30,16 +30,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
 from treepack.data.ragged_tensor import RaggedTensor
 from treepack.data.teacher_law import TeacherLaw
 from treepack.data.transfers import sent
 from treepack.errors import TreepackError
-from treepack.model.head.distribution_loss import TeacherTargets
 from treepack.model.head.head_chunks import ChunkTargets, invert, split_targets
 from treepack.model.head.head_gradients import HeadOptions, TargetPrices, priced_loss, token_scores
 from treepack.model.head.logit_map import OutputLayer, TargetSlopes
+from treepack.model.head.shared_targets import no_logits, own_targets, teacher_targets
 
 # Targets whose logits are in memory at a time: enough rows for a fast product, 1.2 GB in float32 with 151,936 words.
 CHUNK = 2048
@@ -92,7 +91,7 @@ def nll_of_rows(
     # loss_weight [0, 1, 2, 0, .5] -> tokens [1, 2, 4]; with parent [-1, 0, 1, 0, 3] -> sources [0, 1, 3]
     tokens = loss_weight.nonzero().squeeze(-1)
     if len(tokens) == 0:
-        nothing = _no_logits(hidden, layer).sum(dtype=torch.float64)
+        nothing = no_logits(hidden, layer).sum(dtype=torch.float64)
         return nothing, nothing.detach().new_zeros(1 if edges is None else len(edges) - 1)
 
     chosen = sent(loss_weight.index_select(0, tokens), hidden.device)
@@ -178,16 +177,16 @@ def priced_terms(
     share, divisors = layer.share, _divisors(hidden, len(targets[0]), temperature)
     if share is None:
         order, chunks = _split(targets, divisors, chunk, kept)
-        options = HeadOptions(chunks, layer.logit_map, with_entropies, _teacher_targets(teacher, order, chunk))
+        options = HeadOptions(chunks, layer.logit_map, with_entropies, teacher_targets(teacher, order, chunk))
         return priced_loss(hidden, layer.weight, layer.bias, options, prices(order))
-    places, targets, divisors, kept, teacher = _own(share, targets, divisors, kept, teacher, hidden.device)
+    places, targets, divisors, kept, teacher = own_targets(share, targets, divisors, kept, teacher, hidden.device)
     order, chunks = _split(targets, divisors, chunk, kept)
     price = prices(places.index_select(0, order))
     if chunks:
-        options = HeadOptions(chunks, layer.logit_map, with_entropies, _teacher_targets(teacher, order, chunk))
+        options = HeadOptions(chunks, layer.logit_map, with_entropies, teacher_targets(teacher, order, chunk))
         loss, numbers = priced_loss(hidden, layer.weight, layer.bias, options, price)
     else:
-        empty = _no_logits(hidden, layer).sum(-1)
+        empty = no_logits(hidden, layer).sum(-1)
         loss, none = empty.sum(dtype=torch.float64), empty.detach()
         numbers = price.value(none, none, None if teacher is None else none)[1]
     return share.total(loss), share.total(numbers)
@@ -242,54 +241,23 @@ def tree_scores(
     `teacher` has the laws of the n tokens in their order, and beta (`objectives.distillation`).
     """
     if len(targets[0]) == 0:
-        empty = _no_logits(hidden, layer).sum(-1)
+        empty = no_logits(hidden, layer).sum(-1)
         return empty, empty, empty
     share, count, divisors = layer.share, len(targets[0]), _divisors(hidden, len(targets[0]), temperature)
     if share is not None:
-        places, targets, divisors, kept, teacher = _own(share, targets, divisors, kept, teacher, hidden.device)
+        places, targets, divisors, kept, teacher = own_targets(share, targets, divisors, kept, teacher, hidden.device)
     order, chunks = _split(targets, divisors, chunk, kept)
-    options = HeadOptions(chunks, layer.logit_map, with_entropies, _teacher_targets(teacher, order, chunk))
+    options = HeadOptions(chunks, layer.logit_map, with_entropies, teacher_targets(teacher, order, chunk))
     if chunks:
         scores = token_scores(hidden, layer.weight, layer.bias, options)
     else:
-        scores = (_no_logits(hidden, layer).sum(-1),) * 3
+        scores = (no_logits(hidden, layer).sum(-1),) * 3
     inverse = invert(order)
     logprobs, entropies, divergences = (each.index_select(0, inverse) for each in scores)
     if share is None:
         return logprobs, entropies, divergences
     logprobs, entropies, divergences = (share.whole(each, places, count) for each in (logprobs, entropies, divergences))
     return logprobs, entropies, divergences
-
-
-def _teacher_targets(teacher: tuple[TeacherLaw, float] | None, order: Tensor, chunk: int) -> TeacherTargets | None:
-    """Return the teacher's laws chunk by chunk."""
-    if teacher is None:
-        return None
-    law, beta = teacher
-    parts = (law[part].map(lambda each: sent(each, order.device)) for part in torch.split(order, chunk))
-    return TeacherTargets(list(parts), beta)
-
-
-def _no_logits(hidden: Tensor, layer: OutputLayer) -> Tensor:
-    """Return logits [0, V], float64 or float32, attached to `hidden` and the weights: FSDP needs every gradient."""
-    logits = linear(hidden[:0], layer.weight, layer.bias)
-    return logits if logits.dtype == torch.float64 else logits.float()
-
-
-def _own(
-    share: Any,
-    targets: tuple[Tensor, Tensor, Tensor],
-    divisors: Tensor | None,
-    kept: RaggedTensor | None,
-    teacher: tuple[TeacherLaw, float] | None,
-    device: torch.device,
-) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor], Tensor | None, RaggedTensor | None, tuple[TeacherLaw, float] | None]:
-    """Return the numbers of the targets that this rank's states predict, on `device`, and what belongs to them."""
-    places, targets = share.own_targets(targets)
-    places = sent(places, device)
-    divisors = None if divisors is None else divisors.index_select(0, places)
-    teacher = None if teacher is None else (teacher[0][places], teacher[1])
-    return places, targets, divisors, None if kept is None else kept[places], teacher
 
 
 def _split(

@@ -28,7 +28,7 @@ from treepack.model.adapters.adapter import assign, check_trainable, initial_wei
 from treepack.model.experts.router_balance import RouterBalance
 from treepack.model.layers import adapt_layers
 from treepack.model.load import load_model
-from treepack.model.sequence.share import share_rows
+from treepack.sequence.share import share_rows
 from treepack.train.optimiser import check_optimizer
 from treepack.train.options import CHUNK, TrainOptions
 from treepack.train.ranks import Ranks, find_device

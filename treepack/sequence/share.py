@@ -27,7 +27,7 @@ from torch import Tensor, distributed
 
 from treepack.data.transfers import sent
 from treepack.errors import TreepackError
-from treepack.model.sequence.exchange import gather_values, split_evenly, sum_values, to_heads, to_tokens
+from treepack.sequence.exchange import gather_values, split_evenly, sum_values, to_heads, to_tokens
 
 _GROUP = "_treepack_sequence"  # attribute of a model: its `SequenceGroup`
 
