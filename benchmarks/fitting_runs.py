@@ -184,6 +184,7 @@ class Bench:
     def _steps(self, fitting: FittingRun, *, taken: float) -> dict[str, Any]:
         losses, rates, first, other = [], [], 0.0, None
         meter, before = self.meter, 0
+        self.loaded.model.train()  # as in a run: compiled layers are made for one mode
         for number in range(self.args.steps):
             if number == self.args.steps - 1 and meter is not None:
                 # After a step gradients exist; the next one frees them and allocates them again.

@@ -80,6 +80,17 @@ def test_longer_passes_run_until_the_processor_is_not_what_they_wait_for(loaded:
     assert result.launch == pytest.approx(device.launch)
 
 
+def test_compiled_layers_run_only_the_longest_passes_that_fit(loaded: LoadedModel) -> None:
+    plain = probe(loaded, SimulatedDevice(free=10**9, launch=0.001))
+    # 128 kept tokens fit, and 256 recomputed ones.
+    device = SimulatedDevice(free=1_000_000 + 300_000)
+    result = probe(loaded, device, compiled=True, plain=plain)
+    assert device.passes == 2 * 2 + 2
+    assert result.kept == pytest.approx(device.kept)
+    assert result.recomputed == pytest.approx(device.recomputed)
+    assert result.launch == plain.launch
+
+
 def test_a_pass_that_does_not_fit_by_the_shorter_ones_is_not_run(loaded: LoadedModel) -> None:
     # 128 tokens fit, and 256 only if layers are recomputed; a pass that does not fit would raise an error.
     device = SimulatedDevice(free=1_000_000 + 300_000)

@@ -66,17 +66,20 @@ class StepMetrics:
     means: dict[str, float] = field(default_factory=dict)
     evaluation: dict[str, float] = field(default_factory=dict)
     passes: dict[str, int] = field(default_factory=dict)
+    memory: dict[str, float] = field(default_factory=dict)
 
     def as_record(self) -> dict[str, Any]:
-        """Return the object of one line of metrics.jsonl: the fields, with the last three replaced by their entries."""
+        """Return the object of one line of metrics.jsonl: the fields, with the last four replaced by their entries."""
         record = asdict(self)
-        means, evaluation, passes = (record.pop(name) for name in ("means", "evaluation", "passes"))
-        return {**record, **means, **evaluation, **passes}
+        parts = [record.pop(name) for name in ("means", "evaluation", "passes", "memory")]
+        return {**record, **{name: value for part in parts for name, value in part.items()}}
 
 
 def train_step(run: TrainingRun, optimiser: torch.optim.Optimizer, number: int, rows: Prefetch) -> StepMetrics:
     """Carry out optimiser step `number`, counted from 0, with the next rows of `rows`."""
-    start, waited = time.perf_counter(), rows.waited
+    start, waited, device = time.perf_counter(), rows.waited, run.loaded.device
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
     step = run.schedule[number]
     lr = learning_rate(run.options, number, len(run.schedule))
     for group in optimiser.param_groups:
@@ -123,6 +126,7 @@ def train_step(run: TrainingRun, optimiser: torch.optim.Optimizer, number: int, 
         skipped_rows=[int(run.dataset.row_ids[row]) for row in bad],
         means={**means, **_means_by_source(run, step.rows, losses, denominator)},
         passes={} if run.options.carry is None else counts,
+        memory={} if device.type != "cuda" else {"peak_gib": torch.cuda.max_memory_allocated(device) / 2**30},
     )
 
 

@@ -52,6 +52,7 @@ TITLES_AND_UNITS = {
     "margin": ("Margin", ODDS),
     "chosen_reward": ("Chosen reward", ODDS),
     "rejected_reward": ("Rejected reward", ODDS),
+    "peak_gib": ("GPU memory", "peak of the step, GiB"),
 }
 
 CurvePoints = dict[str, list[list[float]]]

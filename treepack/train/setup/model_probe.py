@@ -75,6 +75,8 @@ def probe_model(
     peaks: dict[int, dict[int, int]] = {count: {}, 0: {}}  # of each number of recomputed layers, by tokens
     seconds: dict[int, dict[int, float]] = {count: {}, 0: {}}
     chosen = {number: lengths if plain is None else _longest(lengths, plain, number, fits) for number in peaks}
+    if plain is not None and count:
+        chosen[0] = chosen[0][-1:]  # one pass beside the line of recomputed ones
     runner, training = WholeRows(loaded, chunk, autocast), loaded.model.training
     loaded.model.train()
     devices = [loaded.device] if loaded.device.type == "cuda" else []
