@@ -119,8 +119,8 @@ def compile_layers(model: Any) -> None:
     layers = find_layers(model)
     if not layers:
         raise TreepackError(f"{type(model).__name__} has no layers to compile; train without --compile")
-    # Otherwise numbers such as the epsilon of a norm are tensors on the CPU, and the compiler makes C++ code that converts
-    # them; with an empty cache that takes a minute on the machine of an H100.
+    # Otherwise numbers such as the epsilon of a norm are tensors on the CPU, and the compiler makes C++ code that
+    # converts them; with an empty cache that takes a minute on the machine of an H100.
     torch._dynamo.config.specialize_float = True
     for layer in layers:
         layer.forward = torch.compile(layer.forward, dynamic=True)
