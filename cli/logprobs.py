@@ -50,10 +50,11 @@ def logprobs(packed: AnyPath, model: str, out: AnyPath, options: ScoreOptions, o
     grpo and similar losses, ref for their KL divergence and for dpo, teacher for distillation.
     """
     from treepack.train.early_checks import check_scoring
-    from treepack.train.input_checks import is_first_process, refuse_ranks
+    from treepack.train.input_checks import check_launched, is_first_process, refuse_ranks
 
     if options.sequence_ranks == 1:
         refuse_ranks("treepack logprobs")
+    check_launched(options.sequence_ranks)
     if is_first_process():
         reserve_directory(out, [packed, model], overwrite=overwrite)
     check_scoring(packed, model, device=options.device)

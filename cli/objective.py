@@ -30,14 +30,16 @@ class _LossChoice(WordChoice):
 
 
 def _parse_constants(_: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> dict[str, float] | None:
-    constants = {}
+    constants: dict[str, float] = {}
     for text in values:
         name, number = (text.partition("=")[i] for i in (0, 2))
         try:
-            constants[name] = float(number)
+            value = float(number)
         except ValueError as error:
             message = f"{text!r} is not NAME=VALUE, such as temperature_neg=1.1"
             raise click.BadParameter(message, param=parameter) from error
+        if constants.setdefault(name, value) != value:
+            raise click.BadParameter(f"{name} has two values; give one of them", param=parameter)
     return constants or None
 
 

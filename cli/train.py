@@ -44,6 +44,7 @@ _SECTIONS = {
     "importance-level sequence-mask",
     "KL from a reference (policy losses)": "kl kl-estimator",
     "Constants and values of single losses": "beta loss-constant value-coef value-clip",
+    "Distillation (policy losses)": "distill distill-beta teacher-kl teacher-baseline teacher",
     "Optimiser": "steps epochs rows-per-step lr min-lr-ratio warmup-steps weight-decay clip optimizer seed",
     "LoRA": "lora-rank lora-alpha lora-targets lora-dropout quantize merge",
     "Held-out rows": "eval eval-every patience",

@@ -64,5 +64,8 @@ def test_the_command_names_the_same_loss_and_takes_constants(treepack: Run) -> N
     result = treepack("train", "packed", "--model", "m", "--loss", "sapo", "--loss-constant", "temperature_neg=x")
     assert result.status == 2
     assert "'temperature_neg=x' is not NAME=VALUE, such as temperature_neg=1.1" in result.err
+    twice = ("--loss-constant", "temperature_neg=1", "--loss-constant", "temperature_neg=2")
+    result = treepack("train", "packed", "--model", "m", "--loss", "sapo", *twice)
+    assert "temperature_neg has two values; give one of them" in result.err
     result = treepack("train", "packed", "--model", "m", "--loss", "vespo", "--loss-constant", "k=2")
     assert "k is not a constant of the loss vespo; it has k_pos, lambda_pos, k_neg, lambda_neg" in result.err

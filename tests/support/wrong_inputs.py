@@ -37,6 +37,9 @@ IS_TRIE = "data/trie: is a trie; pack it first with: treepack pack data/trie --o
 SMALL = "small.json: the data holds the token id 7 and the vocabulary ends at 3; use the model whose tokenizer "
 SMALL += "made the data"
 
+ALONE = "--sequence-ranks is 2 and this process is alone; start the ranks with torchrun --nproc-per-node 2 --no-python "
+ALONE += "treepack ..."
+
 WRONG_INPUTS = {
     "train none --model m.json --out x": MISSING,
     "train data/trie --model m.json --out x": IS_TRIE,
@@ -63,6 +66,16 @@ WRONG_INPUTS = {
     "given when the run started and is given now; --lr was 0.5 when the run started and is 1e-05 now; --rows-per-step "
     "was 8 when the run started and is 3 now; restore them, or start a new --out",
     "train none --model m.json --verify": MISSING,
+    "train data --model m.json --out x --loss opd --teacher ./none": NO_MODEL,
+    "train data --model m.json --out x --loss opd --teacher wide.json": "wide.json: its output layer has 200 words and "
+    "that of m.json 100; write its likeliest words with `treepack logprobs --column teacher --top-k 64`, and omit "
+    "--teacher",
+    "train data --model m.json --out x --loss distill --distill 0": "the loss distill trains nothing without distill "
+    "and teacher_kl; give one of them",
+    "train data --model m.json --out x --sequence-ranks 2": ALONE,
+    "train data --model m.json --out x --expert-ranks 3": "expert_ranks is 3 and the run has 1 ranks, as --verify "
+    "always has; start a multiple of 3 with torchrun, or leave --expert-ranks out",
+    "logprobs data --model m.json --out x --sequence-ranks 2": ALONE,
     "logprobs none --model m.json --out x": MISSING,
     "logprobs data/trie --model m.json --out x": IS_TRIE,
     "logprobs data --model m.json --out data/trie": EXISTS,
@@ -97,7 +110,7 @@ def write_inputs(folder: Path) -> Path:
     pack_trie(data / "trie", data / "packed", PackOptions(capacity=64))
     shutil.copytree(data / "packed", folder / "torn")
     (folder / "torn" / "part-00000.parquet").unlink()
-    for name, size in (("m.json", 100), ("small.json", 4)):
+    for name, size in (("m.json", 100), ("small.json", 4), ("wide.json", 200)):
         (folder / name).write_text(json.dumps({"model_type": "qwen3", "vocab_size": size}))
     (folder / "run").mkdir()
     options = replace(TrainOptions(), lr=0.5, dtype="fp32", objective=choose_objective("sft"))

@@ -214,6 +214,8 @@ class Objective:
                 raise TreepackError(f"the constant {name} is {value:g}; expected a finite number above 0")
         if self.temperature is not None and not 0 < self.temperature < math.inf:
             raise TreepackError(f"temperature is {self.temperature}; expected a finite number above 0{GREEDY}")
+        if not (self.rewarded or self.distill or self.teacher_kl):
+            raise TreepackError(f"the loss {self.name} trains nothing without distill and teacher_kl; give one of them")
         if self.teacher_baseline and not self.teacher_kl:
             raise TreepackError("teacher_baseline is part of teacher_kl, which is 0; give both, or neither")
         if self.teacher_baseline and self.distill and self.distill_beta != 1:

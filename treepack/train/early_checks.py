@@ -23,12 +23,13 @@ from treepack.files.remote.stored_files import is_stored
 from treepack.model.accept.vocabulary import (
     ADAPTER_FILE,
     CONFIG_FILE,
+    check_same_words,
     check_vocabulary,
     find_config,
     vocabulary_size,
 )
 from treepack.objectives.needed_columns import check_needed_columns
-from treepack.train.input_checks import check_device_name, check_mix, check_terms
+from treepack.train.input_checks import check_device_name, check_launched, check_mix, check_terms
 from treepack.train.options import TrainOptions
 from treepack.train.saving.run_record import FORMAT, VERSION, files_sha256, refuse_differences
 
@@ -42,13 +43,17 @@ def check_training(
         TreepackError: a path, manifest, part, column or share is missing or wrong, or the model lacks a token id.
     """
     check_device_name(options.device)
+    check_launched(options.sequence_ranks, options.expert_ranks)
     check_mix(options.mix, len(packed))
     headers, others = _read_headers(packed), _read_headers(held_out)
     for each in (headers, others):
         check_needed_columns(each, options.objective)
     if options.init_from is not None and not is_address(options.init_from):
         refuse_missing(options.init_from, kind="model", files=(CONFIG_FILE, RUN, "checkpoint.json", ADAPTER_FILE))
-    _check_model(model, max(each.manifest["max_token_id"] for each in (*headers, *others)))
+    max_token_id = max(each.manifest["max_token_id"] for each in (*headers, *others))
+    size, teacher = _check_model(model, max_token_id), options.objective.teacher
+    if teacher is not None and (words := _check_model(teacher, max_token_id)) and size:
+        check_same_words(teacher, words, model, size)
     return headers, others
 
 
@@ -101,9 +106,13 @@ def _read_headers(paths: Sequence[str | AnyPath]) -> list[PackedHeader]:
     return headers
 
 
-def _check_model(model: str, max_token_id: int) -> None:
-    """Refuse a path without a model, and a vocabulary without `max_token_id`, as far as this machine has the config."""
+def _check_model(model: str, max_token_id: int) -> int | None:
+    """Refuse a path without a model, and a vocabulary without `max_token_id`; return the size of the vocabulary.
+
+    It is None if this machine does not have the config.
+    """
     config = find_config(model)
     size = None if config is None else vocabulary_size(config)
     if size is not None:
         check_vocabulary(model, max_token_id, size)
+    return size

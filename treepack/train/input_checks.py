@@ -71,6 +71,49 @@ def check_terms(source: PackedSource) -> None:
         )
 
 
+def check_sequence_ranks(sequence: int, size: int, *, grouped: bool) -> None:
+    """Refuse a number of ranks for each row that does not divide the `size` ranks; `grouped` if torchrun started them.
+
+    Raises:
+        TreepackError: with both numbers.
+    """
+    if sequence > 1 and not grouped:
+        raise TreepackError(
+            f"--sequence-ranks is {sequence} and this process is alone; start the ranks with torchrun --nproc-per-node "
+            f"{sequence} --no-python treepack ..."
+        )
+    if size % sequence:
+        raise TreepackError(
+            f"--sequence-ranks is {sequence} and the run has {size} ranks; start a multiple of {sequence}"
+        )
+
+
+def check_expert_ranks(expert: int, size: int, *, grouped: bool) -> None:
+    """Refuse a number of ranks for the experts of a layer that does not divide the `size` ranks.
+
+    Raises:
+        TreepackError: with both numbers.
+    """
+    if size % expert:
+        alone = "" if grouped else ", as --verify always has"
+        raise TreepackError(
+            f"expert_ranks is {expert} and the run has {size} ranks{alone}; start a multiple of {expert} with "
+            "torchrun, or leave --expert-ranks out"
+        )
+
+
+def check_launched(sequence: int, expert: int = 1) -> None:
+    """Refuse ranks of a row, or of a layer's experts, that do not divide the processes that torchrun started.
+
+    Raises:
+        TreepackError: as `check_sequence_ranks` and `check_expert_ranks`.
+    """
+    grouped = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    size = int(os.environ["WORLD_SIZE"]) if grouped else 1
+    check_sequence_ranks(sequence, size, grouped=grouped)
+    check_expert_ranks(expert, size, grouped=grouped)
+
+
 def is_first_process() -> bool:
     """Return True without torchrun, and in the first of its processes."""
     return os.environ.get("RANK", "0") == "0"

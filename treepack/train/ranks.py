@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, distributed
 
 from treepack.errors import TreepackError
-from treepack.train.input_checks import check_device_name
+from treepack.train.input_checks import check_device_name, check_sequence_ranks
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -60,15 +60,7 @@ class Ranks:
         Raises:
             TreepackError: their number is not a multiple of it.
         """
-        if sequence > 1 and not self.grouped:
-            raise TreepackError(
-                f"--sequence-ranks is {sequence} and this process is alone; start the ranks with torchrun "
-                f"--nproc-per-node {sequence} --no-python treepack train ..."
-            )
-        if self.size % sequence:
-            raise TreepackError(
-                f"--sequence-ranks is {sequence} and the run has {self.size} ranks; start a multiple of {sequence}"
-            )
+        check_sequence_ranks(sequence, self.size, grouped=self.grouped)
         # If the ranks of a row are on several machines, no machine has rows of its own.
         divided = self.machines is None or self.size // sequence % self.machines == 0
         return replace(self, sequence=sequence, machines=self.machines if divided else 1)

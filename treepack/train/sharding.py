@@ -50,6 +50,7 @@ from treepack.model.weights.files import weight_files
 from treepack.model.weights.reading import fill, find_plan, own_part
 from treepack.model.weights.whole_checkpoint import check_savable, has_rest
 from treepack.sequence.share import check_heads, share_rows
+from treepack.train.input_checks import check_expert_ranks
 from treepack.train.options import TrainOptions
 from treepack.train.ranks import Ranks, make_mesh
 
@@ -203,12 +204,7 @@ def check_sharing(options: TrainOptions, ranks: Ranks) -> None:
         for name, given in (("cpu_offload", options.cpu_offload), ("expert_ranks", options.expert_ranks > 1)):
             if given:
                 raise TreepackError(f"quantize keeps the whole base of 4 bits on every rank; leave out {name}")
-    if ranks.size % options.expert_ranks:
-        alone = "" if ranks.grouped else ", as --verify always has"
-        raise TreepackError(
-            f"expert_ranks is {options.expert_ranks} and the run has {ranks.size} ranks{alone}; start a multiple of "
-            f"{options.expert_ranks} with torchrun, or leave --expert-ranks out"
-        )
+    check_expert_ranks(options.expert_ranks, ranks.size, grouped=ranks.grouped)
 
 
 def expert_mesh(device: torch.device, options: TrainOptions) -> Any:

@@ -31,6 +31,19 @@ def check_vocabulary(source: str, max_token_id: int, size: int) -> None:
         )
 
 
+def check_same_words(teacher: str, words: int, student: str, size: int) -> None:
+    """Refuse a teacher whose distributions have `words` words, for a student with another number.
+
+    Raises:
+        TreepackError: naming both models.
+    """
+    if words != size:
+        raise TreepackError(
+            f"{teacher}: its output layer has {words:,} words and that of {student} {size:,}; write its likeliest "
+            "words with `treepack logprobs --column teacher --top-k 64`, and omit --teacher"
+        )
+
+
 def find_config(source: str) -> dict[str, Any] | None:
     """Return the fields of a model's config.json, or None if it is not on this machine or cannot be read.
 

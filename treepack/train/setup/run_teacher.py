@@ -13,6 +13,7 @@ from treepack.errors import TreepackError
 from treepack.ingest.tokenization import fingerprint
 from treepack.memory.shortage import memory_errors
 from treepack.model.accept.saved_tokenizer import saved_tokenizer
+from treepack.model.accept.vocabulary import check_same_words
 from treepack.model.head.output_head import find_head
 from treepack.model.load import load_model
 from treepack.model.loaded import LoadedModel
@@ -63,9 +64,5 @@ def _check_same_vocabulary(teacher: LoadedModel, student: LoadedModel) -> None:
             f"{teacher.source}: its tokenizer is not that of {student.source}, and a distribution over other words "
             "teaches nothing; choose a teacher with the tokenizer of the student"
         )
-    sizes = [len(find_head(each.causal).weight) for each in (teacher, student)]
-    if sizes[0] != sizes[1]:
-        raise TreepackError(
-            f"{teacher.source}: its output layer has {sizes[0]:,} words and that of {student.source} {sizes[1]:,}; "
-            "write its likeliest words with `treepack logprobs --column teacher --top-k 64`, and omit --teacher"
-        )
+    words, size = (len(find_head(each.causal).weight) for each in (teacher, student))
+    check_same_words(teacher.source, words, student.source, size)
