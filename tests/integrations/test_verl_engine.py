@@ -25,6 +25,9 @@ CASES = (
     "one temperature",
     "fixed micro-batches",
     "more micro-batches on one rank",
+    "sequence parallel",
+    "sequence parallel and FSDP",
+    "sequence parallel and LoRA",
 )
 
 
@@ -101,7 +104,10 @@ def test_an_option_of_a_batch_that_is_not_computed_is_refused_by_name(option: st
 @pytest.mark.parametrize(
     ("changes", "name"),
     [
-        ({"engine": {"ulysses_sequence_parallel_size": 2}}, "ulysses_sequence_parallel_size"),
+        (
+            {"engine": {"ulysses_sequence_parallel_size": 3}},
+            "verl: 3 ranks cannot share the 4 heads of a layer; give ulysses_sequence_parallel_size a divisor of 4",
+        ),
         ({"engine": {"pad_to_length": True}}, "fsdp_config.pad_to_length"),
         ({"engine": {"router_replay": {"mode": "R2"}}}, "R2 records the trainer's own experts"),
         ({"model": {"use_fused_kernels": True}}, "model.use_fused_kernels"),
