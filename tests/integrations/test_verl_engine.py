@@ -87,6 +87,11 @@ def test_every_shared_prefix_is_computed_once(engines: Any, records: Any) -> Non
         assert tree["tokens"] <= flat["tokens"] / 3
 
 
+def test_ranks_of_a_sequence_group_compute_a_part_of_the_tokens_each(records: Any) -> None:
+    for flat, tree in records["cases"]["sequence parallel"]:
+        assert tree["tokens"] <= flat["tokens"] / 6  # half of a third
+
+
 def test_all_ranks_run_as_many_micro_batches_as_the_rank_with_the_most(records: Any) -> None:
     counts = {tree["steps"][0]["micro_batches"] for _, tree in records["cases"]["more micro-batches on one rank"]}
     assert len(counts) == 1

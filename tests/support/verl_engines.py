@@ -14,6 +14,7 @@ import subprocess
 import sys
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -97,7 +98,7 @@ CASES: dict[str, Case] = {
     "one temperature": Case(batch={"temperature": 0.7}),
     "fixed micro-batches": Case(batch={"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 4}),
     "more micro-batches on one rank": Case(batch={"max_token_len_per_gpu": 90}, siblings=(15, 1)),
-    "sequence parallel": Case(sequence_ranks=2, steps=STEPS),
+    "sequence parallel": Case(batch={"max_token_len_per_gpu": 60}, sequence_ranks=2, steps=STEPS),
     "sequence parallel and FSDP": Case("fsdp", sequence_ranks=2, steps=2),
     "sequence parallel and LoRA": Case(sequence_ranks=2, lora_rank=4, steps=2),
 }
@@ -301,10 +302,11 @@ def refusals(engine: Any, rank: int) -> dict[str, str]:
     return messages
 
 
-def replay(folder: Path, rank: int) -> dict[str, Any]:
+def replay(folder: Path, rank: int, sequence_ranks: int) -> dict[str, Any]:
     """Return the log-probabilities of a mixture with recorded experts: of the engine, of each sequence alone, and free.
 
-    Equal prefixes have equal experts, except that of the first sequence, which has its own.
+    Ranks of one sequence group have equal sequences. Equal prefixes have equal experts, except that of the first
+    sequence, which has its own.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
     from verl.workers.config import EngineRouterReplayConfig
@@ -312,8 +314,8 @@ def replay(folder: Path, rank: int) -> dict[str, Any]:
     from treepack.attention import register
     from treepack.online import tree_logprobs_like
 
-    path = folder / "mixture"
-    case = Case(batch={"temperature": 1.0})
+    path, rank = folder / "mixture", rank // sequence_ranks * sequence_ranks
+    case = Case(batch={"temperature": 1.0}, sequence_ranks=sequence_ranks)
     engine = make_engine(path, case, on_trees=True)
     data = make_rollouts(rank, (3, 3), case.batch)
     sequences = list(data["input_ids"].unbind())
@@ -366,10 +368,10 @@ def main(rank: int, folder: Path) -> None:
         ]
         if rank == 0:
             torch.save({"cases": records, "refusals": errors}, folder / "records.pt")
-    gathered = [None] * RANKS
-    distributed.all_gather_object(gathered, replay(folder, rank))
+    replays: list[Any] = [None] * RANKS
+    distributed.all_gather_object(replays, [replay(folder, rank, size) for size in (1, 2)])
     if rank == 0:
-        torch.save({"cases": records, "refusals": errors, "replay": gathered}, folder / "records.pt")
+        torch.save({"cases": records, "refusals": errors, "replay": list(chain(*replays))}, folder / "records.pt")
     distributed.destroy_process_group()
 
 

@@ -253,8 +253,8 @@ def _to_predecessors(values: list[Tensor], offsets: Tensor) -> Tensor:
 def _cut(data: TensorDict, group: Any, *, routes: list[Tensor] | None = None) -> list[list[int]]:
     """Return the indices of the sequences of each micro-batch; siblings together, equally many on every rank.
 
-    verl's limit of tokens holds for the row of a micro-batch, where a shared prefix counts once. It counts once for
-    each rank that shares the row. A prefix is not shared where its `routes` differ.
+    verl's limit of tokens, times the ranks that share a row, holds for the row of a micro-batch, where a shared prefix
+    counts once. A prefix is not shared where its `routes` differ.
 
     Raises:
         TreepackError: on all ranks, if one of them has fewer sequences than another has micro-batches.
