@@ -25,6 +25,9 @@ CASES = (
     "one temperature",
     "fixed micro-batches",
     "more micro-batches on one rank",
+    "sequence parallel",
+    "sequence parallel and FSDP",
+    "sequence parallel and LoRA",
 )
 
 
@@ -84,6 +87,11 @@ def test_every_shared_prefix_is_computed_once(engines: Any, records: Any) -> Non
         assert tree["tokens"] <= flat["tokens"] / 3
 
 
+def test_ranks_of_a_sequence_group_compute_a_part_of_the_tokens_each(records: Any) -> None:
+    for flat, tree in records["cases"]["sequence parallel"]:
+        assert tree["tokens"] <= flat["tokens"] / 6  # half of a third
+
+
 def test_all_ranks_run_as_many_micro_batches_as_the_rank_with_the_most(records: Any) -> None:
     counts = {tree["steps"][0]["micro_batches"] for _, tree in records["cases"]["more micro-batches on one rank"]}
     assert len(counts) == 1
@@ -101,7 +109,10 @@ def test_an_option_of_a_batch_that_is_not_computed_is_refused_by_name(option: st
 @pytest.mark.parametrize(
     ("changes", "name"),
     [
-        ({"engine": {"ulysses_sequence_parallel_size": 2}}, "ulysses_sequence_parallel_size"),
+        (
+            {"engine": {"ulysses_sequence_parallel_size": 3}},
+            "verl: 3 ranks cannot share the 4 heads of a layer; give ulysses_sequence_parallel_size a divisor of 4",
+        ),
         ({"engine": {"pad_to_length": True}}, "fsdp_config.pad_to_length"),
         ({"engine": {"router_replay": {"mode": "R2"}}}, "R2 records the trainer's own experts"),
         ({"model": {"use_fused_kernels": True}}, "model.use_fused_kernels"),

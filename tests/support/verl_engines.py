@@ -14,6 +14,7 @@ import subprocess
 import sys
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -70,6 +71,7 @@ class Case:
     actor: dict[str, Any] = field(default_factory=dict)
     batch: dict[str, Any] = field(default_factory=dict)
     siblings: tuple[int, int] = (8, 8)  # of the two prompts of each rank
+    sequence_ranks: int = 1  # of treepack's engine, each of which gets the rollouts of all ranks of its group
     lora_rank: int = 0
     steps: int = 1
 
@@ -96,11 +98,34 @@ CASES: dict[str, Case] = {
     "one temperature": Case(batch={"temperature": 0.7}),
     "fixed micro-batches": Case(batch={"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 4}),
     "more micro-batches on one rank": Case(batch={"max_token_len_per_gpu": 90}, siblings=(15, 1)),
+    "sequence parallel": Case(batch={"max_token_len_per_gpu": 60}, sequence_ranks=2, steps=STEPS),
+    "sequence parallel and FSDP": Case("fsdp", sequence_ranks=2, steps=2),
+    "sequence parallel and LoRA": Case(sequence_ranks=2, lora_rank=4, steps=2),
 }
 
 
-def make_rollouts(rank: int, siblings: tuple[int, int], options: dict[str, Any]) -> TensorDict:
-    """Return the rollouts of a rank as verl's trainer gives them to an engine, in an order that parts siblings."""
+def make_rollouts(rank: int, siblings: tuple[int, int], options: dict[str, Any], ranks: int = 1) -> TensorDict:
+    """Return the rollouts of a rank as verl's trainer gives them to an engine, in an order that parts siblings.
+
+    A rank of a sequence group of several `ranks` gets those of all ranks of the group.
+    """
+    first = rank // ranks * ranks
+    columns = [_rollout_columns(each, siblings) for each in range(first, first + ranks)]
+    joined = {name: torch.cat([each[name] for each in columns]) for name in columns[0]}
+    data = left_right_2_no_padding(TensorDict(joined, batch_size=ranks * sum(siblings)))
+    given = {
+        "calculate_entropy": True,
+        "global_batch_size": RANKS * sum(siblings),
+        "use_dynamic_bsz": True,
+        "max_token_len_per_gpu": 160,
+    }
+    if "temperature" in options:
+        del data["temperature"]
+    tensordict_utils.assign_non_tensor(data, **(given | options))
+    return data
+
+
+def _rollout_columns(rank: int, siblings: tuple[int, int]) -> dict[str, Tensor]:
     draw = torch.Generator().manual_seed(rank)
     ids = torch.zeros(sum(siblings), PROMPT + ANSWER, dtype=torch.int64)
     mask = torch.zeros_like(ids)
@@ -124,7 +149,7 @@ def make_rollouts(rank: int, siblings: tuple[int, int], options: dict[str, Any])
     ids, mask, turns = ids[order], mask[order], turns[order]
     answers = mask[:, PROMPT:]
     noise = [torch.randn(len(ids), ANSWER, generator=draw) * answers for _ in range(3)]
-    columns = {
+    return {
         "input_ids": ids,
         "attention_mask": mask,
         "position_ids": (mask.cumsum(1) - 1).clamp(min=0),
@@ -136,17 +161,6 @@ def make_rollouts(rank: int, siblings: tuple[int, int], options: dict[str, Any])
         "advantages": noise[2],
         "temperature": 0.7 + 0.3 * (torch.arange(len(ids)) % 2),  # of each sample
     }
-    data = left_right_2_no_padding(TensorDict(columns, batch_size=len(ids)))
-    given = {
-        "calculate_entropy": True,
-        "global_batch_size": RANKS * len(ids),
-        "use_dynamic_bsz": True,
-        "max_token_len_per_gpu": 160,
-    }
-    if "temperature" in options:
-        del data["temperature"]
-    tensordict_utils.assign_non_tensor(data, **(given | options))
-    return data
 
 
 def engine_configs(
@@ -190,7 +204,8 @@ def make_engine(model: Path, case: Case, *, on_trees: bool) -> Any:
     else:
         options["override_config"] = {"attn_implementation": "sdpa"}
     lr = 1e-3 if case.steps > 1 else 0.0
-    configs = engine_configs(model, model=options, engine={"strategy": case.strategy}, lr=lr)
+    sequence = {"ulysses_sequence_parallel_size": case.sequence_ranks if on_trees else 1}
+    configs = engine_configs(model, model=options, engine={"strategy": case.strategy, **sequence}, lr=lr)
     if on_trees:
         strategy = {"fsdp2": "treepack", "fsdp": "treepack_fsdp"}[case.strategy]
         object.__setattr__(configs["engine_config"], "strategy", strategy)  # as verl's actor config does
@@ -244,7 +259,7 @@ def record(engine: Any, case: Case, rank: int) -> dict[str, Any]:
     tokens: list[int] = []
     embedding = next(module for module in engine.module.modules() if isinstance(module, nn.Embedding))
     hook = embedding.register_forward_pre_hook(lambda _, inputs: tokens.append(inputs[0].numel()))
-    data = make_rollouts(rank, case.siblings, case.batch)
+    data = make_rollouts(rank, case.siblings, case.batch, engine.ulysses_sequence_parallel_size)
     with engine.eval_mode():
         output = engine.infer_batch(data)["model_output"]
     hook.remove()
@@ -253,13 +268,23 @@ def record(engine: Any, case: Case, rank: int) -> dict[str, Any]:
     }
     result["tokens"], result["steps"] = sum(tokens), []
     for _ in range(case.steps):
-        data = make_rollouts(rank, case.siblings, case.batch)
+        data = make_rollouts(rank, case.siblings, case.batch, engine.ulysses_sequence_parallel_size)
         with engine.train_mode(zero_grad_on_exit=False):
             trained = engine.train_batch(data, partial(ppo_loss, config=config))
             step = {"loss": sum(trained["loss"]), "micro_batches": len(trained["loss"])}
             step["gradients"] = full_gradients(engine.module)
         result["steps"].append(step)
     return result
+
+
+def join_ranks(records: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the record of one rank with the rollouts of several, whose loss is the mean of theirs."""
+    joined: dict[str, Any] = {name: torch.cat([each[name] for each in records]) for name in ("log_probs", "entropy")}
+    joined["tokens"] = sum(each["tokens"] for each in records)
+    losses = [[step["loss"] for step in each["steps"]] for each in records]
+    means = [sum(step) / len(records) for step in zip(*losses, strict=True)]
+    joined["steps"] = [step | {"loss": mean} for step, mean in zip(records[0]["steps"], means, strict=True)]
+    return joined
 
 
 def refusals(engine: Any, rank: int) -> dict[str, str]:
@@ -277,10 +302,11 @@ def refusals(engine: Any, rank: int) -> dict[str, str]:
     return messages
 
 
-def replay(folder: Path, rank: int) -> dict[str, Any]:
+def replay(folder: Path, rank: int, sequence_ranks: int) -> dict[str, Any]:
     """Return the log-probabilities of a mixture with recorded experts: of the engine, of each sequence alone, and free.
 
-    Equal prefixes have equal experts, except that of the first sequence, which has its own.
+    Ranks of one sequence group have equal sequences. Equal prefixes have equal experts, except that of the first
+    sequence, which has its own.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
     from verl.workers.config import EngineRouterReplayConfig
@@ -288,8 +314,8 @@ def replay(folder: Path, rank: int) -> dict[str, Any]:
     from treepack.attention import register
     from treepack.online import tree_logprobs_like
 
-    path = folder / "mixture"
-    case = Case(batch={"temperature": 1.0})
+    path, rank = folder / "mixture", rank // sequence_ranks * sequence_ranks
+    case = Case(batch={"temperature": 1.0}, sequence_ranks=sequence_ranks)
     engine = make_engine(path, case, on_trees=True)
     data = make_rollouts(rank, (3, 3), case.batch)
     sequences = list(data["input_ids"].unbind())
@@ -335,13 +361,17 @@ def main(rank: int, folder: Path) -> None:
             pair = [make_engine(folder / "model", case, on_trees=tree) for tree in (False, True)]
         gathered: list[Any] = [None] * RANKS
         distributed.all_gather_object(gathered, [record(engine, case, rank) for engine in pair])
-        records[name] = gathered
+        flat, size = [each for each, _ in gathered], case.sequence_ranks
+        firsts = [each // size * size for each in range(RANKS)]
+        records[name] = [
+            (join_ranks(flat[first : first + size]), tree) for first, (_, tree) in zip(firsts, gathered, strict=True)
+        ]
         if rank == 0:
             torch.save({"cases": records, "refusals": errors}, folder / "records.pt")
-    gathered = [None] * RANKS
-    distributed.all_gather_object(gathered, replay(folder, rank))
+    replays: list[Any] = [None] * RANKS
+    distributed.all_gather_object(replays, [replay(folder, rank, size) for size in (1, 2)])
     if rank == 0:
-        torch.save({"cases": records, "refusals": errors, "replay": gathered}, folder / "records.pt")
+        torch.save({"cases": records, "refusals": errors, "replay": list(chain(*replays))}, folder / "records.pt")
     distributed.destroy_process_group()
 
 

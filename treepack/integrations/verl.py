@@ -12,6 +12,9 @@
 With `router_replay.mode=R3` in the actor's fsdp_config, tokens of a mixture go to the experts that the rollout used.
 verl puts these into the column routed_experts (rollout.enable_rollout_routing_replay=True); see `model.experts.replay`.
 
+With `ulysses_sequence_parallel_size` of R, the ranks of verl's sequence group compute each row together, by
+`sequence.share`, and a row may have R times as many tokens. verl's own exchange of tokens and heads is not used.
+
 The log-probability of token j is at place j - 1, as in verl. The last place of a sequence is 0; verl has a value there
 that no loss uses.
 """
@@ -35,10 +38,11 @@ from verl.workers.engine.utils import detach_tree, postprocess_batch_func
 
 from treepack.attention import register
 from treepack.errors import TreepackError
-from treepack.integrations.tree_model import check_model, use_tree_attention
+from treepack.integrations.tree_model import check_model, find_causal, use_tree_attention
 from treepack.integrations.versions import check_program
 from treepack.online import OnlineOptions, batch_statistics, plan_batch
 from treepack.pack.micro_batches import micro_batches
+from treepack.sequence.share import check_heads, share_rows
 from treepack.trajectory import as_routes
 from treepack.trie.route_symbols import route_symbols
 
@@ -74,6 +78,7 @@ class _TreeEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
         register()
         # verl's default is flash attention, which transformers refuses to load if it is not installed.
         self.model_config.hf_config._attn_implementation = "sdpa"
+        size, self.ulysses_sequence_parallel_size = self.ulysses_sequence_parallel_size, 1  # no patches of verl for it
         try:
             module = super()._build_module()
         except ImportError as error:
@@ -83,6 +88,8 @@ class _TreeEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
                 "verl: it imports AutoModelForCausalLMWithValueHead, which the installed trl has removed; use an "
                 "environment without trl for verl"
             ) from error
+        finally:
+            self.ulysses_sequence_parallel_size = size
         check_model(module)
         return module
 
@@ -90,16 +97,17 @@ class _TreeEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
         super()._build_model_optimizer()
         lower = None if self._autocast_dtype == torch.float32 else self._autocast_dtype
         use_tree_attention(self.module, torch.device(get_device_name()), lower)
+        share_rows(find_causal(self.module), self.ulysses_parallel_group)
 
     def forward_backward_batch(self, data: TensorDict, loss_function: Any, forward_only: bool = False) -> Any:
         """Run a mini-batch, and return what verl's engine returns: outputs in the order of `data`, losses, metrics."""
         get = tensordict_utils.get_non_tensor_data
         group = self.get_data_parallel_group()
-        num_tokens = data["loss_mask"].sum().to(get_device_id())
+        num_tokens, sequence_ranks = data["loss_mask"].sum().to(get_device_id()), self.ulysses_sequence_parallel_size
         distributed.all_reduce(num_tokens, group=group)
-        # verl's losses divide by these.
+        # verl's losses divide by the last two.
         tensordict_utils.assign_non_tensor(
-            data, sp_size=1, dp_size=self.get_data_parallel_size(), batch_num_tokens=num_tokens.item()
+            data, sp_size=sequence_ranks, dp_size=self.get_data_parallel_size(), batch_num_tokens=num_tokens.item()
         )
         batches = _cut(data, group, routes=self._routes(data))
         outputs = []
@@ -110,6 +118,8 @@ class _TreeEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
                 micro_batch = tensordict_utils.index_select_tensor_dict(data, indices)
                 loss, output = self.forward_step(micro_batch, loss_function, forward_only)
                 if not forward_only:
+                    # FSDP takes the mean over all ranks, but the gradients of ranks that share rows are parts of a sum.
+                    loss = loss * sequence_ranks
                     (loss if self.scaler is None else self.scaler.scale(loss)).backward()
                     if not get(data, "return_model_output", False):
                         del output["model_output"]  # of the size of the whole mini-batch, and unused in training
@@ -184,11 +194,6 @@ def _check_options(model_config: Any, engine_config: Any) -> None:
     Raises:
         TreepackError: naming the option.
     """
-    if engine_config.ulysses_sequence_parallel_size > 1:
-        raise TreepackError(
-            "verl: ulysses_sequence_parallel_size cuts rows over ranks, which tree attention does not support; set it "
-            "to 1"
-        )
     refused = {
         "model.use_fused_kernels": model_config.use_fused_kernels,
         "model.enable_activation_offload": model_config.enable_activation_offload,
@@ -209,6 +214,8 @@ def _check_options(model_config: Any, engine_config: Any) -> None:
             f"verl: {model_config.hf_config.model_type} is a vision-language model; strategy=treepack computes text "
             "models only, so use strategy=fsdp2"
         )
+    ranks, option = engine_config.ulysses_sequence_parallel_size, "ulysses_sequence_parallel_size"
+    check_heads(model_config.hf_config.get_text_config(), ranks, "verl", option=option)
 
 
 def _read_sequences(data: TensorDict) -> list[Tensor]:
@@ -246,8 +253,8 @@ def _to_predecessors(values: list[Tensor], offsets: Tensor) -> Tensor:
 def _cut(data: TensorDict, group: Any, *, routes: list[Tensor] | None = None) -> list[list[int]]:
     """Return the indices of the sequences of each micro-batch; siblings together, equally many on every rank.
 
-    verl's limit of tokens holds for the row of a micro-batch, where a shared prefix counts once. A prefix is not shared
-    where its `routes` differ.
+    verl's limit of tokens, times the ranks that share a row, holds for the row of a micro-batch, where a shared prefix
+    counts once. A prefix is not shared where its `routes` differ.
 
     Raises:
         TreepackError: on all ranks, if one of them has fewer sequences than another has micro-batches.
@@ -264,7 +271,7 @@ def _cut(data: TensorDict, group: Any, *, routes: list[Tensor] | None = None) ->
             values.astype(np.int32), as_routes(joined, len(values), source="verl", name="routed_experts")
         )
     if get(data, "use_dynamic_bsz", True):
-        batches = micro_batches((values, offsets), int(data["max_token_len_per_gpu"]))
+        batches = micro_batches((values, offsets), int(data["max_token_len_per_gpu"]) * get(data, "sp_size", 1))
     else:
         size = int(data["micro_batch_size_per_gpu"])
         order = [i for batch in micro_batches((values, offsets), max(len(values), 1)) for i in batch]

@@ -81,8 +81,8 @@ def sequence_of(causal: Any) -> SequenceGroup | None:
     return group
 
 
-def check_heads(config: Any, size: int, source: str) -> None:
-    """Refuse a model whose heads `size` ranks cannot share, by its configuration.
+def check_heads(config: Any, size: int, source: str, *, option: str = "--sequence-ranks") -> None:
+    """Refuse a model whose heads `size` ranks cannot share, by its configuration; `option` sets their number.
 
     Raises:
         TreepackError: naming the layers.
@@ -92,12 +92,12 @@ def check_heads(config: Any, size: int, source: str) -> None:
         values = getattr(config, name, None)
         for heads in values if isinstance(values, (list, tuple)) else [values]:
             if isinstance(heads, int) and heads % size:
-                raise _indivisible(source, heads, size)
+                raise _indivisible(source, heads, size, option)
 
 
-def _indivisible(source: str, heads: int, size: int) -> TreepackError:
+def _indivisible(source: str, heads: int, size: int, option: str = "--sequence-ranks") -> TreepackError:
     return TreepackError(
-        f"{source}: {size} ranks cannot share the {heads} heads of a layer; give --sequence-ranks a divisor of {heads}"
+        f"{source}: {size} ranks cannot share the {heads} heads of a layer; give {option} a divisor of {heads}"
     )
 
 
