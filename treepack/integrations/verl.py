@@ -66,6 +66,7 @@ class _TreeEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
     """verl's engine for language models with rows of treepack; `strategy` is what verl calls its own."""
 
     strategy: str
+    ulysses_sequence_parallel_size: int
 
     def __init__(self, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any) -> None:
         check_program("verl", FSDPEngineWithLMHead, _METHODS, user=type(self).__name__)
