@@ -84,7 +84,7 @@ def test_training_moves_probability_towards_advantages(tmp_path: Path, config: P
 
 def test_metrics_hold_the_mean_reward_and_the_means_of_the_objective(tmp_path: Path, config: Path) -> None:
     packed = write_rows(tmp_path / "packed", as_trajectories(rollouts()), MIXED)
-    common = {field.name for field in fields(StepMetrics)} - {"means", "evaluation", "passes"}
+    common = {field.name for field in fields(StepMetrics)} - {"means", "evaluation", "passes", "memory"}
     kinds = {
         "sft": {"reward"},
         "grpo": {"reward", "ratio", "clip_fraction_low", "clip_fraction_high", "old_kl", "entropy", "zero_advantage"}
@@ -204,5 +204,5 @@ def test_the_command_has_the_options_of_the_objective() -> None:
     options = import_module("treepack_cli.objective")
     # click turns the decorated function into a command, which lists its options.
     command = click.command()(options.objective_options(lambda objective: None))
-    names = {each.name for each in fields(Objective)} - {"preset"}  # the value of --loss
+    names = {each.name for each in fields(Objective)} - {"preset", "rewarded"}  # both follow from --loss
     assert {parameter.name for parameter in command.params} == names

@@ -35,7 +35,12 @@ NOT_NEEDED = {
     },
     "verifiers": {"traces.mm_token_type_id_map.900": "the ids of placeholders are its keys"},
     "verifiers-results": {"completion.tool_calls": "the steps of the trajectory have the same calls"},
-    "verl": {"extra_fields.tool_rewards": "parts of the score"},
+    "verl": {
+        "extra_fields.tool_rewards": "parts of the score",
+        # Of a table with a row for each token, the law changes the first two rows and the last one.
+        "teacher_ids": "these rows are about tokens that are not trained",
+        "teacher_logprobs": "these rows are about tokens that are not trained",
+    },
     "tinker": {"trajectories_G.transitions.metrics.stop/completed": "the metrics of the last transition count"},
     "tinker-datum": {"shape": "the data have the same length"},
     "cline": {"finish_reason": "a field of a message, and the sample has a whole session in one record"},
