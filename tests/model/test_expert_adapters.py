@@ -43,11 +43,13 @@ def adapted(source: Path, **options: Any) -> LoadedModel:
     loaded = load_model(source, **{**settings, **options})
     if "lora" in options or settings["lora"] is not None:
         assign(loaded.model, initial_weights(loaded.model, 1, random_b=True), loaded.model.dtype)
+    register_experts()
     loaded.causal.set_experts_implementation(NAME)
     return loaded
 
 
 def results(model: Any, causal: Any, implementation: str) -> dict[str, Tensor]:
+    register_experts()
     causal.set_experts_implementation(implementation)
     model.zero_grad()
     logits = model(input_ids=TOKENS, use_cache=False).logits
