@@ -236,7 +236,7 @@ def show(record: dict[str, Any], seconds: float) -> None:
     """Print one record."""
     if record["plan"].startswith("chosen"):
         print(*record.get("lines", ()), sep="\n")
-    text = f"{record['model']} {record['rows']} {record['plan']}: {seconds:.0f} s in all"
+    text = f"{record['model']} {record['rows']} {record['plan']}: {seconds:.0f} s"
     if "planning" in record:
         text += f", planned in {record['planning']:.1f} s {record['options']}"
     if "rate" in record:

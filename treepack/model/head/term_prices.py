@@ -51,18 +51,7 @@ def prices_of_terms(
         num_tokens: the number of tokens that the terms are about; None if that is n.
     """
     assert objective.is_tokenwise, "the slopes of this loss depend on other tokens"
-    # order [2 0 1], index [0 0 1 2] -> places [1 1 2 0], terms sorted by place [3 0 1 2]
-    if num_tokens is None:
-        rank = invert(order)
-        places = rank.index_select(0, terms.index)
-    else:
-        rank = order.new_full((num_tokens,), -1).scatter_(0, order, torch.arange(len(order), device=order.device))
-        places = rank.index_select(0, terms.index)
-        # Order of the tokens 0 and 2 of 3, index [0 1 1 2] -> places [0 -1 -1 1], kept [0 3]; edges [0 2 4] -> [0 1 2]
-        kept = (places >= 0).nonzero().squeeze(-1)
-        terms, places = _select(terms, kept), places.index_select(0, kept)
-        if edges is not None:
-            edges = torch.searchsorted(kept, torch.tensor(edges, device=kept.device)).tolist()
+    rank, places, terms, edges = _place_terms(terms, order, edges, num_tokens)
     by_place = places.argsort(stable=True)
     places = places.index_select(0, by_place)
     # Sorted places [0 1 1 2], chunk 2 -> starts [0 2 4], cuts [0 3 4]: chunk 0 has the first three terms
@@ -110,6 +99,23 @@ def prices_of_terms(
         return losses.sum(), torch.cat([sums, losses])
 
     return TargetPrices(slopes, value)
+
+
+def _place_terms(
+    terms: TermTensors, order: Tensor, edges: Sequence[int] | None, num_tokens: int | None
+) -> tuple[Tensor, Tensor, TermTensors, Sequence[int] | None]:
+    """Return the place of each token in `order`, -1 without one; and places, terms and edges of terms that have one."""
+    if num_tokens is None:
+        # order [2 0 1], index [0 0 1 2] -> places [1 1 2 0], terms sorted by place [3 0 1 2]
+        rank = invert(order)
+        return rank, rank.index_select(0, terms.index), terms, edges
+    rank = order.new_full((num_tokens,), -1).scatter_(0, order, torch.arange(len(order), device=order.device))
+    places = rank.index_select(0, terms.index)
+    # Order of the tokens 0 and 2 of 3, index [0 1 1 2] -> places [0 -1 -1 1], kept [0 3]; edges [0 2 4] -> [0 1 2]
+    kept = (places >= 0).nonzero().squeeze(-1)
+    if edges is not None:
+        edges = torch.searchsorted(kept, torch.tensor(edges, device=kept.device)).tolist()
+    return rank, places.index_select(0, kept), _select(terms, kept), edges
 
 
 def _at(values: Tensor, places: Tensor) -> Tensor:
