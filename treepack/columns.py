@@ -178,14 +178,11 @@ def _table(records: list[Trajectory], contents: list[Tokens]) -> pa.Table:
     for name in schema.ROLLOUTS.names:
         if any(getattr(record, name) is not None for record in records):
             columns[name] = [getattr(record, name) for record in records]
-    for name in schema.CREDIT.names:
+    numbers = dict.fromkeys(schema.CREDIT.names, pa.float64()) | dict.fromkeys(schema.TEACHER.names, pa.float32())
+    for name, dtype in numbers.items():
         values = [getattr(content, name) for content in contents]
         if any(each is not None for each in values):
-            columns[name] = _list_column(values, pa.float64())
-    for name in schema.TEACHER.names:
-        logprobs = [getattr(content, name) for content in contents]
-        if any(each is not None for each in logprobs):
-            columns[name] = _list_column(logprobs, pa.float32())
+            columns[name] = _list_column(values, dtype)
     for name in schema.RAGGED.names:
         cells = [getattr(content, name) for content in contents]
         if any(cell is not None for cell in cells):
