@@ -64,7 +64,8 @@ def prices_of_terms(
         divergences = statistics.divergences
         if divergences is not None:
             divergences = divergences.detach().requires_grad_(objective.distill > 0)
-        read = [each for each in (logprobs, entropies, divergences) if each is not None and each.requires_grad]
+        given = (logprobs, entropies, divergences)
+        read = [each for each in given if each is not None and each.requires_grad]
         totals = [torch.zeros_like(each) for each in read]
         for begin in range(cuts[number], cuts[number + 1], term_chunk):
             span = slice(begin, min(begin + term_chunk, cuts[number + 1]))
@@ -75,12 +76,7 @@ def prices_of_terms(
             for total, slope in zip(totals, torch.autograd.grad(loss, read), strict=True):
                 total += slope
         found = iter(totals)
-        return TargetSlopes(
-            *(
-                next(found) if each is not None and each.requires_grad else None
-                for each in (logprobs, entropies, divergences)
-            )
-        )
+        return TargetSlopes(*(next(found) if each is not None and each.requires_grad else None for each in given))
 
     def value(logprobs: Tensor, entropies: Tensor, divergences: Tensor | None) -> tuple[Tensor, Tensor]:
         # In the order of the terms, so that the size of a chunk changes no bit.
