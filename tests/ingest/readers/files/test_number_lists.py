@@ -19,6 +19,7 @@ from treepack.ingest.readers.files.records import LineBlock
 from treepack.ingest.readers.format import Format
 from treepack.ingest.readers.registry import all_formats
 from treepack.native.library import is_compiled
+from treepack.ragged import RaggedArray
 from treepack.trajectory import PromptCompletion, Skipped, Tokens, Trajectory
 
 NAMES = ["input_ids", "loss_mask", "m"]
@@ -211,8 +212,10 @@ def plain(items: list[Any]) -> list[Any]:
 
 
 def named(content: Tokens, name: str) -> Any:
+    """The field `name` as plain values; lists of different lengths as their numbers and offsets."""
     value = getattr(content, name)
-    return None if value is None else (name, str(value.dtype), value.tolist())
+    arrays = [value.values, value.offsets] if isinstance(value, RaggedArray) else [value]
+    return None if value is None else (name, [(str(array.dtype), array.tolist()) for array in arrays])
 
 
 REQUIRED = {
