@@ -269,7 +269,7 @@ def _first_step(run: TrainingRun, done: int) -> str:
     compiles = ["the layers"] if run.options.compile else []
     compiles += ["the kernels of attention"] if run.loaded.attention != "reference" else []
     details = f", which compiles {' and '.join(compiles)} if this machine has not done so before" if compiles else ""
-    return f"step {done + 1}{details}"
+    return f"step {done + 1} of {len(run.schedule)}{details}"
 
 
 def _restore_position(
