@@ -13,21 +13,19 @@ pieces, so every tree token runs once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 
 from treepack.attention import row_multiple
 from treepack.carry.backward import runner_of
-from treepack.carry.offload import CarryMemory
 from treepack.carry.refusal import check_carry
-from treepack.data.batch import Batch, make_batch
-from treepack.data.joined import consecutive, join_rows
+from treepack.data.batch import Batch, make_batch, names_of
+from treepack.data.joined import join_rows
 from treepack.errors import TreepackError
 from treepack.files import schema
 from treepack.files.directory import finished_directory, refuse_existing
@@ -48,14 +46,16 @@ from treepack.pack.placement import RowPlacer
 from treepack.pack.plan.planning import plan_rows
 from treepack.pack.row import Row
 from treepack.processes import ReportProgress, with_progress
-from treepack.train.logprobs import pass_size, until_it_fits
+from treepack.train.forward_passes import ForwardPasses, forward_plan
 from treepack.train.scoring_options import CriticOptions
 from treepack.train.setup.compute import ComputeSetting, choose_compute
-from treepack.train.setup.run_memory import spare_memory
+from treepack.train.setup.run_plan import RunPlan
 from treepack.trajectory import Float64, Int64
 from treepack.trie.store.token_values import write_token_values
 from treepack.trie.store.trie_files import read_trie
 from treepack.trie.trie import Trie
+
+_PlacedRow: TypeAlias = tuple[Int64, Batch]  # the places of a row's tokens in `Trie.tokens`, and the row
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,6 @@ class Critic:
     members: list[Int64]
     loaded: LoadedModel
     options: CriticOptions
-    memory: CarryMemory | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,17 +115,15 @@ def open_critic(trie: Trie, model: str | Path, options: CriticOptions, *, tokeni
         )
     if options.routes == "replay" and trie.routes is not None:
         check_routes(loaded.causal, loaded.source, torch.from_numpy(np.asarray(trie.routes[:1])))
-    memory = None
     if options.carry is not None:
         check_carry(loaded)
-        memory = spare_memory(loaded.device)
     check_fits(
         loaded,
         max_token_id=int(trie.tokens.max(initial=0)),
         tokenizer=tokenizer,
         max_position=int(trie.lengths.max(initial=1)) - 1,
     )
-    return Critic(trie, members, loaded, replace(options, dtype=compute.dtype), memory)
+    return Critic(trie, members, loaded, replace(options, dtype=compute.dtype))
 
 
 def _capacity(trie: Trie, options: CriticOptions) -> int:
@@ -150,33 +147,26 @@ def critic_values(critic: Critic) -> Iterator[tuple[Int64, Float64]]:
         TreepackError: a value is not finite, or memory is too small.
     """
     loaded, options = critic.loaded, critic.options
-    limit = pass_size(options.pass_tokens, options.piece_size, loaded.device)
-    for placed in consecutive(_placed_rows(critic), lambda each: len(each[0]), limit):
+    passes = ForwardPasses(loaded, forward_plan(options, loaded.device))
+
+    def compute(placed: Sequence[_PlacedRow], plan: RunPlan) -> list[Float64]:
         batch = join_rows([each for _, each in placed], multiple=row_multiple(loaded.attention))
-        lower = ComputeSetting(loaded.device, options.dtype).lower_precision()
-        remedy = f"compute with {'--carry auto' if options.carry is None else 'a smaller --carry'} or --dtype bf16"
-        if len(placed) > 1:
-            remedy = "compute with a smaller --pass-tokens or --dtype bf16"
-        with torch.no_grad(), lower, memory_errors(f"in {batch.name} of {batch.num_tokens:,} tokens", remedy):
-            values = until_it_fits(partial(_values, critic, batch), loaded, options.piece_size, batch.num_tokens)
-        begin = 0
-        for source, row in placed:
-            own = values[begin : begin + len(source)]
-            begin += len(source)
-            if not np.isfinite(own).all():
-                raise TreepackError(f"{loaded.source}: a value of row {row.row_id} is not finite; inspect the critic")
-            yield source, own
+        with torch.no_grad(), ComputeSetting(loaded.device, options.dtype).lower_precision():
+            values = runner_of(loaded, batch, plan.carry, memory=passes.memory).values(batch).double().cpu().numpy()
+        return np.split(values, np.cumsum([len(source) for source, _ in placed])[:-1])
+
+    rows = passes.results(_placed_rows(critic), lambda each: len(each[0]), _names, compute)
+    for (source, row), own in rows:
+        if not np.isfinite(own).all():
+            raise TreepackError(f"{loaded.source}: a value of row {row.row_id} is not finite; inspect the critic")
+        yield source, own
 
 
-def _values(critic: Critic, batch: Batch, piece: int | None) -> Float64:
-    """Return the values after the tokens of a row in pieces, or whole with None."""
-    loaded = critic.loaded
-    memory = spare_memory(loaded.device) if critic.memory is None and piece is not None else critic.memory
-    values: Float64 = runner_of(loaded, batch, piece, memory=memory).values(batch).double().cpu().numpy()
-    return values
+def _names(placed: Sequence[_PlacedRow]) -> str:
+    return names_of([row.row_id for _, row in placed])
 
 
-def _placed_rows(critic: Critic) -> Iterator[tuple[Int64, Batch]]:
+def _placed_rows(critic: Critic) -> Iterator[_PlacedRow]:
     """Yield for each row the places of its tokens in `Trie.tokens`, and the row."""
     placer = RowPlacer(critic.trie)
     routes = critic.trie.routes if critic.options.routes == "replay" else None
@@ -262,5 +252,5 @@ def _recorded(critic: Critic) -> dict[str, Any]:
     if options.carry is not None:
         return {**record, "carry": options.piece_size}
     if len(critic.members) > 1:
-        record["pass_tokens"] = pass_size(options.pass_tokens, None, loaded.device)
+        record["pass_tokens"] = forward_plan(options, loaded.device).pass_tokens
     return record
