@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,26 +16,33 @@ from support.value_models import critic
 from treepack.errors import TreepackError
 from treepack.pack.plan.planning import plan_rows
 from treepack.train.critic import Critic, critic_values
-from treepack.train.forward_passes import ForwardPasses, forward_plan
+from treepack.train.forward_passes import forward_plan, forward_results
 from treepack.train.scoring_options import CriticOptions, ScoreOptions
 from treepack.train.setup.run_plan import RunPlan
 from treepack.trie.builders.in_memory import build_trie
+
+
+@dataclass(frozen=True)
+class Sized:
+    row_id: int
+    num_tokens: int
 
 
 def run(fits: Any, sizes: list[int], options: ScoreOptions) -> tuple[list[int], list[tuple[int, int | None, int]]]:
     """Return the rows in the order of their results, and tokens, pieces and chunk of every pass that was tried."""
     tried = []
 
-    def compute(rows: Sequence[int], plan: RunPlan) -> Sequence[int]:
-        total = sum(rows)
+    def compute(rows: Sequence[Sized], plan: RunPlan, _: Any) -> Sequence[int]:
+        total = sum(row.num_tokens for row in rows)
         tried.append((total, plan.carry, plan.loss_chunk))
         if not fits(min(total, plan.carry or total), plan.loss_chunk):
             raise torch.OutOfMemoryError
-        return rows
+        return [row.num_tokens for row in rows]
 
-    passes = ForwardPasses(packed_model("qwen3"), forward_plan(options, torch.device("cpu")))
-    found = [row for row, _ in passes.results(sizes, lambda row: row, lambda rows: f"rows {len(rows)}", compute)]
-    return found, tried
+    rows, plan = [Sized(i, size) for i, size in enumerate(sizes)], forward_plan(options, torch.device("cpu"))
+    found = list(forward_results(packed_model("qwen3"), plan, rows, compute))
+    assert [row.row_id for row, _ in found] == list(range(len(sizes)))
+    return [size for _, size in found], tried
 
 
 def test_a_pass_is_cut_then_pieces_get_shorter_then_chunks_of_logits() -> None:
@@ -59,7 +66,7 @@ def test_a_pass_is_cut_then_pieces_get_shorter_then_chunks_of_logits() -> None:
 
 def test_the_end_names_the_smallest_plan_and_other_errors_are_not_tried_again() -> None:
     smallest = "pieces of 1,408 tokens, not joined, logits of 64 targets"
-    with pytest.raises(TreepackError, match=f"^out of memory in rows 1 of 3,000 tokens, with {smallest}; compute with"):
+    with pytest.raises(TreepackError, match=f"^out of memory in row 0 of 3,000 tokens with {smallest}; compute with"):
         run(lambda *_: False, [3000], ScoreOptions(pass_tokens=1))
 
     def fails(*_: Any) -> bool:

@@ -155,10 +155,7 @@ def test_a_lack_of_memory_is_one_sentence(tmp_path: Path) -> None:
         raise torch.OutOfMemoryError("no memory")
 
     scoring.loaded.model.base_model.layers[1].register_forward_hook(fails)
-    with pytest.raises(
-        TreepackError,
-        match=r"^out of memory in row 0 of \d+ tokens, with whole rows, .*logits of 64 targets; compute with --dtype bf16,",
-    ):
+    with pytest.raises(TreepackError, match=r"^out of memory in row 0 of \d+ tokens with .* 64 targets; compute with"):
         next(scored_rows(scoring))
 
 

@@ -29,12 +29,11 @@ T = TypeVar("T")
 def until_it_fits(
     attempt: Callable[[P], T],
     plan: P,
-    smaller: Callable[[P], P | None],
+    smaller: Callable[[P], tuple[P, str] | None],
     loaded: LoadedModel,
     *,
     place: str,
     remedy: str,
-    words: Callable[[P], str],
     note: Callable[[str], None] = _log.info,
 ) -> tuple[T, P]:
     """Return the result of the first attempt that fits, and its plan.
@@ -44,16 +43,16 @@ def until_it_fits(
     Args:
         attempt: computes with a plan.
         plan: of the first attempt.
-        smaller: returns the next plan, None if there is none.
+        smaller: returns the next plan and its description, None if there is none.
         loaded: the model, whose gradients are dropped after an attempt that failed.
         place: "in row 3 of 512 tokens", for the sentences, unless the error has a sentence of its own.
         remedy: what a user may do if no plan fits.
-        words: describes a plan.
         note: called with a sentence for each plan that was too large.
 
     Raises:
         TreepackError: no plan fits.
     """
+    words = ""
     while True:
         try:
             return attempt(plan), plan
@@ -63,12 +62,12 @@ def until_it_fits(
             start = str(error).partition(";")[0] if isinstance(error, TreepackError) else f"out of memory {place}"
             less = smaller(plan) if loaded.root is None and loaded.sequence is None else None
             if less is None:
-                raise TreepackError(f"{start}, with {words(plan)}; {remedy}") from error
+                raise TreepackError(f"{start}{words}; {remedy}") from error
         # Here the error is gone, whose frames keep the tensors of the attempt.
         loaded.model.zero_grad(set_to_none=True)
         release_memory(loaded.device)
-        plan = less
-        note(f"{start}; it runs again with {words(plan)}")
+        plan, words = less[0], f" with {less[1]}"
+        note(f"{start}; it runs again{words}")
 
 
 def release_memory(device: torch.device) -> None:

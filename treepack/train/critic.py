@@ -16,15 +16,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
 
 from treepack.attention import row_multiple
 from treepack.carry.backward import runner_of
+from treepack.carry.offload import CarryMemory
 from treepack.carry.refusal import check_carry
-from treepack.data.batch import Batch, make_batch, names_of
+from treepack.data.batch import Batch, make_batch
 from treepack.data.joined import join_rows
 from treepack.errors import TreepackError
 from treepack.files import schema
@@ -46,7 +47,7 @@ from treepack.pack.placement import RowPlacer
 from treepack.pack.plan.planning import plan_rows
 from treepack.pack.row import Row
 from treepack.processes import ReportProgress, with_progress
-from treepack.train.forward_passes import ForwardPasses, forward_plan
+from treepack.train.forward_passes import forward_plan, forward_results
 from treepack.train.scoring_options import CriticOptions
 from treepack.train.setup.compute import ComputeSetting, choose_compute
 from treepack.train.setup.run_plan import RunPlan
@@ -54,8 +55,6 @@ from treepack.trajectory import Float64, Int64
 from treepack.trie.store.token_values import write_token_values
 from treepack.trie.store.trie_files import read_trie
 from treepack.trie.trie import Trie
-
-_PlacedRow: TypeAlias = tuple[Int64, Batch]  # the places of a row's tokens in `Trie.tokens`, and the row
 
 
 @dataclass(frozen=True)
@@ -147,31 +146,28 @@ def critic_values(critic: Critic) -> Iterator[tuple[Int64, Float64]]:
         TreepackError: a value is not finite, or memory is too small.
     """
     loaded, options = critic.loaded, critic.options
-    passes = ForwardPasses(loaded, forward_plan(options, loaded.device))
+    places: dict[int, Int64] = {}  # of each row that waits or runs
 
-    def compute(placed: Sequence[_PlacedRow], plan: RunPlan) -> list[Float64]:
-        batch = join_rows([each for _, each in placed], multiple=row_multiple(loaded.attention))
+    def compute(rows: Sequence[Batch], plan: RunPlan, memory: CarryMemory | None) -> list[Float64]:
+        batch = join_rows(rows, multiple=row_multiple(loaded.attention))
         with torch.no_grad(), ComputeSetting(loaded.device, options.dtype).lower_precision():
-            values = runner_of(loaded, batch, plan.carry, memory=passes.memory).values(batch).double().cpu().numpy()
-        return np.split(values, np.cumsum([len(source) for source, _ in placed])[:-1])
+            values = runner_of(loaded, batch, plan.carry, memory=memory).values(batch).double().cpu().numpy()
+        return np.split(values, np.cumsum([row.num_tokens for row in rows])[:-1])
 
-    rows = passes.results(_placed_rows(critic), lambda each: len(each[0]), _names, compute)
-    for (source, row), own in rows:
-        if not np.isfinite(own).all():
+    rows = _placed_rows(critic, places)
+    for row, values in forward_results(loaded, forward_plan(options, loaded.device), rows, compute):
+        if not np.isfinite(values).all():
             raise TreepackError(f"{loaded.source}: a value of row {row.row_id} is not finite; inspect the critic")
-        yield source, own
+        yield places.pop(row.row_id), values
 
 
-def _names(placed: Sequence[_PlacedRow]) -> str:
-    return names_of([row.row_id for _, row in placed])
-
-
-def _placed_rows(critic: Critic) -> Iterator[_PlacedRow]:
-    """Yield for each row the places of its tokens in `Trie.tokens`, and the row."""
+def _placed_rows(critic: Critic, places: dict[int, Int64]) -> Iterator[Batch]:
+    """Yield each row, and write the places of its tokens in `Trie.tokens` into `places`."""
     placer = RowPlacer(critic.trie)
     routes = critic.trie.routes if critic.options.routes == "replay" else None
     for number, members in enumerate(critic.members):
         nodes = placer.place(members)
+        places[number] = nodes.source
         row = Row(
             row_id=number,
             step=None,
@@ -182,7 +178,7 @@ def _placed_rows(critic: Critic) -> Iterator[_PlacedRow]:
             routes=None if routes is None else routes[nodes.source],
             **placer.columns(nodes),
         )
-        yield nodes.source, make_batch(row, multiple=row_multiple(critic.loaded.attention))
+        yield make_batch(row, multiple=row_multiple(critic.loaded.attention))
 
 
 @naming_addresses()

@@ -1,7 +1,7 @@
 """Passes without gradients, of a length that fits: scores of rows, values of a critic, and the loss of held-out rows.
 
     options, device --forward_plan--> RunPlan        how long a pass may be, before anything has run
-    rows --ForwardPasses.results--> (row, result)    consecutive rows are one pass
+    rows --forward_results--> (row, result)          consecutive rows are one pass
     run --while_it_fits--> result, run               rows of a training run, which keeps its plan for training
 
 If memory runs out, the plan gets smaller by the rule of training (`run_plan.smaller_plan`): half of the tokens of a
@@ -13,11 +13,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 
+from treepack.carry.offload import CarryMemory
 from treepack.carry.refusal import can_carry
+from treepack.data.batch import names_of
 from treepack.data.joined import consecutive, usual_pass
 from treepack.model.fitting import until_it_fits
 from treepack.model.loaded import LoadedModel
@@ -31,10 +33,21 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("treepack")
 
-Row = TypeVar("Row")
-T = TypeVar("T")
-
 _REMEDY = "compute with --dtype bf16, on a device with more free memory, or from rows with a smaller --capacity"
+
+
+class SizedRow(Protocol):
+    """A row that has a number, and a number of tokens."""
+
+    @property
+    def row_id(self) -> int: ...
+
+    @property
+    def num_tokens(self) -> int: ...
+
+
+Row = TypeVar("Row", bound=SizedRow)
+T = TypeVar("T")
 
 
 def forward_plan(options: ScoreOptions | CriticOptions, device: torch.device) -> RunPlan:
@@ -45,65 +58,49 @@ def forward_plan(options: ScoreOptions | CriticOptions, device: torch.device) ->
     return RunPlan(False, 0, False, options.piece_size, size, chunk)
 
 
-class ForwardPasses:
-    """Passes of a model, whose `plan` is that of the next one, and `memory` that of tensors that pieces carry."""
+def forward_results(
+    loaded: LoadedModel,
+    plan: RunPlan,
+    rows: Iterable[Row],
+    compute: Callable[[Sequence[Row], RunPlan, CarryMemory | None], Sequence[T]],
+) -> Iterator[tuple[Row, T]]:
+    """Yield each row with its result.
 
-    def __init__(self, loaded: LoadedModel, plan: RunPlan) -> None:
-        """Start before any pass."""
-        self.loaded, self.plan = loaded, plan
-        self.memory = None if plan.carry is None else spare_memory(loaded.device)
+    Args:
+        loaded: the model.
+        plan: of the first pass.
+        rows: in their order.
+        compute: returns a result for each row of a pass; the last argument is memory of tensors that pieces carry.
 
-    def results(
-        self,
-        rows: Iterable[Row],
-        tokens: Callable[[Row], int],
-        name: Callable[[Sequence[Row]], str],
-        compute: Callable[[Sequence[Row], RunPlan], Sequence[T]],
-    ) -> Iterator[tuple[Row, T]]:
-        """Yield each row with its result.
+    Raises:
+        TreepackError: memory is too small for the smallest plan, or as `compute`.
+    """
+    waiting: list[Row] = []
+    memory = None
 
-        Args:
-            rows: in their order.
-            tokens: returns the tokens of a row.
-            name: names rows in messages.
-            compute: returns a result for each row of a pass.
+    def joined(plan: RunPlan) -> list[Row]:
+        return next(consecutive(waiting, _size, plan.pass_tokens))
 
-        Raises:
-            TreepackError: memory is too small for the smallest plan, or as `compute`.
-        """
-        for waiting in consecutive(rows, tokens, self.plan.pass_tokens):
-            while waiting:
-                joined, found = self._next_pass(waiting, tokens, name, compute)
-                yield from zip(joined, found, strict=True)
-                waiting = waiting[len(joined) :]
+    def attempt(plan: RunPlan) -> Sequence[T]:
+        nonlocal memory
+        if plan.carry is not None and memory is None:
+            memory = spare_memory(loaded.device)
+        return compute(joined(plan), plan, memory)
 
-    def _next_pass(
-        self,
-        waiting: list[Row],
-        tokens: Callable[[Row], int],
-        name: Callable[[Sequence[Row]], str],
-        compute: Callable[[Sequence[Row], RunPlan], Sequence[T]],
-    ) -> tuple[Sequence[Row], Sequence[T]]:
-        def joined(plan: RunPlan) -> list[Row]:
-            return next(consecutive(waiting, tokens, plan.pass_tokens))
+    def smaller(plan: RunPlan) -> tuple[RunPlan, str] | None:
+        return _smaller(plan, [_size(row) for row in joined(plan)], loaded)
 
-        def smaller(plan: RunPlan) -> RunPlan | None:
-            less = _smaller(plan, [tokens(row) for row in joined(plan)], self.loaded)
-            if less is not None and less.carry is not None and self.memory is None:
-                self.memory = spare_memory(self.loaded.device)
-            return less
+    for waiting in consecutive(rows, _size, plan.pass_tokens):
+        while waiting:
+            first = joined(plan)
+            place = f"in {names_of([row.row_id for row in first])} of {sum(map(_size, first)):,} tokens"
+            results, plan = until_it_fits(attempt, plan, smaller, loaded, place=place, remedy=_REMEDY)
+            yield from zip(joined(plan), results, strict=True)
+            waiting = waiting[len(results) :]
 
-        first = joined(self.plan)
-        found, self.plan = until_it_fits(
-            lambda plan: compute(joined(plan), plan),
-            self.plan,
-            smaller,
-            self.loaded,
-            place=f"in {name(first)} of {sum(map(tokens, first)):,} tokens",
-            remedy=_REMEDY,
-            words=_words,
-        )
-        return joined(self.plan), found
+
+def _size(row: SizedRow) -> int:
+    return row.num_tokens
 
 
 def while_it_fits(
@@ -119,41 +116,27 @@ def while_it_fits(
     Raises:
         TreepackError: memory is too small for the smallest plan, or as `attempt`.
     """
+    names = ("carry", "pass_tokens", "loss_chunk")
 
-    def smaller(tried: TrainingRun) -> TrainingRun | None:
-        less = _smaller(_plan_of(tried), tried.dataset.num_tokens[list(rows)].tolist(), tried.loaded)
+    def smaller(tried: TrainingRun) -> tuple[TrainingRun, str] | None:
+        plan = RunPlan(False, 0, False, *(getattr(tried.options, name) for name in names))
+        less = _smaller(plan, tried.dataset.num_tokens[list(rows)].tolist(), tried.loaded)
         if less is None:
             return None
         memory = tried.carry_memory
-        if less.carry is not None and memory is None:
+        if less[0].carry is not None and memory is None:
             memory = spare_memory(tried.loaded.device)
-        changed = {name: getattr(less, name) for name in ("carry", "pass_tokens", "loss_chunk")}
-        return replace(tried, options=replace(tried.options, **changed), carry_memory=memory)
+        options = replace(tried.options, **{name: getattr(less[0], name) for name in names})
+        return replace(tried, options=options, carry_memory=memory), less[1]
 
-    return until_it_fits(
-        attempt,
-        run,
-        smaller,
-        run.loaded,
-        place=f"in {len(rows):,} rows without gradients",
-        remedy=_REMEDY,
-        words=lambda tried: _words(_plan_of(tried)),
-        note=note,
-    )
+    place = f"in {len(rows):,} rows without gradients"
+    return until_it_fits(attempt, run, smaller, run.loaded, place=place, remedy=_REMEDY, note=note)
 
 
-def _plan_of(run: TrainingRun) -> RunPlan:
-    options = run.options
-    carry = None if options.carry is None else int(options.carry)
-    return RunPlan(False, 0, False, carry, int(options.pass_tokens), int(options.loss_chunk))
-
-
-def _smaller(plan: RunPlan, sizes: Sequence[int], loaded: LoadedModel) -> RunPlan | None:
-    """Return the plan to try after a pass over rows of these tokens has failed; None if `plan` is the smallest one."""
+def _smaller(plan: RunPlan, sizes: Sequence[int], loaded: LoadedModel) -> tuple[RunPlan, str] | None:
+    """Return the plan to try after a pass over rows of these tokens has failed, in words too; None if there is none."""
     # No longer than the pass that failed: half of 1,000,000 would be the same pass.
     tried = replace(plan, pass_tokens=min(plan.pass_tokens, sum(sizes)))
-    return smaller_plan(tried, max(sizes), 0, can_carry=can_carry(loaded))
-
-
-def _words(plan: RunPlan) -> str:
-    return plan_in_words(plan).partition(", ")[2]  # without the layers that a backward pass computes again
+    less = smaller_plan(tried, max(sizes), 0, can_carry=can_carry(loaded))
+    # Without the layers that a backward pass computes again.
+    return None if less is None else (less, plan_in_words(less).partition(", ")[2])

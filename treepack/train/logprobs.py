@@ -27,7 +27,7 @@ from treepack.attention import row_multiple
 from treepack.carry.backward import runner_of
 from treepack.carry.offload import CarryMemory
 from treepack.carry.refusal import check_carry
-from treepack.data.batch import make_batch, names_of
+from treepack.data.batch import make_batch
 from treepack.data.dataset import PackedDataset
 from treepack.data.joined import join_rows
 from treepack.errors import TreepackError
@@ -44,7 +44,7 @@ from treepack.pack.files import read_rows
 from treepack.pack.row import Row
 from treepack.ragged import RaggedArray, join_lists
 from treepack.sequence.share import share_rows
-from treepack.train.forward_passes import ForwardPasses, forward_plan
+from treepack.train.forward_passes import forward_plan, forward_results
 from treepack.train.input_checks import check_terms
 from treepack.train.scoring_options import ScoreOptions
 from treepack.train.setup.compute import ComputeSetting, choose_compute
@@ -121,26 +121,21 @@ def scored_rows(scoring: Scoring) -> Iterator[Row]:
         TreepackError: a log-probability is not finite, or memory is too small.
     """
     options, loaded = scoring.options, scoring.loaded
-    passes = ForwardPasses(loaded, forward_plan(options, loaded.device))
 
-    def compute(rows: Sequence[Row], plan: RunPlan) -> list[TermScores]:
+    def compute(rows: Sequence[Row], plan: RunPlan, memory: CarryMemory | None) -> list[TermScores]:
         read = rows if options.routes == "replay" else [replace(row, routes=None) for row in rows]
         chosen = replace(options, carry=plan.carry, loss_chunk=plan.loss_chunk)
         with ComputeSetting(loaded.device, options.dtype).lower_precision():
-            return term_scores(loaded, read, chosen, memory=passes.memory)
+            return term_scores(loaded, read, chosen, memory=memory)
 
     rows = read_rows(scoring.dataset.path)
-    for row, found in passes.results(rows, lambda each: each.num_tokens, _names, compute):
+    for row, found in forward_results(loaded, forward_plan(options, loaded.device), rows, compute):
         # A ratio or divergence with such a value would make the loss of its step NaN, much later.
         if not np.isfinite(found.logprobs).all():
             raise TreepackError(
                 f"{loaded.source}: a log-probability of row {row.row_id} is not finite; inspect the model and the row"
             )
         yield _with_scores(row, found, options)
-
-
-def _names(rows: Sequence[Row]) -> str:
-    return names_of([row.row_id for row in rows])
 
 
 def _with_scores(row: Row, found: TermScores, options: ScoreOptions) -> Row:

@@ -74,21 +74,15 @@ def verify_rows(
         )
         return RowsReport(report, tuple(parts), plan)
 
-    def smaller(plan: MemoryPlan) -> MemoryPlan | None:
+    def smaller(plan: MemoryPlan) -> tuple[MemoryPlan, str] | None:
         less = plan.halved()
         sizes = [_tokens(_restrict(batches, given, each)[0]) for each in (plan, less)]
-        return less if less.max_tokens >= _MIN_TOKENS and sizes[1] < sizes[0] else None
+        fewer = less.max_tokens >= _MIN_TOKENS and sizes[1] < sizes[0]
+        return (less, f"{sizes[1]:,} tokens") if fewer else None
 
-    report, _ = until_it_fits(
-        attempt,
-        _first_plan(loaded, batches, free),
-        smaller,
-        loaded,
-        place=f"for the gradients of {loaded.source}",
-        remedy="verify on a GPU with more free memory, or a smaller model of the same type",
-        words=lambda plan: f"{_tokens(_restrict(batches, given, plan)[0]):,} tokens",
-    )
-    return report
+    place, remedy = f"for the gradients of {loaded.source}", "verify on a GPU with more free memory, or a smaller model"
+    plan = _first_plan(loaded, batches, free)
+    return until_it_fits(attempt, plan, smaller, loaded, place=place, remedy=remedy)[0]
 
 
 def _tokens(batches: Sequence[Batch]) -> int:
