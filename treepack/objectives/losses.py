@@ -196,8 +196,13 @@ def sum_names(objective: Objective) -> tuple[str, ...]:
     return ("weight", *policy, *(VALUE_SUMS if objective.has_values else ()))
 
 
+# Means without a meaning for a loss that has no advantages.
+_OF_RATIOS = ("ratio", "clip_fraction_low", "clip_fraction_high", "old_kl", "zero_advantage")
+
+
 def _policy_means(objective: Objective) -> tuple[str, ...]:
     absent = set() if objective.kl else {"kl"}
+    absent |= set() if objective.has_advantages else set(_OF_RATIOS)
     absent |= set() if objective.corrects_sampler else {"importance", "importance_square"}
     absent |= set() if objective.importance_cap is not None else {"truncated"}
     absent |= set() if objective.reads_law else {"divergence"}
