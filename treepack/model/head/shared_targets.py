@@ -25,7 +25,7 @@ def no_logits(hidden: Tensor, layer: OutputLayer) -> Tensor:
 
 @dataclass(frozen=True)
 class HeadTargets:
-    """n targets of an output layer, and what belongs to each of them, None for none.
+    """n targets of an output layer with their temperatures, sets and laws, None for none.
 
     Attributes:
         targets: as in `token_loss.tree_logprobs`.
