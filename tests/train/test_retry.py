@@ -180,7 +180,11 @@ def test_held_out_rows_are_evaluated_again(opened: Callable[..., TrainingRun], t
     run.loaded.model.base_model.layers[1].register_forward_hook(fails_without_gradients)
     steps = go(run, tmp_path / "out", notes)
     assert_equal_runs((steps, saved(run, tmp_path / "out.pt")), undisturbed)
-    assert len(notes) == 1
+    (note,) = notes
+    assert note.endswith("it runs again with whole rows, not joined, logits of 1,024 targets")
+    adapted = adapted_layers(run.loaded.causal)
+    assert adapted is not None
+    assert adapted.recomputed == 0  # the plan of training stays
 
 
 def test_a_run_ends_if_no_smaller_plan_is_left(opened: Callable[..., TrainingRun], tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Steps of a run whose memory may run out: the step runs again with a smaller plan.
 
     FittingRun.step(number) -> StepMetrics       train_step, again and again until a plan fits
-    FittingRun.evaluate() -> numbers             the same for held-out rows
+    FittingRun.evaluate() -> numbers             held-out rows, whose plan is their own (`evaluation`)
 
 Another process, fragments or a longer row may take memory that the plan of the run counted on. Weights and optimiser
 are as before the step: its gradients are dropped, random generators are restored, and an update allocates nothing
@@ -79,12 +79,10 @@ class FittingRun:
         Raises:
             TreepackError: as `step`.
         """
-
-        def attempt() -> dict[str, float]:
-            assert self.run.held_out is not None
-            return evaluate(self.run.held_out)
-
-        return self._until_it_fits(attempt)
+        assert self.run.held_out is not None
+        numbers, held_out = evaluate(self.run.held_out, self._note)
+        self.run = replace(self.run, held_out=held_out)
+        return numbers
 
     def close(self) -> None:
         """Stop to read rows."""
