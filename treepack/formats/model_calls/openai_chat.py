@@ -129,7 +129,7 @@ FORMAT = Format(
     used="""
         request.messages request.tools request.temperature response.choices.message
         response.choices.logprobs.content response.prompt_token_ids response.choices.token_ids
-        response.choices.sampling_mask response.id
+        response.choices.sampling_mask=response.choices.token_ids response.id
         response.model session_id group_id reward response.body.model response.body.choices.message
         response.choices.finish_reason request.messages.* messages.* choices.*
     """.split(),

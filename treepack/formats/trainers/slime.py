@@ -162,7 +162,7 @@ FORMAT = Format(
     recognised_by="`tokens`, `response_length` and `status`, or `samples` that have them",
     requires=[{"samples": each(_SAMPLE, minimum=1)}, {"samples": no(LIST), **_SAMPLE}],
     used="""
-        rollout_id tokens samples samples.group_index samples.index samples.rollout_id samples.tokens
+        rollout_id tokens=samples.tokens samples samples.group_index samples.index samples.rollout_id samples.tokens
         samples.response_length samples.loss_mask samples.rollout_log_probs samples.teacher_log_probs samples.reward
         samples.status
         samples.remove_sample samples.metadata samples.label samples.weight_versions

@@ -229,7 +229,7 @@ FORMAT = Format(
         env.id group.id run.work.step traces.id traces.task.key traces.agent.name traces.agent.trainable
         traces.tools traces.nodes.tools traces.rewards traces.metrics traces.info traces.stop_condition traces.ok
         traces.calls.model traces.calls.finish_reason traces.nodes.parent traces.nodes.message traces.nodes.sampled
-        traces.nodes.token_ids traces.nodes.sampling_mask traces.nodes.kept_tokens
+        traces.nodes.token_ids traces.nodes.sampling_mask=traces.nodes.token_ids
         traces.nodes.mask traces.nodes.logprobs traces.nodes.advantages traces.nodes.reference_logprobs
         traces.nodes.trainer_logprobs traces.mm_token_type_id_map
     """.split(),

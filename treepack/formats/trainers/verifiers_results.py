@@ -143,7 +143,7 @@ FORMAT = Format(
     used="""
         example_id prompt completion reward metrics info answer is_truncated tool_defs trajectory.tokens.prompt_ids
         trajectory.tokens.completion_ids trajectory.tokens.completion_mask trajectory.tokens.completion_logprobs
-        trajectory.tokens.sampling_mask trajectory.tokens.kept_tokens
+        trajectory.tokens.sampling_mask=trajectory.tokens.prompt_ids
         trajectory.advantage trajectory.is_truncated trajectory.trajectory_id model sampling_args.temperature
     """.split(),
     dropped=(
