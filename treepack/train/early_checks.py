@@ -43,7 +43,7 @@ def check_training(
         TreepackError: a path, manifest, part, column or share is missing or wrong, or the model lacks a token id.
     """
     check_device_name(options.device)
-    check_launched(options.sequence_ranks, options.expert_ranks)
+    check_launched(options.ranks_of_row, options.ranks_of_experts)
     check_mix(options.mix, len(packed))
     headers, others = _read_headers(packed), _read_headers(held_out)
     for each in (headers, others):
