@@ -206,10 +206,20 @@ def compare_gradients(loaded: LoadedModel, optimiser: torch.optim.Optimizer, way
     """
     autocast = loaded.device.type == "cuda"
     make_step(loaded, optimiser, ways["flat"], autocast=autocast)
-    flat = [None if each.grad is None else each.grad.clone() for each in loaded.model.parameters()]
+    flat = gradients_of(loaded)
     make_step(loaded, optimiser, ways["tree"], autocast=autocast)
+    return rms_difference(loaded, flat)
+
+
+def gradients_of(loaded: LoadedModel) -> list[Tensor | None]:
+    """Return copies of the gradients of all parameters."""
+    return [None if each.grad is None else each.grad.clone() for each in loaded.model.parameters()]
+
+
+def rms_difference(loaded: LoadedModel, gradients: list[Tensor | None]) -> float:
+    """Return the RMS difference of the model's gradients and the given ones, over the RMS of the given ones."""
     squares = torch.zeros(2, dtype=torch.float64, device=loaded.device)
-    for parameter, expected in zip(loaded.model.parameters(), flat, strict=True):
+    for parameter, expected in zip(loaded.model.parameters(), gradients, strict=True):
         if expected is not None:
             assert parameter.grad is not None
             found = parameter.grad

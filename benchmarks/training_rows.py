@@ -9,7 +9,9 @@ machines without pyarrow can read. Everything else here needs only numpy and tor
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,6 +19,8 @@ from workloads import Int64, Workload
 
 from treepack.costs.model_cost import FlopCount
 from treepack.data.batch import Batch
+
+Weights = np.ndarray[Any, np.dtype[np.float64]]
 
 _COLUMNS = ("ids", "subtree_end", "ends", "weight")  # of each row, in this order
 
@@ -80,9 +84,14 @@ def flat_rows(rows: list[Batch], most: int) -> list[Batch]:
                 path.append(end)
                 end = parent[end]
             at = np.array(path[::-1])
-            sequences.append((row.input_ids.numpy()[at], trained[at].astype(np.int64)))
-    parts: list[list[tuple[Int64, Int64]]] = []
-    part: list[tuple[Int64, Int64]] = []
+            sequences.append((row.input_ids.numpy()[at], trained[at].astype(np.float64)))
+    return join_sequences(sequences, most)
+
+
+def join_sequences(sequences: list[tuple[Int64, Weights]], most: int) -> list[Batch]:
+    """Sequences end to end in rows of at most `most` tokens; each has ids, and the weight of each token in the loss."""
+    parts: list[list[tuple[Int64, Weights]]] = []
+    part: list[tuple[Int64, Weights]] = []
     size = 0
     for sequence in sorted(sequences, key=lambda sequence: -len(sequence[0])):
         if part and size + len(sequence[0]) > most:
@@ -96,7 +105,8 @@ def flat_rows(rows: list[Batch], most: int) -> list[Batch]:
         ends = np.cumsum([len(ids) for ids, _ in part])
         subtree_end = np.repeat(ends, [len(ids) for ids, _ in part])
         ids, weight = (np.concatenate(columns) for columns in zip(*part, strict=True))
-        made.append(make_row(number, ids, subtree_end, ends - 1, weight))
+        row, weights = make_row(number, ids, subtree_end, ends - 1), torch.from_numpy(weight).double()
+        made.append(replace(row, loss_weight=weights, total_weight=float(weights.sum())))
     return made
 
 

@@ -81,7 +81,8 @@ def _write(scoring: Scoring, out: AnyPath, *, overwrite: bool) -> None:
         click.echo(f"note: {note}", err=True)
     # Lazy: each row is scored when it is written.
     rows = progress(scored_rows(scoring), description="scoring", total=len(scoring.dataset))
-    with finished_directory(out, overwrite=overwrite) as temporary:  # `out` appears whole, or not if scoring fails
+    # `out` appears whole, or not if scoring fails
+    with stage_lines(), finished_directory(out, overwrite=overwrite) as temporary:
         capacity = scoring.dataset.manifest["capacity"]
         provenance = scored_provenance(scoring)
         totals = write_packed(rows, temporary, capacity=capacity, provenance=provenance)["totals"]

@@ -1,7 +1,7 @@
 """Execution of a training run: signals, progress, trackers and the summary.
 
 [3.1 s] loading the weights of Qwen/Qwen3-0.6B      a line for each part before the first step: `stage_lines`
-[9.8 s] step 1, which compiles ...
+[9.8 s] step 1 of 300, which compiles ...
 training: step 1 of 300, loss 1.2345, ...           a line for each step, or a bar on a terminal
 """
 
@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -35,7 +36,8 @@ if TYPE_CHECKING:
     from treepack.train.run import TrainingRun
     from treepack.train.saving.place import Place
     from treepack.train.step import StepMetrics
-    from treepack.train.watch.sinks import Sinks
+    from treepack.train.watch.sinks import RunPage, Sinks
+    from treepack.train.watch.start_log import StartLog
 
 
 _START = "treepack.start"  # time of the first line of the command, in its context
@@ -72,8 +74,8 @@ def stage_lines(first: str | None = None, *, shown: bool = True) -> Iterator[Non
         level = logger.level
         logger.addHandler(handler)
         logger.setLevel(logging.INFO)
-        if first:
-            logger.info(first)
+    if first:
+        logger.info(first)
     try:
         yield
     finally:
@@ -154,22 +156,55 @@ def train_model(
         TreepackError: an option, the data, the model or `out` cannot be used, or training fails.
     """
     _check_early(packed, model, options, out, run_options, overwrite=overwrite)
-    import_torch()
-    from treepack.train.ranks import find_device, join_ranks, leave_ranks
-    from treepack.train.saving.place import open_place
+    with _watched_start(out, run_options) as start:
+        import_torch()
+        from treepack.train.ranks import find_device, join_ranks, leave_ranks
+        from treepack.train.saving.place import open_place
 
-    keep_compiled_code()
-    ranks = join_ranks(find_device(options.device))
-    try:
-        # The lock of `out` is held until the end, so that a second command for it is refused before any work.
-        with stage_lines(shown=ranks.leads), open_place(out, ranks) as place:
-            summary = _train_in(place, packed, model, options, run_options, ranks, overwrite=overwrite)
-        # After the last upload: a run that is shown as saved is whole.
-        if ranks.leads:
-            show(summary)
-            show_end(None if "stopped" in summary else out, then=_next_command(out, options, summary))
-    finally:
-        leave_ranks()
+        keep_compiled_code()
+        ranks = join_ranks(find_device(options.device))
+        try:
+            # The lock of `out` is held until the end, so that a second command for it is refused before any work.
+            with stage_lines(shown=ranks.leads), open_place(out, ranks) as place:
+                summary = _train_in(place, packed, model, options, run_options, ranks, start, overwrite=overwrite)
+            # After the last upload: a run that is shown as saved is whole.
+            if ranks.leads:
+                show(summary)
+                show_end(None if "stopped" in summary else out, then=_next_command(out, options, summary))
+        finally:
+            leave_ranks()
+
+
+@dataclass(frozen=True)
+class _RunStart:
+    """What shows the run before its first step: the file of its lines, and its page; None on other ranks."""
+
+    log: StartLog | None = None
+    page: RunPage | None = None
+
+
+@contextmanager
+def _watched_start(out: AnyPath, run_options: RunOptions) -> Iterator[_RunStart]:
+    """Write the lines before the first step for pages of the run, and start its page; not for a run in a store."""
+    from treepack.train.input_checks import is_first_process
+    from treepack.train.watch.sinks import RunPage, SinkRun
+    from treepack.train.watch.start_log import StartLog
+
+    if not isinstance(out, Path) or not is_first_process():
+        yield _RunStart()
+        return
+    with StartLog(out) as log:
+        page = None
+        if "page" in run_options.sinks and log.is_open:
+            page = RunPage(SinkRun(out, run_options.project, out.name, "", note=lambda note: _echo(f"note: {note}")))
+        try:
+            yield _RunStart(log, page)
+        except BaseException as error:
+            log.fail(error)
+            raise
+        finally:
+            if page is not None:
+                page.close()  # after the last line of a command that fails, which it shows
 
 
 def show_plan(packed: tuple[str, ...], model: str, options: TrainOptions, run_options: RunOptions) -> None:
@@ -251,6 +286,7 @@ def _train_in(
     options: TrainOptions,
     run_options: RunOptions,
     ranks: Ranks,
+    start: _RunStart,
     *,
     overwrite: bool,
 ) -> dict[str, Any]:
@@ -270,12 +306,18 @@ def _train_in(
     for note in run.notes:
         _note(ranks, note)
     with _catch_sigterm() as stop:
-        steps = _run_steps(run, place, stop, run_options, overwrite=overwrite)
+        steps = _run_steps(run, place, stop, run_options, start, overwrite=overwrite)
     return run_summary(run, place.out, steps)
 
 
 def _run_steps(
-    run: TrainingRun, place: Place, stop: Callable[[], bool], run_options: RunOptions, *, overwrite: bool
+    run: TrainingRun,
+    place: Place,
+    stop: Callable[[], bool],
+    run_options: RunOptions,
+    start: _RunStart,
+    *,
+    overwrite: bool,
 ) -> list[StepMetrics]:
     """Train with a progress bar, notes and trackers on the first rank; return the metrics of all steps."""
     from treepack.train.loop import train
@@ -292,9 +334,11 @@ def _run_steps(
     with ExitStack() as stack:
         sinks, report = None, None
         for metrics in metrics_of_steps:
+            if start.log is not None:
+                start.log.end()
             if run_options.sinks and run.ranks.leads:
                 # Opened at the first step and not before: `train` may replace `out`, and finds the step to resume from.
-                sinks = sinks or stack.enter_context(_open_sinks(run, place, run_options, done=metrics.step - 1))
+                sinks = sinks or stack.enter_context(_open_sinks(run, place, run_options, start, done=metrics.step - 1))
                 sinks.write(metrics.as_record())
             steps.append(metrics)
             if run.ranks.leads:
@@ -306,7 +350,7 @@ def _run_steps(
     return steps
 
 
-def _open_sinks(run: TrainingRun, place: Place, run_options: RunOptions, *, done: int) -> Sinks:
+def _open_sinks(run: TrainingRun, place: Place, run_options: RunOptions, start: _RunStart, *, done: int) -> Sinks:
     """Open the trackers for the steps after `done`."""
     from treepack.train.watch.sinks import SinkRun, Sinks, tracker_id
 
@@ -314,7 +358,8 @@ def _open_sinks(run: TrainingRun, place: Place, run_options: RunOptions, *, done
     name = run_options.run_name or place.out.name or "run"  # Path(".") has no name
     note = partial(_note, run.ranks)
     described = SinkRun(place.folder, run_options.project, name, tracker_id(place), config, done, note)
-    return Sinks(run_options.sinks, described, note)
+    opened = {} if start.page is None else {"page": start.page}
+    return Sinks(run_options.sinks, described, note, opened=opened)
 
 
 def _require_extras(run_options: RunOptions) -> None:

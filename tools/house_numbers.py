@@ -26,7 +26,7 @@ sys.path.insert(0, str(ROOT / "docs"))
 import plain_english  # noqa: E402  # it is a script in docs/
 
 PACKAGE = "treepack"
-EXTRAS = frozenset({"research", "integrations", "rollout", "cluster", "report"})
+EXTRAS = frozenset({"research", "integrations", "rollout", "cluster", "report", "formats"})
 SOURCES = frozenset({".py", ".c", ".js"})
 
 Graph = Mapping[str, set[str]]

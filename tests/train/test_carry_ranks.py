@@ -13,7 +13,9 @@ from support.rank_processes import Case, train_over
 from support.strategies import make
 from treepack.trajectory import Trajectory
 
-NOT_COMPARED = set("seconds wait_seconds tokens_per_second tokens_flat_per_second graphs eval_seconds".split())
+NOT_COMPARED = set(
+    "seconds wait_seconds slowest_pass tokens_per_second tokens_flat_per_second graphs eval_seconds".split()
+)
 
 
 def rollouts(first: int = 0) -> list[Trajectory]:

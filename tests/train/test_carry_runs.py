@@ -28,7 +28,7 @@ from treepack.train.step import StepMetrics
 from treepack.trajectory import Trajectory
 
 OPTIONS = TrainOptions(device="cpu", lr=1e-2, rows_per_step=1, steps=3, eval_every=2, checkpoint_every=1)
-TIMES = ("seconds", "wait_seconds", "tokens_per_second", "tokens_flat_per_second", "eval_seconds")
+TIMES = ("seconds", "wait_seconds", "slowest_pass", "tokens_per_second", "tokens_flat_per_second", "eval_seconds")
 
 
 def rollouts(seed: int = 0, count: int = 9) -> list[Trajectory]:

@@ -64,7 +64,7 @@ def records(out: Path) -> list[dict[str, Any]]:
 def test_the_held_out_loss_is_that_of_one_step_over_all_rows(folder: Path, loss: str) -> None:
     run = opened(folder, objective=choose_objective(loss))
     assert run.held_out is not None
-    found = evaluate(run.held_out)
+    found, _ = evaluate(run.held_out)
     # The first step of a run that trains on these rows, all of them at once, has the same loss before its update.
     whole = open_run(folder / "held-out", folder / "tiny.json", replace(run.options, rows_per_step=99, steps=1, lr=0.0))
     (step,) = train(whole, folder / loss)
@@ -113,7 +113,7 @@ def test_a_run_without_improvement_ends_early_with_its_best_model(folder: Path) 
     # The saved model has the loss of the best evaluation.
     saved = open_run(folder / "packed", folder / "out", OPTIONS, held_out=folder / "held-out")
     assert saved.held_out is not None
-    assert evaluate(saved.held_out)["eval_loss"] == pytest.approx(losses[best - 1], rel=1e-6)
+    assert evaluate(saved.held_out)[0]["eval_loss"] == pytest.approx(losses[best - 1], rel=1e-6)
     assert (
         list(train(opened(folder, steps=40, eval_every=1, patience=3, lr=1.0, keep=1), folder / "out", resume=True))
         == []
@@ -169,4 +169,4 @@ def test_two_ranks_end_early_with_the_best_model_of_one_process(folder: Path) ->
         saved = open_run(folder / "packed", result["out"], OPTIONS, held_out=folder / "held-out")
         assert saved.held_out is not None
         expected = result["records"][best[0] - 1]["eval_loss"]
-        assert evaluate(saved.held_out)["eval_loss"] == pytest.approx(expected, rel=1e-5)
+        assert evaluate(saved.held_out)[0]["eval_loss"] == pytest.approx(expected, rel=1e-5)

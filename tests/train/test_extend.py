@@ -22,7 +22,7 @@ from treepack.train.setup.opening import open_run
 from treepack.train.step import StepMetrics
 
 CONSTANT = TrainOptions(device="cpu", lr=1e-2, rows_per_step=2, steps=8, warmup_steps=2, min_lr_ratio=1.0)
-TIMES = ("seconds", "wait_seconds", "tokens_per_second", "tokens_flat_per_second")
+TIMES = ("seconds", "wait_seconds", "slowest_pass", "tokens_per_second", "tokens_flat_per_second")
 
 
 @pytest.fixture

@@ -32,7 +32,7 @@ from treepack.train.step import StepMetrics
 OPTIONS = TrainOptions(device="cpu", lr=1e-2, rows_per_step=2, epochs=2, checkpoint_every=2, warmup_steps=1)
 LORA = LoraOptions(rank=3)
 EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-TIMES = ("seconds", "wait_seconds", "tokens_per_second", "tokens_flat_per_second")
+TIMES = ("seconds", "wait_seconds", "slowest_pass", "tokens_per_second", "tokens_flat_per_second")
 TOKENS = torch.tensor([[1, 2, 3, 4, 5]])
 
 

@@ -24,12 +24,12 @@ from treepack.train.setup.rank_choice import RankNeeds, choose_ranks, divide, ra
 from treepack.train.setup.run_data import open_data
 
 GB = 10**9
-USUAL = {"sequence_ranks": 1, "expert_ranks": 1, "cpu_offload": False}
+USUAL: dict[str, Any] = {"sequence_ranks": 1, "expert_ranks": 1, "cpu_offload": False}
 
 
 def needs(**changes: Any) -> RankNeeds:
     """Return needs in units of 1 GB for 8 ranks: a state of 80, rows of 1 for each 1,000 tokens, pieces of 60."""
-    usual = {
+    usual: dict[str, Any] = {
         "state": 80 * GB,
         "held": 10 * GB,
         "gathered": 4 * GB,
@@ -147,8 +147,9 @@ def test_one_process_and_a_cpu_choose_nothing(packed: Path, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("name", ["sequence_ranks", "expert_ranks"])
 def test_bad_numbers_of_ranks_are_refused(name: str) -> None:
+    changes: dict[str, Any] = {name: 0}
     with pytest.raises(TreepackError, match=f"^{name} is 0; expected a number of ranks of at least 1, or auto$"):
-        TrainOptions(**{name: 0})
+        TrainOptions(**changes)
 
 
 @pytest.mark.slow

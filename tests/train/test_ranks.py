@@ -22,7 +22,7 @@ from treepack.train.passes import deal
 from treepack.trajectory import Trajectory
 
 # Times and rates, and the number of graphs that torch.compile has traced so far in the process.
-NOT_COMPARED = set("seconds wait_seconds tokens_per_second tokens_flat_per_second graphs".split())
+NOT_COMPARED = set("seconds wait_seconds slowest_pass tokens_per_second tokens_flat_per_second graphs".split())
 
 
 def rollouts() -> list[Trajectory]:

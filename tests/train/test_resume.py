@@ -28,7 +28,7 @@ from treepack.train.setup.opening import open_run
 from treepack.train.step import StepMetrics
 
 OPTIONS = TrainOptions(device="cpu", lr=1e-2, rows_per_step=2, epochs=3, checkpoint_every=2, warmup_steps=2)
-TIMES = ("seconds", "wait_seconds", "tokens_per_second", "tokens_flat_per_second")
+TIMES = ("seconds", "wait_seconds", "slowest_pass", "tokens_per_second", "tokens_flat_per_second")
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ import torch
 from support.oracle_model import packed_directory, tiny_config
 from support.strategies import make
 from treepack.errors import TreepackError
-from treepack.memory.device_memory import MemoryMeter
+from treepack.memory.device_memory import MemoryMeter, StepMemory
 from treepack.model.layers import adapted_layers
 from treepack.train.loop import train
 from treepack.train.optimiser import make_optimiser, prepare_states
@@ -29,7 +29,7 @@ from treepack.train.saving.choices import with_recorded
 from treepack.train.saving.run_directory import begin, record_plan
 from treepack.train.setup import run_plan
 from treepack.train.setup.opening import open_run
-from treepack.train.setup.plan_forecast import PlanForecast, StepMemory
+from treepack.train.setup.plan_forecast import PlanForecast
 from treepack.train.setup.run_plan import ModelProbe, RunRows
 from treepack.train.step import StepMetrics
 
@@ -189,7 +189,11 @@ def test_held_out_rows_are_evaluated_again(opened: Callable[..., TrainingRun], t
     run.loaded.model.base_model.layers[1].register_forward_hook(fails_without_gradients)
     steps = go(run, tmp_path / "out", notes)
     assert_equal_runs((steps, saved(run, tmp_path / "out.pt")), undisturbed)
-    assert len(notes) == 1
+    (note,) = notes
+    assert note.endswith("it runs again with whole rows, not joined, logits of 1,024 targets")
+    adapted = adapted_layers(run.loaded.causal)
+    assert adapted is not None
+    assert adapted.recomputed == 0  # the plan of training stays
 
 
 def test_a_run_ends_if_no_smaller_plan_is_left(opened: Callable[..., TrainingRun], tmp_path: Path) -> None:
@@ -229,7 +233,7 @@ def measured(run: TrainingRun, device: Device, *, kept: float, recomputed: float
     longest = 35
     probe = ModelProbe(False, LAYERS, 2048, 0, 0, kept * 2**30 / longest, recomputed * 2**30 / longest, 1, 1, 0)
     forecast = PlanForecast(probe, RunRows(longest, longest, longest, step_tokens=longest), moved=0)
-    return replace(run, memory=StepMemory(device.meter, int(kept * 2**30), forecast))
+    return replace(run, memory=StepMemory(device.meter, int(kept * 2**30), forecast.num_bytes))
 
 
 @pytest.mark.parametrize(("taken", "layers"), [(9, 0), (20, 1), (60, 2)])

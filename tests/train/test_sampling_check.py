@@ -126,6 +126,22 @@ def test_a_missing_temperature_is_named(tmp_path: Path, model: Path, temperature
     assert f"train with --temperature {temperature:g}" in sentence(run)
 
 
+def test_the_check_runs_again_with_a_smaller_plan_if_memory_runs_out(tmp_path: Path, model: Path) -> None:
+    tokens, recorded = sample(at(0.7), at(0.7))
+    run, calls = opened(packed_rollouts(tmp_path / "packed", tokens, recorded), model), []
+
+    def fails_once(*_: Any) -> None:
+        calls.append(1)
+        if len(calls) == 1:
+            raise torch.OutOfMemoryError
+
+    hook = run.loaded.causal.base_model.register_forward_hook(fails_once)
+    found = sentence(run)
+    hook.remove()
+    assert len(calls) == 2
+    assert found == sentence(run)
+
+
 def test_values_recorded_before_the_temperature_are_named(tmp_path: Path, model: Path) -> None:
     tokens, recorded = sample(at(0.7), at(1.0))
     found = sentence(opened(packed_rollouts(tmp_path / "column", tokens, recorded, temperature=0.7), model))

@@ -16,7 +16,9 @@ from treepack.errors import TreepackError
 from treepack.train.ranks import Ranks
 from treepack.trajectory import Trajectory
 
-NOT_COMPARED = set("seconds wait_seconds tokens_per_second tokens_flat_per_second graphs eval_seconds".split())
+NOT_COMPARED = set(
+    "seconds wait_seconds slowest_pass tokens_per_second tokens_flat_per_second graphs eval_seconds".split()
+)
 NOT_COMPARED |= {"router_aux_seconds"}
 
 

@@ -13,9 +13,8 @@ pieces, so every tree token runs once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from treepack.carry.backward import runner_of
 from treepack.carry.offload import CarryMemory
 from treepack.carry.refusal import check_carry
 from treepack.data.batch import Batch, make_batch
-from treepack.data.joined import consecutive, join_rows
+from treepack.data.joined import join_rows
 from treepack.errors import TreepackError
 from treepack.files import schema
 from treepack.files.directory import finished_directory, refuse_existing
@@ -48,10 +47,10 @@ from treepack.pack.placement import RowPlacer
 from treepack.pack.plan.planning import plan_rows
 from treepack.pack.row import Row
 from treepack.processes import ReportProgress, with_progress
-from treepack.train.logprobs import pass_size, until_it_fits
+from treepack.train.forward_passes import forward_plan, forward_results
 from treepack.train.scoring_options import CriticOptions
 from treepack.train.setup.compute import ComputeSetting, choose_compute
-from treepack.train.setup.run_memory import spare_memory
+from treepack.train.setup.run_plan import RunPlan
 from treepack.trajectory import Float64, Int64
 from treepack.trie.store.token_values import write_token_values
 from treepack.trie.store.trie_files import read_trie
@@ -66,7 +65,6 @@ class Critic:
     members: list[Int64]
     loaded: LoadedModel
     options: CriticOptions
-    memory: CarryMemory | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,17 +114,15 @@ def open_critic(trie: Trie, model: str | Path, options: CriticOptions, *, tokeni
         )
     if options.routes == "replay" and trie.routes is not None:
         check_routes(loaded.causal, loaded.source, torch.from_numpy(np.asarray(trie.routes[:1])))
-    memory = None
     if options.carry is not None:
         check_carry(loaded)
-        memory = spare_memory(loaded.device)
     check_fits(
         loaded,
         max_token_id=int(trie.tokens.max(initial=0)),
         tokenizer=tokenizer,
         max_position=int(trie.lengths.max(initial=1)) - 1,
     )
-    return Critic(trie, members, loaded, replace(options, dtype=compute.dtype), memory)
+    return Critic(trie, members, loaded, replace(options, dtype=compute.dtype))
 
 
 def _capacity(trie: Trie, options: CriticOptions) -> int:
@@ -150,38 +146,28 @@ def critic_values(critic: Critic) -> Iterator[tuple[Int64, Float64]]:
         TreepackError: a value is not finite, or memory is too small.
     """
     loaded, options = critic.loaded, critic.options
-    limit = pass_size(options.pass_tokens, options.piece_size, loaded.device)
-    for placed in consecutive(_placed_rows(critic), lambda each: len(each[0]), limit):
-        batch = join_rows([each for _, each in placed], multiple=row_multiple(loaded.attention))
-        lower = ComputeSetting(loaded.device, options.dtype).lower_precision()
-        remedy = f"compute with {'--carry auto' if options.carry is None else 'a smaller --carry'} or --dtype bf16"
-        if len(placed) > 1:
-            remedy = "compute with a smaller --pass-tokens or --dtype bf16"
-        with torch.no_grad(), lower, memory_errors(f"in {batch.name} of {batch.num_tokens:,} tokens", remedy):
-            values = until_it_fits(partial(_values, critic, batch), loaded, options.piece_size, batch.num_tokens)
-        begin = 0
-        for source, row in placed:
-            own = values[begin : begin + len(source)]
-            begin += len(source)
-            if not np.isfinite(own).all():
-                raise TreepackError(f"{loaded.source}: a value of row {row.row_id} is not finite; inspect the critic")
-            yield source, own
+    places: dict[int, Int64] = {}  # of each row that waits or runs
+
+    def compute(rows: Sequence[Batch], plan: RunPlan, memory: CarryMemory | None) -> list[Float64]:
+        batch = join_rows(rows, multiple=row_multiple(loaded.attention))
+        with torch.no_grad(), ComputeSetting(loaded.device, options.dtype).lower_precision():
+            values = runner_of(loaded, batch, plan.carry, memory=memory).values(batch).double().cpu().numpy()
+        return np.split(values, np.cumsum([row.num_tokens for row in rows])[:-1])
+
+    rows = _placed_rows(critic, places)
+    for row, values in forward_results(loaded, forward_plan(options, loaded.device), rows, compute):
+        if not np.isfinite(values).all():
+            raise TreepackError(f"{loaded.source}: a value of row {row.row_id} is not finite; inspect the critic")
+        yield places.pop(row.row_id), values
 
 
-def _values(critic: Critic, batch: Batch, piece: int | None) -> Float64:
-    """Return the values after the tokens of a row in pieces, or whole with None."""
-    loaded = critic.loaded
-    memory = spare_memory(loaded.device) if critic.memory is None and piece is not None else critic.memory
-    values: Float64 = runner_of(loaded, batch, piece, memory=memory).values(batch).double().cpu().numpy()
-    return values
-
-
-def _placed_rows(critic: Critic) -> Iterator[tuple[Int64, Batch]]:
-    """Yield for each row the places of its tokens in `Trie.tokens`, and the row."""
+def _placed_rows(critic: Critic, places: dict[int, Int64]) -> Iterator[Batch]:
+    """Yield each row, and write the places of its tokens in `Trie.tokens` into `places`."""
     placer = RowPlacer(critic.trie)
     routes = critic.trie.routes if critic.options.routes == "replay" else None
     for number, members in enumerate(critic.members):
         nodes = placer.place(members)
+        places[number] = nodes.source
         row = Row(
             row_id=number,
             step=None,
@@ -192,7 +178,7 @@ def _placed_rows(critic: Critic) -> Iterator[tuple[Int64, Batch]]:
             routes=None if routes is None else routes[nodes.source],
             **placer.columns(nodes),
         )
-        yield nodes.source, make_batch(row, multiple=row_multiple(critic.loaded.attention))
+        yield make_batch(row, multiple=row_multiple(critic.loaded.attention))
 
 
 @naming_addresses()
@@ -262,5 +248,5 @@ def _recorded(critic: Critic) -> dict[str, Any]:
     if options.carry is not None:
         return {**record, "carry": options.piece_size}
     if len(critic.members) > 1:
-        record["pass_tokens"] = pass_size(options.pass_tokens, None, loaded.device)
+        record["pass_tokens"] = forward_plan(options, loaded.device).pass_tokens
     return record

@@ -11,28 +11,36 @@ optimiser step depends on changes.
 
 from __future__ import annotations
 
+import logging
 import math
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
 from treepack.objectives.losses import step_means
+from treepack.train.forward_passes import while_it_fits
 from treepack.train.run import TrainingRun
 from treepack.train.step import forward_rows
 
+_log = logging.getLogger("treepack")
 
-def evaluate(held_out: TrainingRun) -> dict[str, float]:
+
+def evaluate(held_out: TrainingRun, note: Callable[[str], None] = _log.info) -> tuple[dict[str, float], TrainingRun]:
     """Return the loss and the means of the rows of a run's first step, over all ranks; all ranks must call this.
+
+    The second result is the run with the plan that fits, which is smaller than that of `held_out` if memory ran out;
+    `note` gets a sentence about it. Gradients of the model are dropped then.
 
     Raises:
         TreepackError: memory is too small, or a row cannot be read.
     """
     start, rows = time.perf_counter(), held_out.schedule[0].rows
-    report = forward_rows(held_out, rows)
+    report, held_out = while_it_fits(held_out, lambda run: forward_rows(run, rows), rows, note)
     losses, _, sums = report.over_ranks()
     means = {f"eval_{name}": value for name, value in step_means(sums).items()}
     loss = math.fsum(losses) if all(map(math.isfinite, losses)) else math.nan
-    return {"eval_loss": loss, **means, "eval_seconds": time.perf_counter() - start}
+    return {"eval_loss": loss, **means, "eval_seconds": time.perf_counter() - start}, held_out
 
 
 @dataclass(frozen=True)

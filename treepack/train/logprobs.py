@@ -12,13 +12,12 @@ in pieces, and each token of them still runs once.
 
 from __future__ import annotations
 
-import logging
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,14 +26,14 @@ from numpy.typing import NDArray
 from treepack.attention import row_multiple
 from treepack.carry.backward import runner_of
 from treepack.carry.offload import CarryMemory
-from treepack.carry.refusal import can_carry, check_carry
-from treepack.data.batch import make_batch, names_of
+from treepack.carry.refusal import check_carry
+from treepack.data.batch import make_batch
 from treepack.data.dataset import PackedDataset
-from treepack.data.joined import consecutive, join_rows, usual_pass
+from treepack.data.joined import join_rows
 from treepack.errors import TreepackError
 from treepack.files.manifest import Provenance
 from treepack.files.schema import ragged_dtype
-from treepack.memory.shortage import LOADING, is_memory_error, memory_errors
+from treepack.memory.shortage import LOADING, memory_errors
 from treepack.model.adapters.lora_options import LoraOptions
 from treepack.model.head.token_loss import filled_temperature
 from treepack.model.load import load_model
@@ -45,17 +44,13 @@ from treepack.pack.files import read_rows
 from treepack.pack.row import Row
 from treepack.ragged import RaggedArray, join_lists
 from treepack.sequence.share import share_rows
+from treepack.train.forward_passes import forward_plan, forward_results
 from treepack.train.input_checks import check_terms
 from treepack.train.scoring_options import ScoreOptions
 from treepack.train.setup.compute import ComputeSetting, choose_compute
-from treepack.train.setup.run_memory import spare_memory
 from treepack.train.setup.run_model import check_rows_fit
-from treepack.train.setup.run_plan import SMALLEST_PIECE, smaller_piece
+from treepack.train.setup.run_plan import RunPlan
 from treepack.trajectory import Float32, Float64, Int64
-
-_log = logging.getLogger("treepack")
-
-T = TypeVar("T")
 
 
 class TermScores(NamedTuple):
@@ -67,15 +62,11 @@ class TermScores(NamedTuple):
     word_logprobs: Float64 | None = None
 
 
-_SMALLER = "--dtype bf16, a smaller --loss-chunk, or rows packed with a smaller --capacity"
-
-
 @dataclass(frozen=True)
 class Scoring:
     """Rows, model and options that fit together; `notes` are for the user.
 
-    `temperature` is that of all terms, or a phrase, see `objectives.temperature.temperature_of_terms`. `memory`
-    is the budget of carried tensors of rows in pieces, on a GPU.
+    `temperature` is that of all terms, or a phrase, see `objectives.temperature.temperature_of_terms`.
     """
 
     dataset: PackedDataset
@@ -83,7 +74,6 @@ class Scoring:
     options: ScoreOptions
     notes: tuple[str, ...]
     temperature: float | str
-    memory: CarryMemory | None = None
 
 
 def open_scoring(packed: str | Path, model: str | Path, options: ScoreOptions) -> Scoring:
@@ -110,10 +100,8 @@ def open_scoring(packed: str | Path, model: str | Path, options: ScoreOptions) -
         )
     if options.sequence_ranks > 1:
         share_rows(loaded.causal, torch.distributed.group.WORLD)
-    memory = None
     if options.carry is not None:
         check_carry(loaded)
-        memory = spare_memory(loaded.device)
     check_rows_fit(dataset, loaded)
     name = f"term_{options.column}_logprob"
     notes: tuple[str, ...] = ()
@@ -123,67 +111,31 @@ def open_scoring(packed: str | Path, model: str | Path, options: ScoreOptions) -
     if options.column == "ref" and temperature != 1:
         notes = (*notes, "the reference is computed at the sampler's temperature; for dpo add --ignore-temperature")
     options = replace(options, dtype=compute.dtype)
-    return Scoring(dataset, loaded, options, (*loaded.notes, *notes), temperature, memory)
-
-
-def pass_size(pass_tokens: int | str, piece_size: int | None, device: torch.device) -> int:
-    """Return the maximum number of tokens of joined rows: at most the tokens of a piece, if there are pieces."""
-    size = usual_pass(device) if isinstance(pass_tokens, str) else pass_tokens
-    return size if piece_size is None else min(size, piece_size)
-
-
-def until_it_fits(compute: Callable[[int | None], T], loaded: LoadedModel, piece: int | None, tokens: int) -> T:
-    """Return compute(tokens of a piece), with shorter pieces for as long as memory runs out.
-
-    Args:
-        compute: runs a row of `tokens` tokens in pieces, or whole with None.
-        loaded: the model.
-        piece: tokens of a piece to begin with; None for the whole row.
-        tokens: of the row.
-
-    Raises:
-        RuntimeError: memory is too small for the shortest pieces, or `compute` raised it.
-    """
-    while True:
-        try:
-            return compute(piece)
-        except (RuntimeError, MemoryError) as error:
-            smaller = smaller_piece(min(tokens, piece or tokens))
-            if not is_memory_error(error) or smaller < SMALLEST_PIECE or not can_carry(loaded):
-                raise
-            if loaded.sequence is not None:
-                raise  # other ranks wait for this one
-        _log.info("out of memory in a row of %d tokens; it runs again in pieces of %d", tokens, smaller)
-        piece = smaller
-        if loaded.device.type == "cuda":
-            torch.cuda.empty_cache()
+    return Scoring(dataset, loaded, options, (*loaded.notes, *notes), temperature)
 
 
 def scored_rows(scoring: Scoring) -> Iterator[Row]:
     """Yield all rows in order, with the log-probabilities of their terms.
 
     Raises:
-        TreepackError: a log-probability is not finite.
+        TreepackError: a log-probability is not finite, or memory is too small.
     """
     options, loaded = scoring.options, scoring.loaded
-    size = pass_size(options.pass_tokens, options.piece_size, loaded.device)
-    for rows in consecutive(read_rows(scoring.dataset.path), lambda row: row.num_tokens, size):
-        lower = ComputeSetting(loaded.device, options.dtype).lower_precision()
-        remedy = f"score with {'--carry auto' if options.carry is None else 'a smaller --carry'}, {_SMALLER}"
-        if len(rows) > 1:
-            remedy = f"score with a smaller --pass-tokens, {_SMALLER}"
-        name = f"in {names_of([row.row_id for row in rows])} of {sum(row.num_tokens for row in rows):,} tokens"
-        with lower, memory_errors(name, remedy):
-            read = rows if options.routes == "replay" else [replace(row, routes=None) for row in rows]
-            scores = _scores_that_fit(scoring, read)
-        for row, found in zip(rows, scores, strict=True):
-            # A ratio or divergence with such a value would make the loss of its step NaN, much later.
-            if not np.isfinite(found.logprobs).all():
-                raise TreepackError(
-                    f"{loaded.source}: a log-probability of row {row.row_id} is not finite; inspect the model and the "
-                    "row"
-                )
-            yield _with_scores(row, found, options)
+
+    def compute(rows: Sequence[Row], plan: RunPlan, memory: CarryMemory | None) -> list[TermScores]:
+        read = rows if options.routes == "replay" else [replace(row, routes=None) for row in rows]
+        chosen = replace(options, carry=plan.carry, loss_chunk=plan.loss_chunk)
+        with ComputeSetting(loaded.device, options.dtype).lower_precision():
+            return term_scores(loaded, read, chosen, memory=memory)
+
+    rows = read_rows(scoring.dataset.path)
+    for row, found in forward_results(loaded, forward_plan(options, loaded.device), rows, compute):
+        # A ratio or divergence with such a value would make the loss of its step NaN, much later.
+        if not np.isfinite(found.logprobs).all():
+            raise TreepackError(
+                f"{loaded.source}: a log-probability of row {row.row_id} is not finite; inspect the model and the row"
+            )
+        yield _with_scores(row, found, options)
 
 
 def _with_scores(row: Row, found: TermScores, options: ScoreOptions) -> Row:
@@ -221,24 +173,6 @@ def _merged_lists(
         new = RaggedArray.empty(len(own), dtype)
     merged = join_lists([every, new])[np.arange(len(own)) + len(own) * own]
     return merged if len(merged.flat) or lists is not None or known is not None else None
-
-
-def _scores_that_fit(scoring: Scoring, rows: Sequence[Row]) -> list[TermScores]:
-    """Return `term_scores` of rows, each row alone or in shorter pieces if memory runs out."""
-    loaded, options = scoring.loaded, scoring.options
-    if len(rows) > 1:
-        try:
-            return term_scores(loaded, rows, options, memory=scoring.memory)
-        except RuntimeError as error:
-            if not is_memory_error(error) or loaded.sequence is not None:
-                raise
-        return [each for row in rows for each in _scores_that_fit(scoring, [row])]
-
-    def compute(piece: int | None) -> list[TermScores]:
-        memory = spare_memory(loaded.device) if scoring.memory is None and piece is not None else scoring.memory
-        return term_scores(loaded, rows, replace(options, carry=piece), memory=memory)
-
-    return until_it_fits(compute, loaded, options.piece_size, rows[0].num_tokens)
 
 
 @torch.no_grad()
@@ -294,7 +228,7 @@ def scored_provenance(scoring: Scoring) -> Provenance:
     limit = options.piece_size
     if limit is not None and int(scoring.dataset.num_tokens.max(initial=0)) > limit:
         model["carry"] = limit
-    joined = pass_size(options.pass_tokens, options.piece_size, scoring.loaded.device)
+    joined = forward_plan(options, scoring.loaded.device).pass_tokens
     if any(a + b <= joined for a, b in pairwise(scoring.dataset.num_tokens.tolist())):
         model["pass_tokens"] = joined
     known = manifest.get("logprobs") or {}

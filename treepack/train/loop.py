@@ -31,7 +31,7 @@ from treepack.errors import TreepackError
 from treepack.files.remote.address import AnyPath
 from treepack.model.head.value_head import whole_value_head, without_value_head
 from treepack.model.weights.whole_checkpoint import has_rest
-from treepack.model.weights.writing import saved_weights
+from treepack.model.weights.writing import SavedWeights, saved_weights
 from treepack.train.evaluation import HeldOutScore
 from treepack.train.optimiser import make_optimiser
 from treepack.train.retry import FittingRun
@@ -41,7 +41,15 @@ from treepack.train.saving.checkpoint import Checkpoints, SavedCheckpoint, lates
 from treepack.train.saving.checkpoint_files import CHECKPOINTS
 from treepack.train.saving.checkpoint_upload import CheckpointUpload
 from treepack.train.saving.place import METRICS, Place, open_place
-from treepack.train.saving.run_directory import begin, extend_run, finish_run, is_complete, record_plan
+from treepack.train.saving.run_directory import (
+    begin,
+    extend_run,
+    finish_run,
+    is_complete,
+    record_plan,
+    stage_model,
+    staged_model,
+)
 from treepack.train.saving.run_record import is_finished
 from treepack.train.sharding import whole_state
 from treepack.train.step import StepMetrics, step_memory_errors
@@ -103,6 +111,7 @@ def _steps(
     options, ranks, model = run.options, run.ranks, run.loaded.model
     optimiser = make_optimiser(run)
     done, skipped, score = _restore_position(run, place, optimiser, note)
+    staged = False
     upload = None if place.uploads is None else CheckpointUpload(place.uploads, CHECKPOINTS)
     model.train()
     if done == 0 and (remark := compare_sampling(run)) is not None:
@@ -138,11 +147,14 @@ def _steps(
             best = score.best_step if options.patience else None
             is_due = options.checkpoint_every and done % options.checkpoint_every == 0
             if last and options.checkpoint_every:
-                # Writing the model can fail (full disk, time limit of the job). With this checkpoint --resume writes
-                # it again without training. If the checkpoint fails instead, the model is still worth writing.
+                # The model first, whose weight files the checkpoint links. If it cannot be written (full disk), the
+                # checkpoint has the weights, and --resume writes the model without training. If the checkpoint fails
+                # instead, the model is still worth finishing.
+                staged = best in (None, 0, done) and _stage_for_checkpoint(fitting.run, place)
                 _log.info("writing the checkpoint of step %d", done)
+                linked = staged_model(place) if staged else None
                 with _note_errors(note):
-                    checkpoints.save(done, model, optimiser, position, best=best)
+                    checkpoints.save(done, model, optimiser, position, best=best, saved_model=linked)
                     checkpoints.wait()
             elif stopped or is_due or best == done:
                 checkpoints.save(done, model, optimiser, position, best=best)
@@ -151,31 +163,49 @@ def _steps(
                 return
         run = fitting.run
     outcome = _take_best(run, place, optimiser, score, done, note) if options.patience and score.best_step else {}
-    _log.info("writing the model")
-    _write_model(run, place, outcome)
+    if not staged:
+        _stage(run, place, _weights_as_files(run))
+    run.ranks.lead(lambda: finish_run(run, place, outcome))
 
 
-def _write_model(run: TrainingRun, place: Place, outcome: dict[str, int]) -> None:
+def _weights_as_files(run: TrainingRun) -> SavedWeights | None:
+    """Return the weights as the files of the model contain them; None for an adapter, or if they are converted."""
+    with without_value_head(run.loaded.causal):
+        return None if has_rest(run.loaded.causal, run.loaded.source) else saved_weights(run.loaded.model)
+
+
+def _stage_for_checkpoint(run: TrainingRun, place: Place) -> bool:
+    """Stage the model if a checkpoint can link its weight files; return False if it cannot, or if the disk fails.
+
+    In both cases the model is staged after the checkpoint, and an error of the disk ends the run then.
+    """
+    weights = _weights_as_files(run)
+    if weights is None:
+        return False
+    try:
+        _stage(run, place, weights)
+    except TreepackError:
+        return False
+    return True
+
+
+def _stage(run: TrainingRun, place: Place, weights: SavedWeights | None) -> None:
     """Write the model; all ranks take part in the gathering of the shards, and only the first rank writes.
 
     Raises:
-        TreepackError: the disk or the store fails.
+        TreepackError: the disk fails.
     """
+    _log.info("writing the model")
     loaded, ranks = run.loaded, run.ranks
     head = whole_value_head(loaded.causal)
-    if not ranks.grouped:
-        finish_run(run, place, None, outcome, value_head=head)
-        return
-    with without_value_head(loaded.causal):
-        weights = None if has_rest(loaded.causal, loaded.source) else saved_weights(loaded.model)
     if weights is None:
-        state = whole_state(loaded)
-        ranks.lead(lambda: finish_run(run, place, state, outcome, value_head=head))
+        state = whole_state(loaded) if ranks.grouped else None
+        ranks.lead(lambda: stage_model(run, place, state, value_head=head))
         return
 
     def write() -> None:
         try:
-            finish_run(run, place, weights, outcome, value_head=head)
+            stage_model(run, place, weights, value_head=head)
         finally:
             weights.gather()  # the other ranks wait in it, even if the disk is full
 
@@ -239,7 +269,7 @@ def _first_step(run: TrainingRun, done: int) -> str:
     compiles = ["the layers"] if run.options.compile else []
     compiles += ["the kernels of attention"] if run.loaded.attention != "reference" else []
     details = f", which compiles {' and '.join(compiles)} if this machine has not done so before" if compiles else ""
-    return f"step {done + 1}{details}"
+    return f"step {done + 1} of {len(run.schedule)}{details}"
 
 
 def _restore_position(

@@ -1,7 +1,7 @@
 """Steps of a run whose memory may run out: the run continues with a smaller plan.
 
     FittingRun.step(number) -> StepMetrics       train_step, with a smaller plan if its memory is not there
-    FittingRun.evaluate() -> numbers             the same for held-out rows
+    FittingRun.evaluate() -> numbers             held-out rows, whose plan is their own (`evaluation`)
 
     before a step     free bytes of each rank < bytes of the plan?     all ranks take the next smaller plan that fits
     in a step         an allocation fails                              the step runs again with a smaller plan
@@ -17,11 +17,9 @@ the run ends, after this rank has recorded the smaller plan for --resume. Ranks 
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
-from typing import TypeVar
 
 import torch
 
@@ -29,6 +27,7 @@ from treepack.carry.refusal import can_carry
 from treepack.data.prefetch import Prefetch
 from treepack.errors import TreepackError
 from treepack.memory.shortage import is_memory_error
+from treepack.model.fitting import release_memory
 from treepack.model.layers import adapted_layers, set_recomputed
 from treepack.train.evaluation import evaluate
 from treepack.train.passes import Pass
@@ -37,8 +36,6 @@ from treepack.train.setup.run_memory import coming_bytes, spare_memory, whole_by
 from treepack.train.setup.run_plan import PLANNED, RunPlan, gib, plan_in_words, smaller_plan
 from treepack.train.sharding import forget_passes
 from treepack.train.step import SharedShortageError, StepMetrics, train_step
-
-T = TypeVar("T")
 
 
 class FittingRun:
@@ -95,13 +92,10 @@ class FittingRun:
         Raises:
             TreepackError: as `step`.
         """
-
-        def attempt() -> dict[str, float]:
-            assert self.run.held_out is not None
-            return evaluate(self.run.held_out)
-
-        self._start_measuring()
-        return self._until_it_fits(attempt)
+        assert self.run.held_out is not None
+        numbers, held_out = evaluate(self.run.held_out, self._note)
+        self.run = replace(self.run, held_out=held_out)
+        return numbers
 
     def close(self) -> None:
         """Stop to read rows."""
@@ -153,7 +147,7 @@ class FittingRun:
         if smaller.ranks.leads:
             self._record(smaller)
 
-    def _until_it_fits(self, attempt: Callable[[], T]) -> T:
+    def _until_it_fits(self, attempt: Callable[[], StepMetrics]) -> StepMetrics:
         device = self.run.loaded.device
         random = torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         while True:
@@ -168,10 +162,9 @@ class FittingRun:
             forget_passes(smaller.loaded)
             if smaller.balance is not None:
                 smaller.balance.drop()
-            gc.collect()
+            release_memory(device)
             torch.set_rng_state(random[0])
             if random[1] is not None:
-                torch.cuda.empty_cache()
                 torch.cuda.set_rng_state(random[1], device)
             self._take(smaller, f"{place}; it runs again with a smaller plan")
 
@@ -217,7 +210,7 @@ def smaller_run(run: TrainingRun, room: int | None = None) -> TrainingRun | None
     following = smaller_plan(plan_of(run), longest, num_layers, can_carry=pieces)
     while following is not None:
         plan = following
-        needed = (memory.forecast.num_bytes(plan) if memory is not None and memory.forecast is not None else 0) or 0
+        needed = 0 if memory is None else memory.forecast(plan) or 0
         if room is None or needed <= room:
             break
         following = smaller_plan(plan, longest, num_layers, can_carry=pieces)

@@ -14,6 +14,7 @@ from torch import Tensor
 from treepack.carry.offload import CarryMemory
 from treepack.costs.recurrent_cost import count_scans
 from treepack.data.mixture import AnyDataset, source_of_rows, sources_of
+from treepack.memory.device_memory import StepMemory
 from treepack.model.experts.active import num_active_weights
 from treepack.model.experts.router_balance import RouterBalance
 from treepack.model.loaded import LoadedModel
@@ -23,7 +24,6 @@ from treepack.train.options import TrainOptions
 from treepack.train.passes import Joining, Pass, deal
 from treepack.train.ranks import Ranks
 from treepack.train.schedule import OptimiserStep
-from treepack.train.setup.plan_forecast import StepMemory
 from treepack.trajectory import Float64
 
 Packed: TypeAlias = str | Path | Sequence[str | Path]

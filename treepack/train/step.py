@@ -35,6 +35,7 @@ from treepack.train.run import TrainingRun
 from treepack.train.schedule import learning_rate
 from treepack.train.sharding import can_repeat, summing_gradients, whole_weights
 from treepack.train.teacher import taught
+from treepack.train.watch.pass_times import PassTimes, slowest_pass
 
 
 @dataclass(frozen=True)
@@ -45,9 +46,11 @@ class StepMetrics:
     one. `means` are the mean reward of the trajectories, if they have rewards, and the means of the objective.
     `seconds` is the time of this rank, and `wait_seconds` the part of it in which the rank waited for rows. A step with
     `skipped_rows` (row_id) changed no weights: if `loss` is NaN, the losses of these rows are not finite; if `loss` is
-    finite, the gradient of the step is not. `evaluation` has the numbers of `evaluation.evaluate` if the held-out rows
-    were evaluated after the step. `passes` has `tokens_forward` and `tokens_backward`, the tokens that ran forward and
-    backward, if the run has an option `carry`: then some tokens run forward twice.
+    finite, the gradient of the step is not. `slowest_pass` has the `seconds` of the slowest pass of any rank, its
+    `tokens`, and the `rows` (row_id, at most 8) that it computed together. `evaluation` has the numbers of
+    `evaluation.evaluate` if the held-out rows were evaluated after the step. `passes` has `tokens_forward` and
+    `tokens_backward`, the tokens that ran forward and backward, if the run has an option `carry`: then some tokens run
+    forward twice.
     """
 
     step: int
@@ -64,6 +67,7 @@ class StepMetrics:
     tokens_per_second: float
     tokens_flat_per_second: float
     skipped_rows: list[int] = field(default_factory=list)
+    slowest_pass: dict[str, Any] = field(default_factory=dict)
     means: dict[str, float] = field(default_factory=dict)
     evaluation: dict[str, float] = field(default_factory=dict)
     passes: dict[str, int] = field(default_factory=dict)
@@ -105,7 +109,9 @@ def train_step(run: TrainingRun, optimiser: torch.optim.Optimizer, number: int, 
             optimiser.step()
     if not math.isfinite(norm):
         bad = bad or step.rows  # every loss is finite and their gradient is not, so any of the rows may be the cause
-    tokens = int(run.dataset.num_tokens[step.rows].sum())
+    sizes = run.dataset.num_tokens[step.rows].tolist()
+    row_ids = run.dataset.row_ids[step.rows].tolist()
+    tokens = sum(sizes)
     means = step_means(sums)
     reward = run.mean_reward(step.rows)
     means = {**(means if reward is None else {"reward": reward, **means}), **balancing}
@@ -125,6 +131,7 @@ def train_step(run: TrainingRun, optimiser: torch.optim.Optimizer, number: int, 
         tokens_per_second=tokens / seconds,
         tokens_flat_per_second=tokens_flat / seconds,
         skipped_rows=[int(run.dataset.row_ids[row]) for row in bad],
+        slowest_pass=slowest_pass(report.seconds, sizes, row_ids),
         means={**means, **_means_by_source(run, step.rows, losses, denominator)},
         passes={} if run.options.carry is None else counts,
         memory={} if device.type != "cuda" else {"peak_gib": torch.cuda.max_memory_allocated(device) / 2**30},
@@ -194,6 +201,8 @@ class Report:
         self.losses = torch.zeros(len(rows), dtype=torch.float64, device=self.device)
         self.sums = torch.zeros(len(self.names), dtype=torch.float64, device=self.device)
         self.counts = {"tokens_flat": 0, "tokens_forward": 0, "tokens_backward": 0}
+        self.times = PassTimes(self.device)
+        self.seconds: list[float] = []  # for each row those of its pass, on the rank that computed it
 
     def add(self, rows: Pass, batch: Batch, result: RowResult) -> None:
         """Add the numbers of a pass, once if several ranks compute it together."""
@@ -208,12 +217,16 @@ class Report:
             self.sums += torch.stack([result.sums[name] for name in self.names])
 
     def over_ranks(self) -> tuple[list[float], dict[str, int], dict[str, float]]:
-        """Return losses, counts and sums of the step over all ranks; waits for the GPU."""
+        """Return losses, counts and sums of the step over all ranks; waits for the GPU. Sets `seconds` too."""
+        seconds = [0.0] * len(self.losses)
+        for row, own in (self.times.of_rows() if self.ranks.counts_rows else {}).items():
+            seconds[self.places[row]] = own
         counts = self.losses.new_tensor(list(self.counts.values()))
-        # One collective and one copy to the CPU for all numbers: [losses of the rows | sums of the means | counts]
-        parts = [self.losses, self.sums, counts]
+        # One collective and one copy to the CPU for all: [losses of the rows | sums of the means | counts | seconds]
+        parts = [self.losses, self.sums, counts, self.losses.new_tensor(seconds)]
         values = self.ranks.sum(torch.cat(parts)).cpu()
-        losses, sums, numbers = (part.tolist() for part in torch.split(values, [len(part) for part in parts]))
+        losses, sums, numbers, times = (part.tolist() for part in torch.split(values, [len(part) for part in parts]))
+        self.seconds = times
         names = zip(self.counts, map(int, numbers), strict=True)
         return losses, dict(names), dict(zip(self.names, sums, strict=True))
 
@@ -237,7 +250,7 @@ def _compute_rows(
             for own, batch in zip(share, batches, strict=True):
                 if not own and in_pieces:
                     continue  # no rank waits for another one
-                with step_memory_errors(batch, carry=run.options.carry):
+                with step_memory_errors(batch, carry=run.options.carry), report.times.measure(own):
                     _accumulate(run, batch, own, denominator, factors, report)
         if in_pieces and sharded:
             with summing_gradients(run.loaded), step_memory_errors():

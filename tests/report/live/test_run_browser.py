@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import threading
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from support.browser import chromium, look, wait
 from support.report_page import console, text_of
 from support.run_folder import TOKENIZER, long_run, packed_text, run_folder, step_record, write_lines
 from support.strategies import make
+from treepack.errors import TreepackError
 from treepack.files.lock import lock
 from treepack.ingest.tokenization import load_tokenizer
 from treepack.report.live import server as run_server
@@ -25,6 +27,7 @@ from treepack.report.live.run_state import RunFolder
 from treepack.report.live.server import RunServer
 from treepack.report.live.watch import RunWatch
 from treepack.report.live.write_run import write_run_report
+from treepack.train.watch.start_log import StartLog
 from treepack.trajectory import Trajectory
 
 HOSTILE = '</script><script>window.broken = 1</script><img src=x onerror="window.broken = 2">\u202etxt'
@@ -112,6 +115,40 @@ def test_the_page_follows_a_run_that_dies_and_resumes(driver: WebDriver, packed:
             assert state(driver) == "running, step 2 done"
         (folder / "train.json").write_text(json.dumps({"num_steps": 2}))
         wait(driver, "document.getElementById('dot').className === 'dot finished'")
+    assert console(driver) == []
+
+
+@pytest.mark.parametrize("width", [1300, 400])
+def test_the_page_shows_a_command_before_its_first_step_and_why_it_failed(
+    driver: WebDriver, packed: Path, tmp_path: Path, width: int
+) -> None:
+    folder, say = tmp_path / "run", logging.getLogger("treepack").info
+    look(driver, width=width)
+    with lock(folder), StartLog(folder) as log:
+        say("importing torch")
+        with served(folder) as server:
+            driver.get(server.url)
+            wait(driver, "document.getElementById('state').textContent === 'starting: importing torch'")
+            elapsed = driver.find_element(By.ID, "elapsed").text
+            assert re.fullmatch(r", \d+ s since the command started", elapsed)
+            run_folder(folder, packed=packed, options={"epochs": 20})
+            say(f"step 1 of 60 {HOSTILE}")
+            wait(driver, "document.querySelectorAll('#start li').length === 2")
+            assert driver.find_element(By.ID, "progress").text == "step 1 of 60"
+            log.end()
+            slow = {"seconds": 0.25, "tokens": 100, "rows": [2, 0]}
+            write_lines(folder, records_of(folder, range(1, 4), slowest_pass=slow))
+            wait(driver, "document.querySelectorAll('#passes tr').length === 2")
+            assert driver.find_element(By.ID, "show-command").text == f"treepack show {packed} --row 2"
+            assert not driver.find_element(By.ID, "start").is_displayed()
+            wait(driver, "document.documentElement.dataset.explorer === 'ready'")
+            scrolls = "document.documentElement.scrollWidth > document.documentElement.clientWidth"
+            assert not driver.execute_script(f"return {scrolls}")
+            with StartLog(folder) as again:
+                again.fail(TreepackError(f"out of memory {HOSTILE}"))
+                wait(driver, "document.getElementById('dot').className === 'dot failed'")
+                assert "failed before step 4: out of memory </script>" in state(driver)
+    assert not driver.execute_script("return window.broken")
     assert console(driver) == []
 
 

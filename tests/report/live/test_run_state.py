@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from support.run_folder import run_folder, step_record, write_lines
 from treepack.errors import TreepackError
 from treepack.files.lock import lock
 from treepack.report.live.run_state import RunFolder, is_run
+from treepack.train.watch.start_log import StartLog
 
 
 def test_a_run_waits_runs_stops_and_finishes(tmp_path: Path) -> None:
@@ -55,6 +57,34 @@ def test_a_lock_that_was_free_is_not_probed_again(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr("fcntl.flock", lambda descriptor, flags: probes.append(flags))
     assert [run.state().kind for _ in range(3)] == ["died"] * 3
     assert len(probes) == 2  # taken and released once
+
+
+def test_a_command_that_starts_has_its_lines_and_the_sentence_of_its_error(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    with lock(out), StartLog(out) as log:
+        logging.getLogger("treepack").info("importing torch")
+        run = RunFolder(out)  # which does not exist yet
+        assert is_run(out)
+        assert run.state().kind == "starting"
+        assert [text for _, text in run.state().start.lines] == ["importing torch"]
+        log.fail(TreepackError("out of memory; pack again\nmore"))
+    assert not is_run(out)
+    state = run.state()  # after the file is removed
+    assert (state.kind, state.start.error) == ("failed", "out of memory; pack again")
+    run_folder(out)
+    with lock(out), StartLog(out) as log:
+        assert (run.state().kind, run.state().start.error) == ("starting", "")
+        log.end()
+        assert run.state().kind == "running"
+    assert list(tmp_path.iterdir()) == [out]
+
+
+def test_a_command_killed_while_it_starts_has_died(tmp_path: Path) -> None:
+    (tmp_path / ".run.start").write_text('{"time": 7.5, "text": "importing \\u202etorch"}\n{"time": 8')
+    (tmp_path / ".run.lock").write_text("process 7 on a machine")
+    state = RunFolder(tmp_path / "run").state()
+    assert (state.kind, state.owner) == ("died", "process 7 on a machine")
+    assert state.start.lines == ((7.5, "importing  torch"),)
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from treepack.research.predictor.fit import accumulate
 from treepack.research.predictor.model import ValueModel, end_states, node_values
 from treepack.research.predictor.rows import AnchorRow, NodePrefixes, anchor_prefixes, anchor_rows, draw_nodes
 from treepack.research.trace.targets import anchors, binary_rewards, recursive_targets
+from treepack.train.setup import run_plan
 from treepack.trie.builders.in_memory import build_trie
 from treepack.trie.trie import Trie
 
@@ -154,6 +155,29 @@ def test_predictions_are_those_of_every_prefix_alone(capacity: int) -> None:
         for node, at in zip(row.node.tolist(), row.token.tolist(), strict=True):
             assert values[node] == pytest.approx(float(alone(twin, head, tokens_at(row, at)).detach()), abs=1e-12)
     assert np.ptp(values) > 0.1
+
+
+def test_predictions_in_pieces_are_equal_if_memory_runs_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, prefixes, _ = prepare(samples(seed=1))
+    size = len(prefixes.owner)
+    rows = anchor_rows(prefixes, np.arange(size), capacity=CAPACITIES[-1])
+    model = ValueModel(packed_model("qwen3"), random_head())
+    expected, longest = node_values(model, rows, num_inner=size), max(row.row.num_tokens for row in rows)
+    monkeypatch.setattr(run_plan, "SMALLEST_PIECE", 1)
+    monkeypatch.setattr(run_plan, "smaller_piece", lambda tokens: tokens // 2)
+    sizes = list[int]()
+
+    def check(_: Any, __: Any, options: Any) -> None:
+        sizes.append(options["input_ids"].numel())
+        if sizes[-1] > longest // 2:
+            raise torch.OutOfMemoryError
+
+    hook = model.loaded.causal.base_model.register_forward_pre_hook(check, with_kwargs=True)
+    values = node_values(model, rows, num_inner=size)
+    hook.remove()
+    assert max(sizes) == longest
+    assert model.loaded.value_head is None
+    np.testing.assert_allclose(values, expected, rtol=1e-12)
 
 
 def test_all_prompts_and_the_given_share_of_prefixes_are_drawn() -> None:

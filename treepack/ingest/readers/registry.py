@@ -1,7 +1,7 @@
-"""The formats of this installation: the modules of `treepack.ingest.formats`, and the formats of other packages.
+"""The formats of this installation: the modules below `treepack.formats`, and the formats of other packages.
 
-    treepack/ingest/formats/chat.py              FORMAT = Format(name="chat", ...)
-    treepack/ingest/formats/columns.py           FORMATS = (Format(name="tau-bench", ...), ...)
+    treepack/formats/data_sets/chat.py           FORMAT = Format(name="chat", ...)
+    treepack/formats/data_sets/columns.py        FORMATS = (Format(name="tau-bench", ...), ...)
     [project.entry-points."treepack.formats"]    of any package
     diary = "diary_logs.treepack_format:FORMAT"
 
@@ -22,7 +22,7 @@ from types import MappingProxyType
 from treepack.errors import TreepackError
 from treepack.ingest.readers.format import Format
 
-PACKAGE = "treepack.ingest.formats"
+PACKAGE = "treepack.formats"
 GROUP = "treepack.formats"  # of the entry points of other packages
 
 
@@ -65,9 +65,10 @@ def check_format(name: str) -> None:
 
 def _own_formats() -> Iterator[Format]:
     # Imported by name: no module of the readers depends on a format.
-    for module in pkgutil.iter_modules(import_module(PACKAGE).__path__):
-        found = vars(import_module(f"{PACKAGE}.{module.name}"))
-        yield from found["FORMATS"] if "FORMATS" in found else (found["FORMAT"],)
+    for module in pkgutil.walk_packages(import_module(PACKAGE).__path__, f"{PACKAGE}."):
+        found = vars(import_module(module.name))
+        # A folder has neither, and nor has a module that belongs to the format beside it.
+        yield from found.get("FORMATS", (found["FORMAT"],) if "FORMAT" in found else ())
 
 
 def _installed_formats() -> Iterator[tuple[Format, str]]:

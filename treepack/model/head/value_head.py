@@ -68,6 +68,16 @@ def value_head_of(causal: Any) -> ValueHead | None:
     return head
 
 
+@contextmanager
+def lent_head(causal: Any, head: ValueHead) -> Iterator[None]:
+    """Give a model without a value head this one during the block."""
+    causal.add_module(_NAME, head)
+    try:
+        yield
+    finally:
+        del causal._modules[_NAME]
+
+
 def add_value_head(causal: Any, sources: tuple[str, ...], *, random: int | None = None) -> dict[str, Tensor]:
     """Put a value head on a causal model; return the first weights of its parameters `weight` and `bias`.
 

@@ -7,18 +7,15 @@ rows, free memory --plan_memory--> limits --choose_part, restrict_row--> rows th
 
 from __future__ import annotations
 
-import gc
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from treepack.data.batch import Batch
-from treepack.errors import TreepackError
 from treepack.memory.device_memory import free_memory
-from treepack.memory.shortage import is_memory_error
+from treepack.model.fitting import until_it_fits
 from treepack.model.loaded import LoadedModel
 from treepack.model.verify.gradients import GradientReport, RunnerMaker, verify_gradients
 from treepack.model.verify.verify_memory import MAX_OPERATIONS, MemoryPlan, model_sizes, plan_memory
@@ -61,37 +58,35 @@ def verify_rows(
     Raises:
         TreepackError: as `verify_gradients`, and if memory runs out for the smallest part.
     """
-    plan, tried = _first_plan(loaded, batches, free), float("inf")
-    while True:
-        parts, part_factors = _restrict(batches, factors or [None] * len(batches), plan)
-        tokens, alone = sum(part.num_tokens for part in parts), sum(part.tokens_flat for part in parts)
-        _log.info("comparing gradients of %s packed tokens with %s tokens one by one", f"{tokens:,}", f"{alone:,}")
-        try:
-            report = verify_gradients(
-                loaded,
-                [part.to(loaded.device) for part in parts],
-                objective=objective,
-                factors=[None if each is None else each.to(loaded.device) for each in part_factors],
-                plan=plan,
-                backward=backward,
-            )
-            return RowsReport(report, tuple(parts), plan)
-        except (RuntimeError, MemoryError) as error:
-            if not is_memory_error(error) or loaded.sequence is not None:
-                raise  # other ranks wait for this one, and would not compute a smaller part
-            # The next part would be too small, or this one was as large as the one before.
-            if plan.max_tokens < 2 * _MIN_TOKENS or tokens >= tried:
-                raise TreepackError(
-                    f"{loaded.source}: out of memory for the gradients of {tokens:,} tokens; verify on a GPU "
-                    "with more free memory, or a smaller model of the same type"
-                ) from error
-        # Outside of the except clause, which keeps the tensors of the failed attempt alive.
-        loaded.model.zero_grad(set_to_none=True)
-        gc.collect()
-        if loaded.device.type == "cuda":
-            torch.cuda.empty_cache()
-        plan, tried = plan.halved(), tokens
-        _log.info("memory was too small: at most %d tokens of a row now", plan.max_tokens)
+    given = factors or [None] * len(batches)
+
+    def attempt(plan: MemoryPlan) -> RowsReport:
+        parts, part_factors = _restrict(batches, given, plan)
+        alone = sum(part.tokens_flat for part in parts)
+        _log.info(f"comparing gradients of {_tokens(parts):,} packed tokens with {alone:,} tokens one by one")
+        report = verify_gradients(
+            loaded,
+            [part.to(loaded.device) for part in parts],
+            objective=objective,
+            factors=[None if each is None else each.to(loaded.device) for each in part_factors],
+            plan=plan,
+            backward=backward,
+        )
+        return RowsReport(report, tuple(parts), plan)
+
+    def smaller(plan: MemoryPlan) -> tuple[MemoryPlan, str] | None:
+        less = plan.halved()
+        sizes = [_tokens(_restrict(batches, given, each)[0]) for each in (plan, less)]
+        fewer = less.max_tokens >= _MIN_TOKENS and sizes[1] < sizes[0]
+        return (less, f"{sizes[1]:,} tokens") if fewer else None
+
+    place, remedy = f"for the gradients of {loaded.source}", "verify on a GPU with more free memory, or a smaller model"
+    plan = _first_plan(loaded, batches, free)
+    return until_it_fits(attempt, plan, smaller, loaded, place=place, remedy=remedy)[0]
+
+
+def _tokens(batches: Sequence[Batch]) -> int:
+    return sum(batch.num_tokens for batch in batches)
 
 
 def _first_plan(loaded: LoadedModel, batches: Sequence[Batch], free: float | None) -> MemoryPlan:

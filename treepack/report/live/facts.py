@@ -8,6 +8,7 @@ All are short texts, which the page shows as text and never as markup.
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -35,7 +36,11 @@ Line = list[str]
 
 @dataclass(frozen=True, slots=True)
 class RunFacts:
-    """Texts of a run's page; `share` is the part of the steps that are done, None if their number is not known."""
+    """Texts of a run's page.
+
+    `share` is the part of the steps that are done, None if their number is not known. `start` are the lines of the
+    command before its first step. `since` is the time of the first of them, in seconds since 1970, or None.
+    """
 
     kind: str
     state: str
@@ -44,9 +49,13 @@ class RunFacts:
     tiles: list[Line]
     plan: list[Line]
     slowest: list[Line]
+    passes: list[Line]
     metrics: list[Line]
     notes: list[str]
     last_step: int
+    start: list[Line]
+    since: float | None
+    has_rollouts: bool
 
     def as_record(self) -> dict[str, Any]:
         """Return JSON values for the page."""
@@ -87,9 +96,13 @@ def run_facts(
         tiles=_tiles(series, seconds),
         plan=[*_plan(folder.record or {}, finished)][:MAX_LINES],
         slowest=_slowest(series, seconds, rows),
+        passes=_slow_passes(series, rows),
         metrics=_metrics(series),
         notes=notes,
         last_step=last,
+        start=_start_lines(state),
+        since=state.start.lines[0][0] if state.kind == "starting" and state.start.lines else None,
+        has_rollouts=rows is not None,
     )
 
 
@@ -127,6 +140,13 @@ def _num_steps(folder: RunFolder, rows: ScheduledRows | None, finished: dict[str
 
 def _state_text(state: RunState, last: int, total: int, ended: object) -> str:
     done = f"step {last:,}" if last else "the first step"
+    following = f"step {last + 1:,}" if last else "the first step"
+    if state.kind == "starting":
+        return f"starting: {state.start.lines[-1][1]}" if state.start.lines else "starting"
+    if state.kind == "failed":
+        return f"failed before {following}: {state.start.error}"
+    if state.kind == "died" and (state.start.is_starting or not last):
+        return f"died before {following}: {state.owner or 'its process'} does not run any more; give the command again"
     if state.kind == "finished":
         early = f", before step {total:,}, because the held-out loss did not fall" if ended and ended != total else ""
         return f"finished after {done}{early}"
@@ -142,6 +162,8 @@ def _state_text(state: RunState, last: int, total: int, ended: object) -> str:
 
 
 def _progress(last: int, total: int, seconds: Float64, state: RunState) -> str:
+    if state.kind in ("starting", "failed") and not last:
+        return f"step 1 of {total:,}" if total else "before the first step"
     shown = f"step {last:,} of {total:,}" if total else f"step {last:,}"
     spent = float(np.nansum(seconds))
     parts = [shown, f"{shown_duration(spent)} of training"] if spent else [shown]
@@ -150,6 +172,14 @@ def _progress(last: int, total: int, seconds: Float64, state: RunState) -> str:
     if state.kind == "running" and total > last and len(recent):
         parts.append(f"{shown_duration(float(recent.mean()) * (total - last))} left")
     return ", ".join(parts)
+
+
+def _start_lines(state: RunState) -> list[Line]:
+    """Return the lines of a command that has not done a step yet: seconds since its first line, and text."""
+    if state.kind not in ("starting", "failed", "died"):
+        return []
+    lines = state.start.lines
+    return [[f"{max(0.0, time - lines[0][0]):.1f} s", text] for time, text in lines][-MAX_LINES:]
 
 
 def _tiles(series: RunSeries, seconds: Float64) -> list[Line]:
@@ -216,6 +246,20 @@ def _slowest(series: RunSeries, seconds: Float64, rows: ScheduledRows | None) ->
         wait, tokens, speed = (float(column[i]) for column in columns)
         line = [f"{int(steps[i])}", f"{seconds[i]:.3g}", shown_number(wait), shown_number(tokens), shown_number(speed)]
         lines.append([*line, _largest(rows, int(steps[i]))])
+    return lines
+
+
+def _slow_passes(series: RunSeries, rows: ScheduledRows | None) -> list[Line]:
+    """Return the slowest passes of recent steps: step, seconds, tokens, tokens per second, rows, and how to see one."""
+    recent = [each for each in series.passes if each.step > series.steps[0]]  # the first step compiles
+    lines = []
+    for each in sorted(recent, key=lambda each: -each.seconds)[:NUM_SLOWEST]:
+        numbers = [f"{each.step}", f"{each.seconds:.3g}", shown_number(each.tokens)]
+        shown = [*numbers, shown_number(each.tokens / each.seconds), ", ".join(map(str, each.rows)) or "-"]
+        # The rows of several directories are numbered over all of them, and `show` takes one directory.
+        packed = rows.directory if rows is not None and each.rows else None
+        command = "" if packed is None else f"treepack show {shlex.quote(printable(packed))} --row {each.rows[0]}"
+        lines.append([*shown, command])
     return lines
 
 

@@ -8,6 +8,8 @@ let pending = null; // points that are not drawn yet
 let drawing = false;
 let lastShown = 0; // the last step in the explorer
 let reading = false; // while rollouts are on their way
+let vega = null; // fulfilled when charts can be drawn
+let since = null; // when the command started, in seconds since 1970, until its first step is done
 
 const pristine = byId("explorer").cloneNode(true);
 
@@ -15,7 +17,18 @@ const pristine = byId("explorer").cloneNode(true);
 
 const cells = (line) => line.map((text, k) => make(k ? "td" : "th", k ? {} : { scope: "row" }, text));
 
+// The server is on this machine, so its clock is this one.
+function showElapsed() {
+  byId("elapsed").textContent = since === null ? "" : `, ${Math.max(0, Math.round(Date.now() / 1000 - since))} s since the command started`;
+}
+
 function showFacts(facts) {
+  since = page.live ? facts.since : null;
+  showElapsed();
+  page.hasRollouts = page.live ? facts.has_rollouts : page.hasRollouts;
+  byId("plan").hidden = !facts.plan.length && !facts.last_step;
+  byId("start").hidden = !facts.start.length;
+  byId("start").replaceChildren(...facts.start.map(([time, text]) => make("li", {}, make("span", {}, time), ` ${text}`)));
   byId("state").textContent = facts.state;
   byId("dot").className = `dot ${facts.kind}`;
   byId("progress").textContent = facts.progress;
@@ -27,7 +40,13 @@ function showFacts(facts) {
   byId("notes").replaceChildren(...facts.notes.map((note) => make("li", {}, note)));
   byId("plan-rows").replaceChildren(...facts.plan.map((line) => make("tr", {}, ...cells(line))));
   byId("metrics").replaceChildren(...facts.metrics.map((line) => make("tr", {}, ...cells(line))));
-  showSlowest(facts.slowest);
+  showSlowest("slowest", facts.slowest);
+  showSlowest("passes", facts.passes.map((line) => line.slice(0, -1)));
+  const command = facts.passes[0]?.at(-1);
+  byId("no-passes").hidden = facts.passes.length > 0;
+  byId("passes-table").hidden = !facts.passes.length;
+  byId("show-row").hidden = !command;
+  byId("show-command").textContent = command ?? "";
   document.title = `${facts.progress.split(",")[0]}: treepack run`;
   if (page.live && page.hasRollouts) {
     byId("newest").hidden = !(lastShown && facts.last_step > lastShown);
@@ -36,8 +55,8 @@ function showFacts(facts) {
 }
 
 // Each step has a button that shows its rollouts, if the page has them or can get them.
-function showSlowest(lines) {
-  byId("slowest").replaceChildren(...lines.map(([step, ...others]) => {
+function showSlowest(id, lines) {
+  byId(id).replaceChildren(...lines.map(([step, ...others]) => {
     const number = Number(step);
     const known = page.hasRollouts && (page.live || (number >= page.first && number <= page.last));
     const name = known
@@ -100,6 +119,7 @@ async function draw() {
   const { charts, data } = pending;
   pending = null;
   try {
+    await vega;
     if (charts) await showCharts(charts, data);
     else await appendPoints(data);
   } finally {
@@ -178,8 +198,9 @@ function listen() {
 startTheme();
 redrawOnResize();
 if (page.live) {
-  await loadVega("vega.js");
+  vega = loadVega("vega.js"); // without waiting: the lines before the first step need no charts
   listen();
+  setInterval(showElapsed, 1000);
 } else {
   await loadVega();
   showSnapshot(JSON.parse(inText(await block("run"))));

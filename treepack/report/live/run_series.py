@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import math
 from array import array
+from collections import deque
 from collections.abc import Mapping
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -20,6 +22,18 @@ from treepack.trajectory import Float64
 
 MAX_COLUMNS = 64  # the trainer writes about thirty; a damaged file could have a new name in every line
 MAX_NAME = 80  # characters
+RECENT_PASSES = 1000  # steps whose slowest passes are kept
+MAX_ROWS = 8  # of a pass
+
+
+@dataclass(frozen=True, slots=True)
+class SlowPass:
+    """The slowest pass of a step: the ids of its rows, their tokens, and its seconds."""
+
+    step: int
+    seconds: float
+    tokens: float
+    rows: tuple[int, ...]
 
 
 class RunSeries:
@@ -28,6 +42,7 @@ class RunSeries:
     Attributes:
         names: names of the columns, in the order in which they first occur.
         skipped: steps that changed no weights.
+        passes: the slowest pass of each of the last steps.
         names_left_out: True if there were more than `MAX_COLUMNS` names.
     """
 
@@ -39,6 +54,7 @@ class RunSeries:
         self._steps = array("d")
         self._columns: dict[str, array[float]] = {}
         self.skipped: list[int] = []
+        self.passes: deque[SlowPass] = deque(maxlen=RECENT_PASSES)
         self.names_left_out = False
 
     def __len__(self) -> int:
@@ -65,6 +81,8 @@ class RunSeries:
         self._steps.append(record["step"])
         if record.get("skipped_rows"):
             self.skipped.append(record["step"])
+        if (slow := _slow_pass(record)) is not None:
+            self.passes.append(slow)
         for name, value in record.items():
             number = _number(value)
             if name == "step" or number is None:
@@ -78,6 +96,18 @@ class RunSeries:
         for column in self._columns.values():
             if len(column) == before:
                 column.append(math.nan)
+
+
+def _slow_pass(record: Mapping[str, Any]) -> SlowPass | None:
+    """Return the slowest pass of a step, None if the record has none or a damaged one."""
+    entry = record.get("slowest_pass")
+    if not isinstance(entry, dict) or not isinstance(entry.get("rows"), list):
+        return None
+    seconds, tokens = (_number(entry.get(name)) for name in ("seconds", "tokens"))
+    rows = [row for row in entry["rows"][:MAX_ROWS] if type(row) is int and 0 <= row < 1 << 53]
+    if seconds is None or tokens is None or not math.isfinite(seconds + tokens) or seconds <= 0:
+        return None
+    return SlowPass(record["step"], seconds, tokens, tuple(rows))
 
 
 def _number(value: object) -> float | None:

@@ -1,5 +1,6 @@
 """The state of a training run, from the files in its directory and from its lock.
 
+    .RUN.start                      starting; failed, if its last line is an error; died, if no process holds the lock
     train.json                      finished
     .RUN.lock, held by a process    running
     .RUN.lock, held by none         died: a process that ends in order removes its lock
@@ -26,6 +27,8 @@ from typing import Any
 from treepack.errors import TreepackError
 from treepack.files.directory import RUN
 from treepack.report.live.metrics_tail import open_regular
+from treepack.report.live.start_lines import NO_START, RunStart, StartLines
+from treepack.train.watch.start_log import start_file
 
 FINISHED, METRICS = "train.json", "metrics.jsonl"
 FORMAT = "treepack-train"
@@ -36,10 +39,14 @@ YOUNG_SECONDS = 120
 
 @dataclass(frozen=True, slots=True)
 class RunState:
-    """`kind` is waiting, running, finished, stopped or died; `owner` names the process that has or had the lock."""
+    """`kind` is waiting, starting, running, finished, stopped, failed or died.
+
+    `owner` names the process that has or had the lock. `start` has the lines before the first step of the command.
+    """
 
     kind: str
     owner: str = ""
+    start: RunStart = NO_START
 
 
 class RunFolder:
@@ -58,9 +65,10 @@ class RunFolder:
         """
         self.path, self._is_alive = folder, is_alive
         self.metrics = folder / METRICS
+        self._start = StartLines(folder)
         self._free: tuple[int, int] | None = None  # inode and time of a lock file that no process held
         self.record = read_run_file(folder / RUN)
-        if self.record is None and not self.metrics.exists():
+        if self.record is None and not self.metrics.exists() and not self._start.path.exists():
             raise TreepackError(f"{folder}: has no {RUN} and no {METRICS}; give the --out of treepack train")
         if self.record is not None and self.record.get("format") != FORMAT:
             raise TreepackError(f"{folder / RUN}: is not from treepack train; give the --out of treepack train")
@@ -79,18 +87,22 @@ class RunFolder:
 
     def state(self) -> RunState:
         """Return the state of the run now."""
-        if (self.path / FINISHED).exists():
+        start = self._start.read()
+        if start.error:
+            return RunState("failed", start=start)
+        if (self.path / FINISHED).exists() and not start.is_starting:
             return RunState("finished")
+        alive = "starting" if start.is_starting else "running"
         if self._is_alive is not None:
-            return RunState("running" if self._is_alive() else "stopped")
+            return RunState(alive if self._is_alive() else "stopped", start=start)
         folder = self.path.resolve()
         held, owner = self._probe(folder.parent / f".{folder.name}.lock")
         if held is False:
-            return RunState("died", owner)
+            return RunState("died", owner, start)
         if held is None:  # no lock file: if none can be made, the run directory itself is locked
             held = self._probe(folder)[0]
-        if held or (held is None and self._is_young()):
-            return RunState("running", owner)
+        if held or (held is None and (start.is_starting or self._is_young())):
+            return RunState(alive, owner, start)
         return RunState("stopped" if self.metrics.exists() else "waiting")
 
     def _is_young(self) -> bool:
@@ -121,8 +133,8 @@ class RunFolder:
 
 
 def is_run(path: Path) -> bool:
-    """Return true if `path` looks like the directory of a training run."""
-    return path.is_dir() and ((path / RUN).exists() or (path / METRICS).exists())
+    """Return true if `path` looks like the directory of a training run, or of one that is starting."""
+    return (path / RUN).is_file() or (path / METRICS).is_file() or start_file(path).is_file()
 
 
 def read_run_file(path: Path) -> dict[str, Any] | None:

@@ -44,6 +44,7 @@ class ScheduledRows:
     num_tokens: Int64
     trained: Int64  # rows with weight
     owners: Int64  # the directory of each row
+    directory: str | None = None  # of the rows; None if there are several
     _epoch: tuple[int, list[list[int]]] = field(default=(-1, []))
 
     @property
@@ -167,6 +168,7 @@ def _open(directories: list[Path], options: dict[str, Any]) -> ScheduledRows:
         num_tokens=table["num_tokens"].to_numpy().astype(np.int64),
         trained=trained,
         owners=np.array(owners, np.int64),
+        directory=None if several else str(directories[0]),
     )
 
 

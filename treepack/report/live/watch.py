@@ -96,13 +96,16 @@ class RunWatch:
                 else:
                     self.series.add(record)
             state = self.folder.state()
+            if self.folder.record is None or state.kind == "starting":
+                self._refresh()
             if self.facts and state == self._state and len(self.series) == number and not is_reset:
                 return
             self._state = state
             if is_reset:
                 self.folder.refresh()
                 kept = min(before, int(self.series.steps[-1]) if len(self.series) else 0)
-                self._resumes = [*self._resumes, f"The run was resumed after step {kept:,}."][-MAX_RESUMES:]
+                if kept:
+                    self._resumes = [*self._resumes, f"The run was resumed after step {kept:,}."][-MAX_RESUMES:]
             self._check_rows()
             self.facts = run_facts(self.folder, self.series, state, self.rows, self._notes())
             if is_reset or self.view.is_outdated(self.series):
@@ -111,7 +114,17 @@ class RunWatch:
             self._version += 1
             self._changed.notify_all()
 
+    def _refresh(self) -> None:
+        """Read run.json and open its rows, if the run has written it since."""
+        before = self.folder.record
+        self.folder.refresh()
+        if self.folder.record != before:
+            self._open_rows()
+
     def _open_rows(self) -> None:
+        self.rows, self._rows_note = None, ""
+        if self.folder.record is None and not self.folder.metrics.exists():
+            return  # the command has not opened its run yet
         try:
             self.rows = open_run_rows(self.folder.record or {}, self.folder.path)
             self.texts = rollout_texts(self.rows, name=self._tokenizer, limit=self._limit)

@@ -29,6 +29,8 @@ from torch import Tensor
 
 from treepack import __version__
 from treepack.attention import row_multiple
+from treepack.carry.backward import runner_of
+from treepack.carry.offload import CarryMemory
 from treepack.data.batch import make_batch
 from treepack.errors import TreepackError
 from treepack.files import schema
@@ -37,15 +39,20 @@ from treepack.memory.shortage import memory_errors
 from treepack.model.accept.compatibility import check_fits
 from treepack.model.adapters.adapter import is_adapted
 from treepack.model.forward import hidden_states, prepare_batch
-from treepack.model.head.value_head import ValueHead
+from treepack.model.head.value_head import ValueHead, lent_head
 from treepack.model.load import hide_progress_bars, load_model
 from treepack.model.loaded import LoadedModel
 from treepack.model.source import local_source
+from treepack.pack.row import Row
 from treepack.research.predictor.record import FORMAT, HEAD, METRICS, RECORD, VERSION, read_values_record
 from treepack.research.predictor.rows import AnchorRow, anchor_prefixes, anchor_rows, tokens_alone
 from treepack.research.trace.predictions import group_ids
 from treepack.research.trace.targets import TurnPrefixes, anchors
+from treepack.train.forward_passes import forward_results
+from treepack.train.options import CHUNK
 from treepack.train.ranks import find_device
+from treepack.train.setup.compute import ComputeSetting
+from treepack.train.setup.run_plan import RunPlan
 from treepack.trajectory import Float64
 from treepack.trie.store.trie_files import read_trie
 from treepack.trie.trie import Trie
@@ -179,14 +186,24 @@ def node_values(model: ValueModel, rows: Sequence[AnchorRow], *, num_inner: int,
         TreepackError: a value is not finite, or memory is too small.
     """
     values = np.full(num_inner, np.nan)  # each node ends in one row, so no value is written twice
-    for row in rows:
-        with row_memory_errors(row):
-            row_values = values_of_states(model.head, end_states(model.loaded, row, dtype=dtype)).double().cpu().numpy()
+    ends = {row.row.row_id: row for row in rows}
+    loaded, head = model.loaded, model.head
+
+    def compute(joined: Sequence[Row], plan: RunPlan, memory: CarryMemory | None) -> list[Float64]:
+        row = ends[joined[0].row_id]
+        if plan.carry is None or row.row.num_tokens <= plan.carry:
+            return [values_of_states(head, end_states(loaded, row, dtype=dtype)).double().cpu().numpy()]
+        lower = ComputeSetting(loaded.device, dtype).lower_precision
+        with lent_head(loaded.causal, head):
+            batch = make_batch(row.row)
+            after = runner_of(loaded, batch, plan.carry, memory=memory, autocast=lower).values(batch)
+        return [torch.sigmoid(after.cpu()[torch.from_numpy(row.token)]).double().numpy()]
+
+    plan = RunPlan(False, 0, False, None, 1, CHUNK)  # every row alone
+    for each, row_values in forward_results(loaded, plan, [row.row for row in rows], compute):
         if not np.isfinite(row_values).all():
-            raise TreepackError(
-                f"{model.loaded.source}: a value of row {row.row.row_id} is not finite; fit the predictor again"
-            )
-        values[row.node] = row_values
+            raise TreepackError(f"{loaded.source}: a value of row {each.row_id} is not finite; fit the predictor again")
+        values[ends[each.row_id].node] = row_values
     return values
 
 

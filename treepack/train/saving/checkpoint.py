@@ -4,6 +4,7 @@
         step-00000010/            whole or absent
             __0_0.distcp ...      the tensors of each rank, as torch.distributed.checkpoint (DCP) writes them
             .metadata             DCP's table of contents
+            model.safetensors     only of the last step: a hard link to the weights of the saved model
             checkpoint.json       written last: step, ranks, the caller's position; bytes and sha256 of every file
         .step-00000020.partial-*  being written, or left by a process that died; the next run removes it
         step-00000010.replaced-*  left only by a process that died while it replaced a step by the same step
@@ -61,6 +62,7 @@ from treepack.train.saving.checkpoint_files import (
 )
 from treepack.train.saving.checkpoint_ranks import RankGroup, all_ranks
 from treepack.train.saving.checkpoint_upload import CheckpointUpload
+from treepack.train.saving.checkpoint_weights import link_weights
 from treepack.train.saving.state import load_state, training_state
 
 
@@ -123,6 +125,7 @@ class Checkpoints:
         position: dict[str, Any],
         *,
         best: int | None = None,
+        saved_model: Path | None = None,
     ) -> None:
         """Start to write the checkpoint of `step`, after the previous one is finished.
 
@@ -132,6 +135,7 @@ class Checkpoints:
             optimiser: its state, if it has one yet, and its parameter groups are saved.
             position: JSON values that the caller needs to continue; the values of rank 0 are saved.
             best: the step of a checkpoint to keep however old it is.
+            saved_model: the directory to which `model` was just saved; its weight files are linked, not written again.
 
         Raises:
             TreepackError: the save before this one failed.
@@ -139,8 +143,9 @@ class Checkpoints:
         self.wait()
         self._best = best  # the thread reads it, and is idle now
         record = {"step": step, "position": json.loads(json.dumps(position, allow_nan=False))}
-        staged = self._copy_to_cpu(training_state(model, optimiser, rank=self._ranks.rank))
-        self._pending = self._thread.submit(self._write, staged, record)
+        without = saved_model is not None
+        state = training_state(model, optimiser, rank=self._ranks.rank, without_weights=without)
+        self._pending = self._thread.submit(self._write, self._copy_to_cpu(state), record, saved_model)
 
     def wait(self) -> None:
         """Wait until the last save is finished.
@@ -177,7 +182,7 @@ class Checkpoints:
             **self._stager.stage(tensors),
         }
 
-    def _write(self, state: dict[str, Any], record: dict[str, Any]) -> None:
+    def _write(self, state: dict[str, Any], record: dict[str, Any], saved_model: Path | None) -> None:
         """Write the checkpoint; runs in the thread and succeeds or fails on all ranks alike.
 
         Raises:
@@ -190,7 +195,7 @@ class Checkpoints:
             problem = self._clear(path.name)
             try:
                 if problem is None:
-                    files = self._write_files(state, partial)
+                    files = self._write_files(state, partial, saved_model)
                     if self._upload is not None:
                         self._upload.send(partial, path.name, files)
             except (Exception, CheckpointException) as error:
@@ -227,17 +232,24 @@ class Checkpoints:
                 problem = str(error)
         return self._ranks.gather(problem)[0]
 
-    def _write_files(self, state: dict[str, Any], partial: Path) -> list[dict[str, Any]]:
+    def _write_files(self, state: dict[str, Any], partial: Path, saved_model: Path | None) -> list[dict[str, Any]]:
         """Write DCP's files to disk; return the entries in checkpoint.json of the files that this rank wrote."""
         writer = FileSystemWriter(partial, sync_files=True)
         planner = DefaultSavePlanner(flatten_state_dict=False)
         state_dict_saver.save(state, storage_writer=writer, planner=planner, **self._ranks.collective)
+        if self._ranks.rank == 0 and saved_model is not None:
+            link_weights(saved_model, partial)
         # Each rank lists and hashes its files, because they are in the memory of its host and because a network disk
         # shows them to other hosts late. Rank 0 adds .metadata, which it wrote for all ranks.
         paths = set(partial.glob(f"__{self._ranks.rank}_*"))
         if self._ranks.rank == 0:
             paths |= {path for path in partial.iterdir() if not path.name.startswith("__")}
-        return [{"name": p.name, "bytes": p.stat().st_size, "sha256": file_sha256(p)} for p in sorted(paths)]
+        with ThreadPoolExecutor() as pool:  # hashing leaves the interpreter to other threads
+            hashes = list(pool.map(file_sha256, sorted(paths)))
+        return [
+            {"name": path.name, "bytes": path.stat().st_size, "sha256": sha256}
+            for path, sha256 in zip(sorted(paths), hashes, strict=True)
+        ]
 
     def _finish(self, partial: Path, path: Path, fields: dict[str, Any], files: list[dict[str, Any]]) -> str | None:
         """Write the record into `partial`, which has all other files, and rename it to `path`; return an error."""

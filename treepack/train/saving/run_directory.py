@@ -2,7 +2,7 @@
 
 out/run.json         written first: data, model and options, so that only the same run can be resumed
 out/metrics.jsonl    a line per optimiser step; see `train.watch.metrics`
-out/checkpoints/     see `train.saving.checkpoint`
+out/checkpoints/     see `train.saving.checkpoint`; the last one has the weights in the same file as the model
 out/...              weights, config and tokenizer, after training is complete
 out/train.json       written last: options, inputs, notes; a directory without it is unfinished
 
@@ -18,7 +18,8 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -155,23 +156,44 @@ def record_plan(run: TrainingRun, out: AnyPath) -> None:
         raise TreepackError(f"{out}: cannot be written ({error.strerror or error}); resume the run") from error
 
 
-def finish_run(
+def stage_model(
     run: TrainingRun,
     place: Place,
     weights: dict[str, Any] | SavedWeights | None,
-    outcome: Mapping[str, Any] | None = None,
     *,
     value_head: dict[str, Tensor] | None = None,
 ) -> None:
-    """Write the model in its own format, and `train.json` last; the files of an interrupted attempt are replaced.
+    """Write the model in its own format into `staged_model(place)`; the files of an interrupted attempt are replaced.
 
     Args:
         run: the trained run.
         place: its directory.
         weights: of a sharded model the full tensors, or the tensors that the other ranks gather with this one; None
             if the model itself contains them.
-        outcome: JSON values for `train.json`, such as the last step of a run that ended early.
         value_head: the weights of a critic's head, which get a file beside the model.
+
+    Raises:
+        TreepackError: the disk fails.
+    """
+    with _model_errors(place):
+        save_model(run, staged_model(place), weights, value_head=value_head)
+
+
+def staged_model(place: Place) -> Path:
+    """Return the folder of a model that is written and not finished yet.
+
+    The library writes several files and may fail between them, so they get their final names in `finish_run`.
+    """
+    return place.folder / ".weights.partial"
+
+
+def finish_run(run: TrainingRun, place: Place, outcome: Mapping[str, Any] | None = None) -> None:
+    """Move the staged model to its place, and write `train.json` last.
+
+    Args:
+        run: the trained run.
+        place: its directory.
+        outcome: JSON values for `train.json`, such as the last step of a run that ended early.
 
     Raises:
         TreepackError: the disk or the store fails.
@@ -186,29 +208,34 @@ def finish_run(
         "options": run.options.as_record(),
         "notes": list(run.notes),
     }
-    # Written under a temporary name first, because the library writes several files and may fail between them.
-    temporary = place.folder / ".weights.partial"
-    try:
-        save_model(run, temporary, weights, value_head=value_head)
-        if isinstance(place.out, Path):
-            for path in sorted(temporary.iterdir()):
+    staged = staged_model(place)
+    if isinstance(place.out, Path):
+        with _model_errors(place):
+            for path in sorted(staged.iterdir()):
                 path.replace(place.out / path.name)  # within one file system, so that each file is whole or absent
-            temporary.rmdir()
+            staged.rmdir()
             _write(place.out / FINISHED, record)
-    except OSError as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise TreepackError(
-            f"{place.folder}: the model cannot be written ({first_line(error)}); free disk space and continue with "
-            "--resume"
-        ) from error
     if place.uploads is not None:
         _log.info("uploading the model")
         with place.uploads.kept_on_errors():
             patiently(place.uploads.push)
             patiently(place.uploads.check_owner)
-            for path in sorted(temporary.iterdir()):
+            for path in sorted(staged.iterdir()):
                 place.uploads.send(path, path.name)
             patiently(lambda: _write(place.out / FINISHED, record))
+
+
+@contextmanager
+def _model_errors(place: Place) -> Iterator[None]:
+    """Remove the staged model if the disk fails, and raise a TreepackError."""
+    try:
+        yield
+    except OSError as error:
+        shutil.rmtree(staged_model(place), ignore_errors=True)
+        raise TreepackError(
+            f"{place.folder}: the model cannot be written ({first_line(error)}); free disk space and continue with "
+            "--resume"
+        ) from error
 
 
 def _identity(run: TrainingRun) -> dict[str, Any]:

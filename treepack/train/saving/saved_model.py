@@ -32,7 +32,7 @@ def save_model(
     *,
     value_head: dict[str, Tensor] | None = None,
 ) -> None:
-    """Write model, value head and tokenizer into the directory, which is replaced; arguments as in `finish_run`.
+    """Write model, value head and tokenizer into the directory, which is replaced; arguments as in `stage_model`.
 
     Raises:
         OSError: the disk fails.

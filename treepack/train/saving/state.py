@@ -3,7 +3,7 @@
     model, optimiser, generators --training_state--> dict --(torch.distributed.checkpoint, DCP)--> load_state
 
     model.NAME            a parameter or persistent buffer, a DTensor if FSDP2 shards it; tied ones once; of a model
-                          with an adapter only the adapter
+                          with an adapter only the adapter; absent if weight files contain it (`checkpoint_weights`)
     optimiser.NAME.KEY    the optimiser's state of the parameter NAME; absent before its first update
     optimiser             its parameter groups: options and names
     random.RANK           states of Python's, numpy's and torch's generators on that rank
@@ -15,6 +15,7 @@ of updates at 1, and it saves tied weights twice. `train.saving.checkpoint` deci
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,16 @@ from treepack.errors import TreepackError
 from treepack.model.adapters.adapter import is_adapted
 from treepack.train.saving.checkpoint_files import describe_error
 from treepack.train.saving.checkpoint_pickles import CheckpointReader, PlainPlanner
+from treepack.train.saving.checkpoint_weights import FileBoxes, find_boxes, weight_files
 
 
-def training_state(model: nn.Module, optimiser: torch.optim.Optimizer, *, rank: int) -> dict[str, Any]:
-    """Return the state; its tensors share memory with the tensors of the model and the optimiser."""
+def training_state(
+    model: nn.Module, optimiser: torch.optim.Optimizer, *, rank: int, without_weights: bool = False
+) -> dict[str, Any]:
+    """Return the state; its tensors share memory with the tensors of the model and the optimiser.
+
+    With `without_weights`, the tensors of the model that the files of its saved model contain are left out.
+    """
     tensors = _model_tensors(model)
     order = _parameter_order(tensors, optimiser)
     saved = optimiser.state_dict()
@@ -44,7 +51,8 @@ def training_state(model: nn.Module, optimiser: torch.optim.Optimizer, *, rank: 
         for number, values in saved["state"].items()
         for key, value in _flat(values).items()
     }
-    model_state = {f"model.{name}": tensor.detach() for name, tensor in tensors.items()}
+    saved_elsewhere = _boxes_by_name(model, tensors).tensors if without_weights else {}
+    model_state = {f"model.{name}": tensor.detach() for name, tensor in tensors.items() if name not in saved_elsewhere}
     return model_state | state | {"optimiser": groups, f"random.{rank}": _random_states()}
 
 
@@ -67,14 +75,18 @@ def load_state(
     tensors = _model_tensors(model)
     order = _parameter_order(tensors, optimiser)
     saved = CheckpointReader(path).read_metadata().state_dict_metadata
-    _check_tensors(path, tensors, saved)
+    files = weight_files(path)
+    boxes = _boxes_by_name(model, tensors) if files else FileBoxes({}, {})
+    inside = {name: tensor for name, tensor in tensors.items() if name not in boxes.tensors}
+    boxes.check(files, path)
+    _check_tensors(path, inside, saved)
     # Two loads: groups and generators first, so that a model or optimiser that does not fit is refused before any
     # tensor is overwritten.
     objects: dict[str, Any] = dict.fromkeys({"optimiser", f"random.{rank}"} & saved.keys())
     _load(path, objects, collective)
     options = _options_of_groups(path, order, optimiser, objects["optimiser"])
 
-    model_state = {f"model.{name}": tensor.detach() for name, tensor in tensors.items()}
+    model_state = {f"model.{name}": tensor.detach() for name, tensor in inside.items()}
     number_of = {name: number for number, name in enumerate(order)}
     # Buffers of the right shape and sharding, which DCP fills.
     state = {
@@ -84,6 +96,7 @@ def load_state(
     }
     loaded = model_state | state
     _load(path, loaded, collective)
+    boxes.read(tensors, files)
     by_number: dict[int, dict[str, Any]] = {}
     for key in state:
         name, part = _state_key(key)
@@ -108,9 +121,17 @@ def load_weights(path: Path, model: nn.Module, *, collective: dict[str, Any]) ->
             {key for key in keys if ".value_head." in key} for keys in (saved, [f"model.{name}" for name in tensors])
         ]
         alone = heads[0] ^ heads[1] if not (heads[0] and heads[1]) else set()
-        tensors = {name: tensor for name, tensor in tensors.items() if f"model.{name}" not in alone}
-        _check_tensors(path, tensors, {key: entry for key, entry in saved.items() if key not in alone})
-        _load(path, {f"model.{name}": tensor.detach() for name, tensor in tensors.items()}, collective)
+        files = weight_files(path)
+        boxes = _boxes_by_name(model, tensors) if files else FileBoxes({}, {})
+        inside = {
+            name: tensor
+            for name, tensor in tensors.items()
+            if f"model.{name}" not in alone and name not in boxes.tensors
+        }
+        boxes.check(files, path)
+        _check_tensors(path, inside, {key: entry for key, entry in saved.items() if key not in alone})
+        _load(path, {f"model.{name}": tensor.detach() for name, tensor in inside.items()}, collective)
+        boxes.read(tensors, files)
     except (OSError, CheckpointException) as error:
         raise TreepackError(
             f"{path}: cannot be read ({describe_error(error)}); check that its disk is mounted"
@@ -140,6 +161,16 @@ def _model_tensors(model: nn.Module) -> dict[str, Tensor]:
             seen.add(id(value))
             tensors[name] = value
     return tensors
+
+
+def _boxes_by_name(model: nn.Module, tensors: dict[str, Tensor]) -> FileBoxes:
+    """Return the boxes in the files of the saved model by the names of `tensors`, which may differ for tied ones."""
+    names, state, boxes = (
+        {id(each): name for name, each in tensors.items()},
+        model.state_dict(keep_vars=True),
+        find_boxes(model),
+    )
+    return replace(boxes, tensors={names[id(state[name])]: traced for name, traced in boxes.tensors.items()})
 
 
 def _parameter_order(tensors: dict[str, Tensor], optimiser: torch.optim.Optimizer) -> list[str]:

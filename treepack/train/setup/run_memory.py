@@ -27,7 +27,7 @@ from treepack.carry.refusal import can_carry, check_carry
 from treepack.data.batch import Batch
 from treepack.data.joined import usual_pass
 from treepack.errors import TreepackError
-from treepack.memory.device_memory import free_memory, update_bytes
+from treepack.memory.device_memory import StepMemory, free_memory, update_bytes
 from treepack.memory.offload import LayerOffload
 from treepack.memory.shortage import is_memory_error, memory_errors
 from treepack.model.forward import WholeRows
@@ -39,7 +39,7 @@ from treepack.train.setup.compile_choice import CompilationRecord, keep_compilat
 from treepack.train.setup.host_memory import host_room, moved_tensors, reserve_host
 from treepack.train.setup.memory_input import MemoryInput
 from treepack.train.setup.model_probe import agreed, probe_model
-from treepack.train.setup.plan_forecast import PlanForecast, StepMemory
+from treepack.train.setup.plan_forecast import PlanForecast
 from treepack.train.setup.run_plan import (
     PLANNED,
     ModelProbe,
@@ -184,7 +184,7 @@ class _Planner:
             _release(given.loaded.device)
         probe = next(each for each in probes if each.compiled == plan.compile)
         lines = choice_lines(plan, probe, self.rows, room, given, about_compilation, pieces=bool(pieces))
-        forecast = PlanForecast(probe, self.rows, room.moved)
+        forecast = PlanForecast(probe, self.rows, room.moved).num_bytes
         return plan, lines, replace(self.memory, needed=plan.num_bytes, forecast=forecast)
 
     def _choose(self, probes: list[ModelProbe]) -> tuple[RunPlan, RunRoom, tuple[PieceProbe, ...]]:

@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from treepack.errors import TreepackError, install_hint
@@ -71,8 +71,15 @@ class SinkRun:
 class Sinks:
     """All trackers of a run; a tracker that fails is closed and left out, with a note."""
 
-    def __init__(self, names: Sequence[str], run: SinkRun, note: Callable[[str], None]) -> None:
-        """Open the trackers of `SINKS` with these names.
+    def __init__(
+        self,
+        names: Sequence[str],
+        run: SinkRun,
+        note: Callable[[str], None],
+        *,
+        opened: Mapping[str, Sink] = MappingProxyType({}),
+    ) -> None:
+        """Open the trackers of `SINKS` with these names, except for those that are `opened` already.
 
         Raises:
             TreepackError: a name is unknown.
@@ -82,7 +89,7 @@ class Sinks:
         self._sinks: dict[str, Sink] = {}
         for name in dict.fromkeys(names):  # each once
             try:
-                self._sinks[name] = SINKS[name](run)
+                self._sinks[name] = opened[name] if name in opened else SINKS[name](run)
             except Exception as error:  # code of other projects may raise anything
                 self._leave_out(name, error)
 
@@ -199,7 +206,7 @@ class _Trackio:
             trackio.finish()  # not `Run.finish`, after which trackio would finish the run again when the process ends
 
 
-class _Page:
+class RunPage:
     """The page of `treepack report --watch`, in a process of its own that reads the files of the run.
 
     A server inside this process would compete with training for the interpreter. The process ends when its stdin ends:
@@ -226,6 +233,8 @@ class _Page:
     def close(self) -> None:
         assert self._process.stdin is not None
         self._process.stdin.close()
+        if self._announcing.is_alive():
+            self._process.kill()  # it has no address yet, so no viewer
         try:
             self._process.wait(PAGE_SECONDS)
         except subprocess.TimeoutExpired:
@@ -237,6 +246,6 @@ SINKS: dict[str, Callable[[SinkRun], Sink]] = {
     "tensorboard": _open_tensorboard,
     "wandb": _Wandb,
     "trackio": _Trackio,
-    "page": _Page,
+    "page": RunPage,
 }
 """The trackers by the name of their package, which is also the name of their extra; see `PACKAGES` for others."""

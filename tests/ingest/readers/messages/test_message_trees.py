@@ -10,7 +10,8 @@ import pytest
 from support.paths import ROLLOUTS
 from support.readings import Items, chats, notes_of, read_value, read_whole, reasons, turns
 from treepack.errors import TreepackError
-from treepack.ingest.formats import chatgpt, openassistant
+from treepack.formats.agents.chatgpt import chatgpt
+from treepack.formats.data_sets import openassistant
 from treepack.ingest.readers.messages.content_blocks import MEDIA_REASON
 from treepack.ingest.readers.reading import read_trajectories
 from treepack.trajectory import Trajectory

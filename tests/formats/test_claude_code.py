@@ -1,0 +1,247 @@
+"""Sessions of Claude Code: every turn is trained once, after the messages that Claude Code sent."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from support.paths import ROLLOUTS
+from support.readings import Items, chats, read_whole, reasons, said_in, turns
+from treepack.formats.agents import claude_code
+from treepack.ingest.readers.calls.call_logs import NO_CALL
+from treepack.ingest.readers.messages.content_blocks import MEDIA_REASON
+from treepack.ingest.readers.reading import read_trajectories
+from treepack.trajectory import MAX_INSIDE, Skipped, Trajectory
+
+Line = dict[str, Any]
+
+
+def read(lines: list[Line]) -> Items:
+    return read_whole("claude-code", *lines)
+
+
+def entry(uuid: str, parent: str | None, kind: str = "user", content: Any = None, **more: Any) -> Line:
+    message = {"message": {"role": kind, "content": content}} if content is not None else {}
+    return {"type": kind, "uuid": uuid, "parentUuid": parent, "sessionId": "S"} | message | more
+
+
+def block(uuid: str, parent: str | None, name: str, part: Any, **more: Any) -> Line:
+    message = {"id": name, "role": "assistant", "model": "m", "content": [part]} | more
+    return {"type": "assistant", "uuid": uuid, "parentUuid": parent, "sessionId": "S", "message": message}
+
+
+def text(words: str) -> dict[str, str]:
+    return {"type": "text", "text": words}
+
+
+@dataclass
+class Program:
+    """A slow twin: writes the lines of a session as Claude Code does, and remembers the messages of each prompt."""
+
+    lines: list[Line] = field(default_factory=list)
+    prompts: dict[str, list[str]] = field(default_factory=dict)  # what the model saw before the message of this name
+    states: list[tuple[str | None, list[str]]] = field(default_factory=lambda: [(None, [])])
+
+    def write(self, line: Line) -> str:
+        self.lines.append(line)
+        return str(line["uuid"])
+
+    def ask(self, state: int) -> None:
+        """The user writes after any earlier state: a branch, if that state was continued before."""
+        parent, history = self.states[state]
+        name = f"u{len(self.lines)}"
+        self.states.append((self.write(entry(name, parent, content=name)), [*history, name]))
+
+    def answer(self, num_calls: int, order: list[int]) -> None:
+        """The model writes text and parallel calls; each result hangs at its own call, in the order that they end."""
+        last, history = self.states[-1]
+        name = f"m{len(self.lines)}"
+        self.prompts[name] = history
+        calls = []
+        last = self.write(block(f"{name}-text", last, name, text(name)))
+        for number in range(num_calls):
+            use = {"type": "tool_use", "id": f"{name}-{number}", "name": "f", "input": {}}
+            last = self.write(block(f"{name}-{number}", last, name, use))
+            calls.append(last)
+        results = [calls[place] for place in order if place < num_calls]
+        for call in results:
+            part = {"type": "tool_result", "tool_use_id": call, "content": call}
+            last = self.write(entry(f"{call}-result", call, content=[part]))
+        self.states.append((last, [*history, name, *results]))
+
+    def compact(self, keep_last: bool) -> None:
+        """A summary replaces the history, all of it or all but the last message of the model with its results."""
+        tail, history = self.states[-1]
+        heads = [name for name in history if name in self.prompts]
+        kept = history[history.index(heads[-1]) :] if keep_last and heads else []
+        name = f"s{len(self.lines)}"
+        segment = {"headUuid": f"{kept[0]}-text", "anchorUuid": name, "tailUuid": tail} if kept else None
+        metadata = {"compactMetadata": {"preservedSegment": segment}}
+        top = self.write(entry(f"{name}-top", None, "system", subtype="compact_boundary", **metadata))
+        self.states.append((self.write(entry(name, top, content=name)), [name, *kept]))
+
+
+@st.composite
+def programs(draw: st.DrawFn) -> Program:
+    program = Program()
+    for _ in range(draw(st.integers(1, 6))):
+        program.ask(draw(st.integers(0, len(program.states) - 1)))
+        for _ in range(draw(st.integers(0, 3))):
+            program.answer(draw(st.integers(1, 3)), draw(st.permutations(range(3))))
+        program.answer(0, [])
+        if draw(st.booleans()):
+            program.compact(draw(st.booleans()))
+    return program
+
+
+@given(program=programs())
+def test_every_turn_is_trained_once_after_its_own_prompt(program: Program) -> None:
+    trained = []
+    for _, content in chats(read(program.lines)):
+        names = [words for _, words, _ in turns(content)]
+        for place, (name, weight) in enumerate(zip(names, content.message_weights, strict=True)):
+            if weight:
+                trained.append(name)
+                assert names[:place] == program.prompts[name]
+    assert sorted(trained) == sorted(program.prompts)
+
+
+def test_the_sample_is_read_as_it_was_sent() -> None:
+    items = list(read_trajectories([ROLLOUTS / "claude-code" / "session.jsonl"]))
+    (first, opening), (_, compacted) = chats(items)
+    assert turns(opening) == [
+        ("user", "Which files are there?", 0.0),
+        ("assistant", "", 1.0),
+        ("tool", "ls: b: no such folder", 0.0),
+        ("tool", "x.py", 0.0),
+        ("user", "And in c?", 0.0),
+        ("assistant", "Only a/x.py.", 1.0),
+        ("user", "Remove it.", 0.0),
+        ("assistant", "Are you sure?", 1.0),
+    ]
+    assert opening.messages[1]["reasoning_content"] == "I list both folders."
+    assert [call["id"] for call in opening.messages[1]["tool_calls"]] == ["toolu_a", "toolu_b"]
+    assert [words for _, words, _ in turns(compacted)] == [
+        "Summary: a/x.py was found.",
+        "Remove it.",
+        "Are you sure?",
+        "<command-name>/cost</command-name>",
+        "No response requested.",
+        "Yes.",
+        "Removed.",
+    ]
+    assert compacted.message_weights == [0.0] * 6 + [1.0]
+    assert claude_code.CONTEXT_NOTE in first.notes
+    assert first.metadata == {"cwd": "/work", "version": "2.1.0", "model": "claude-x"}
+
+
+def test_a_forked_session_has_the_kept_messages_once() -> None:
+    segment = {"headUuid": "m1", "anchorUuid": "s", "tailUuid": "m1"}
+    lines = [
+        entry("c", None, "system", subtype="compact_boundary", compactMetadata={"preservedSegment": segment}),
+        entry("s", "c", content="z"),
+        block("m1", "s", "m1", text("A")),  # the fork writes the kept message after the summary
+        entry("u", "m1", content="q"),
+        block("m2", "u", "m2", text("B")),
+    ]
+    assert said_in(read(lines)) == {"S": "z A q B"}
+
+
+def test_a_sub_agent_is_named_after_its_session() -> None:
+    lines = [entry("u", None, content="q", agentId="a1", isSidechain=True), block("m", "u", "m", text("A"))]
+    assert said_in(read(lines)) == {"S/a1": "q A"}
+
+
+def lines_of_agent(agent: str) -> list[Line]:
+    return [
+        entry(f"u{agent}", None, content="search", agentId=agent, isSidechain=True),
+        block(f"m{agent}", f"u{agent}", f"m{agent}", text("A")),
+    ]
+
+
+def write(path: Path, lines: list[Line]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join(map(json.dumps, lines)))
+
+
+@pytest.mark.parametrize("folder", [".", "S/subagents"])
+def test_a_session_and_its_sub_agents_are_one_rollout_over_files(tmp_path: Path, folder: str) -> None:
+    task = {"type": "tool_use", "id": "t", "name": "Task", "input": {}}
+    done = {"type": "tool_result", "tool_use_id": "t", "content": "x"}
+    result = entry("r", "m1", content=[done], toolUseResult={"agentId": "a2"})
+    lines = [entry("u", None, content="q"), block("m1", "u", "m1", task), result, block("m2", "r", "m2", text("B"))]
+    write(tmp_path / "S.jsonl", lines)
+    write(tmp_path / folder / "agent-a2.jsonl", lines_of_agent("a2"))
+    found = [item for item in read_trajectories([tmp_path]) if isinstance(item, Trajectory)]
+    facts = sorted((item.rollout_part, item.trajectory_id, item.rollout_id, item.source) for item in found)
+    place = str(tmp_path / "S.jsonl")
+    assert facts == [(0, "S", "S", place), (MAX_INSIDE, "S/a2", "S", place)]
+    assert len({item.group_id for item in found}) == 1
+
+
+def test_a_sub_agent_that_its_session_does_not_name_is_a_rollout_of_its_own(tmp_path: Path) -> None:
+    write(tmp_path / "S.jsonl", [entry("u", None, content="q"), block("m", "u", "m", text("A"))])
+    write(tmp_path / "agent-a2.jsonl", lines_of_agent("a2"))
+    found = [item for item in read_trajectories([tmp_path]) if isinstance(item, Trajectory)]
+    assert [(item.trajectory_id, item.rollout_id) for item in found] == [("S", None), ("S/a2", None)]
+
+
+def test_a_sidechain_in_the_file_of_its_session_is_a_part_of_the_rollout() -> None:
+    lines = [entry("u", None, content="q"), block("m", "u", "m", text("B"))]
+    side = [entry("v", None, content="search", isSidechain=True), block("n", "v", "n", text("A"))]
+    found = [item for item in read([*lines, *side]) if isinstance(item, Trajectory)]
+    assert [(item.trajectory_id, item.rollout_id) for item in found] == [("S/turn-1", "S"), ("S/turn-2", "S")]
+    assert len({item.group_id for item in found}) == 1
+
+
+def test_an_interrupted_turn_is_context_but_not_trained() -> None:
+    stop = entry("i", "m1", content=[text(claude_code.INTERRUPTED)])
+    lines = [
+        entry("u", None, content="q"),
+        block("m1", "u", "m1", text("A")),
+        stop,
+        entry("v", "i", content="r"),
+        block("m2", "v", "m2", text("B")),
+    ]
+    items = read(lines)
+    assert said_in(items) == {"S": "q a [request interrupted by user] r B"}
+    assert claude_code.INTERRUPTED_NOTE in chats(items)[0][0].notes
+
+
+def test_messages_of_claude_code_itself_are_not_trained_and_errors_of_the_api_are_left_out() -> None:
+    lines = [
+        entry("u", None, content="q"),
+        block("e", "u", "e", text("API Error"), model=claude_code.SYNTHETIC) | {"isApiErrorMessage": True},
+        block("n", "e", "n", text("Nothing"), model=claude_code.SYNTHETIC),
+        entry("v", "n", content="r"),
+        block("m", "v", "m", text("A")),
+    ]
+    assert said_in(read(lines)) == {"S": "q nothing r A"}
+
+
+def test_a_call_after_an_image_is_left_out_and_counted() -> None:
+    image = {"type": "image", "source": {"type": "base64", "data": ""}}
+    lines = [
+        entry("u", None, content="q"),
+        block("m1", "u", "m1", text("A")),
+        entry("v", "m1", content=[image]),
+        block("m2", "v", "m2", text("B")),
+    ]
+    items = read(lines)
+    assert said_in(items) == {"S": "q A"}
+    assert f"call not used: {MEDIA_REASON}" in chats(items)[0][0].notes
+    assert reasons(read([entry("u", None, content=[image]), *lines[1:2]])) == [f"call not used: {MEDIA_REASON}"]
+
+
+def test_a_file_without_a_turn_is_skipped() -> None:
+    title = {"type": "summary", "summary": "Files", "leafUuid": "x"}
+    (skipped,) = read([title])
+    assert skipped == Skipped("r.jsonl", NO_CALL, is_rollout=False)
+    (beside,) = read([{"agentType": "general-purpose", "toolUseId": "toolu_1"}])
+    assert beside == Skipped("r.jsonl:1", claude_code.SUB_AGENT, is_rollout=False)

@@ -1,0 +1,167 @@
+"""Rollout files of the Codex CLI: one trajectory for each stretch of the history that only grows."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.paths import ROLLOUTS
+from support.readings import Items, chats, read_whole, reasons, said_in, turns
+from treepack.errors import TreepackError
+from treepack.formats.agents.codex import codex
+from treepack.ingest.readers.calls.call_logs import NO_CALL
+from treepack.ingest.readers.messages.content_blocks import MEDIA_REASON
+from treepack.ingest.readers.messages.response_items import ENCRYPTED_NOTE
+from treepack.ingest.readers.reading import read_trajectories
+from treepack.trajectory import MAX_INSIDE, Trajectory
+
+Line = dict[str, Any]
+
+
+def line(kind: str, **payload: Any) -> Line:
+    return {"timestamp": "t", "type": kind, "payload": payload}
+
+
+def message(role: str, words: str) -> Line:
+    part = {"type": "output_text" if role == "assistant" else "input_text", "text": words}
+    return {"type": "message", "role": role, "content": [part]}
+
+
+def item(**payload: Any) -> Line:
+    return line("response_item", **payload)
+
+
+def talk(letters: str) -> list[Line]:
+    """Messages as letters: capitals are the model's."""
+    return [item(**message("assistant" if each.isupper() else "user", each)) for each in letters]
+
+
+def read(*lines: Line) -> Items:
+    return read_whole("codex", line("session_meta", id="S", base_instructions={"text": "b"}), *lines)
+
+
+def letters(*lines: Line) -> dict[str, str]:
+    """The texts of each trajectory after the base instructions "b"; small letters are not trained."""
+    return {name: said.removeprefix("b") for name, said in said_in(read(*lines), "").items()}
+
+
+def compacted(*items: Line, **more: Any) -> Line:
+    return line("compacted", message="z", replacement_history=list(items) or None, **more)
+
+
+def test_the_sample_is_read_as_it_was_sent() -> None:
+    items = list(read_trajectories([ROLLOUTS / "codex"]))
+    (first, opening), (_, again), (_, back) = chats(items)
+    assert turns(opening) == [
+        ("system", "You are a coding agent.\n\nSandbox: none.", 0.0),
+        ("user", "<environment_context>\n<cwd>/work</cwd>\n</environment_context>", 0.0),
+        ("user", "Which files are there?", 0.0),
+        ("assistant", "", 1.0),
+        ("tool", "a.py\n", 0.0),
+        ("assistant", "", 1.0),
+        ("tool", "Done", 0.0),
+        ("assistant", "One file, patched.", 1.0),
+    ]
+    assert opening.messages[3]["reasoning_content"] == "I list them."
+    assert [words for _, words, _ in turns(again)[2:]] == [
+        "Summary: one file.",
+        "And now?",
+        "",
+        "a.py",
+        "Still one.",
+        "Delete it.",
+        "Deleted.",
+    ]
+    shell = again.messages[4]["tool_calls"][0]["function"]
+    assert shell == {"name": "local_shell", "arguments": '{"type": "exec", "command": ["ls", "-l"]}'}
+    assert turns(back)[-4:] == [
+        ("tool", "a.py", 0.0),
+        ("assistant", "Still one.", 0.0),
+        ("user", "Where?", 0.0),
+        ("assistant", "In /work.", 1.0),
+    ]
+    assert {codex.CONTEXT_NOTE, codex.SUMMARY_NOTE} <= set(first.notes)
+    assert first.metadata == {"cwd": "/work", "version": "0.100.0", "model": "gpt-x"}
+
+
+def test_a_session_that_only_grows_is_one_trajectory() -> None:
+    assert letters(*talk("qAbB")) == {"S": "qAbB"}
+
+
+def test_a_compaction_starts_a_trajectory_from_its_history() -> None:
+    lines = [*talk("qA"), compacted(message("user", "q"), message("user", "z")), *talk("bB")]
+    assert letters(*lines) == {"S/turn-1": "qA", "S/turn-2": "qzbB"}
+
+
+def test_a_compaction_without_a_history_keeps_the_messages_of_the_user() -> None:
+    assert letters(*talk("qA"), compacted(), *talk("bB")) == {"S/turn-1": "qA", "S/turn-2": "qzbB"}
+
+
+def test_turns_that_the_user_takes_back_are_trained_once_and_not_in_later_prompts() -> None:
+    back = line("event_msg", type="thread_rolled_back", num_turns=1)
+    assert letters(*talk("qAbB"), back, *talk("cC")) == {"S/turn-1": "qAbB", "S/turn-3": "qacC"}
+
+
+def test_context_of_codex_is_no_turn_of_the_user() -> None:
+    context = item(**message("user", "<cwd/>"))
+    back = line("event_msg", type="thread_rolled_back", num_turns=1)
+    lines = [context, *talk("qA"), context, *talk("bB"), back, *talk("cC")]
+    assert letters(*lines)["S/turn-3"] == "<cwd/>qa<cwd/>cC"
+
+
+def test_reasoning_that_is_encrypted_is_counted() -> None:
+    thought = item(type="reasoning", summary=[], encrypted_content="Z0FB")
+    ((trajectory, content),) = chats(read(*talk("q"), thought, *talk("A")))
+    assert ENCRYPTED_NOTE in trajectory.notes
+    assert "reasoning_content" not in content.messages[-1]
+
+
+def test_a_call_after_an_image_is_left_out_and_counted() -> None:
+    image = item(type="message", role="user", content=[{"type": "input_image", "image_url": "data:"}])
+    items = read(*talk("qA"), image, *talk("B"))
+    assert [turns(content)[-1][1] for _, content in chats(items)] == ["A"]
+    assert f"call not used: {MEDIA_REASON}" in chats(items)[0][0].notes
+    assert reasons(read(image, *talk("B"))) == [f"call not used: {MEDIA_REASON}"]
+
+
+def test_a_session_without_a_turn_is_skipped() -> None:
+    assert reasons(read(*talk("q"))) == [NO_CALL]
+
+
+def test_a_history_of_another_kind_is_refused() -> None:
+    with pytest.raises(TreepackError, match=r"r\.jsonl:2: replacement_history is 7; expected a list of objects"):
+        read(line("compacted", message="z", replacement_history=7))
+
+
+def write(path: Path, meta: dict[str, Any], *lines: Line) -> None:
+    path.write_text("\n".join(json.dumps(each) for each in (line("session_meta", **meta), *lines)))
+
+
+def spawned_by(parent: str) -> dict[str, Any]:
+    return {"source": {"subagent": {"thread_spawn": {"parent_thread_id": parent, "depth": 1}}}}
+
+
+def test_a_session_and_its_sub_agents_are_one_rollout_over_files(tmp_path: Path) -> None:
+    for number, (name, parent) in enumerate({"S": None, "T": "S", "U": "T", "V": None, "W": "gone"}.items()):
+        meta = {"id": name} | (spawned_by(parent) if parent else {})
+        write(tmp_path / f"rollout-2026-0{number}-{name}.jsonl", meta, *talk(f"{name.lower()}A"))
+    found = [each for each in read_trajectories([tmp_path]) if isinstance(each, Trajectory)]
+    facts = {each.trajectory_id: (each.rollout_id, each.rollout_part) for each in found}
+    expected = {"S": ("S", 0), "T": ("S", 2 * MAX_INSIDE), "U": ("S", 3 * MAX_INSIDE)}
+    assert facts == expected | {"V": (None, None), "W": (None, None)}
+    assert len({(each.source, each.group_id) for each in found[:3]}) == 1
+
+
+@pytest.mark.parametrize(
+    "origin", [{"forked_from_id": "S"}, spawned_by("S") | {"forked_from_id": "S"}, spawned_by("S")]
+)
+def test_turns_that_a_fork_copied_are_trained_in_their_own_session_only(tmp_path: Path, origin: Any) -> None:
+    write(tmp_path / "rollout-1-S.jsonl", {"id": "S"}, *talk("qArBsC"))
+    fork = [line("session_meta", id="S"), *talk("qAxrBtDsC")]
+    write(tmp_path / "rollout-2-T.jsonl", {"id": "T"} | origin, *fork)
+    assert said_in(read_trajectories([tmp_path]), "") == {"S": "qArBsC", "T": "qaxrbtDsC"}
+    (tmp_path / "rollout-1-S.jsonl").unlink()
+    assert said_in(read_trajectories([tmp_path]), "") == {"T": "qAxrBtDsC"}

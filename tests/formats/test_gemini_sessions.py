@@ -1,0 +1,298 @@
+"""Sessions in the form of Gemini's API: Qwen Code, Gemini CLI."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from support.readings import Items, chats, notes_of, read_whole, reasons, said_in, turns
+from treepack.errors import TreepackError
+from treepack.formats.agents import gemini_cli, qwen_code
+from treepack.ingest.readers.calls.call_logs import NO_CALL
+from treepack.ingest.readers.files.records import Record
+from treepack.ingest.readers.messages.content_blocks import MEDIA_REASON
+from treepack.ingest.readers.messages.gemini_parts import (
+    EMPTY_NOTE,
+    gemini_messages,
+    messages_of_content,
+    response_text,
+)
+from treepack.ingest.readers.messages.normal_form import normalise_messages
+from treepack.ingest.readers.reading import detect_format
+
+Line = dict[str, Any]
+
+
+def read_qwen(*lines: Line) -> Items:
+    return read_whole("qwen-code", *lines)
+
+
+def read_gemini(*lines: Line) -> Items:
+    return read_whole("gemini-cli", *lines)
+
+
+def entry(uuid: str, parent: str | None, text: str | None = None, **more: Any) -> Line:
+    """An answer if the uuid is a capital letter, else a message of the user."""
+    kind, role = ("assistant", "model") if uuid.isupper() else ("user", "user")
+    line = {"type": kind, "uuid": uuid, "parentUuid": parent, "sessionId": "S", "cwd": "/w"}
+    return line | {"message": {"role": role, "parts": [{"text": uuid if text is None else text}]}} | more
+
+
+def payload(uuid: str, parent: str | None, subtype: str, **fields: Any) -> Line:
+    line = {"type": "system", "uuid": uuid, "parentUuid": parent, "sessionId": "S", "subtype": subtype}
+    return line | {"systemPayload": fields}
+
+
+def content(role: str, text: str) -> dict[str, Any]:
+    return {"role": role, "parts": [{"text": text}]}
+
+
+@st.composite
+def sessions(draw: st.DrawFn) -> tuple[list[Line], dict[str, list[str]]]:
+    """Entries with any earlier parent, and for each answer the texts of its prompt."""
+    lines: list[Line] = []
+    paths: dict[str | None, list[str]] = {None: []}
+    prompts: dict[str, list[str]] = {}
+    for number in range(draw(st.integers(1, 12))):
+        is_answer = draw(st.booleans())
+        name = f"{'A' if is_answer else 'q'}{number}"
+        parent = draw(st.sampled_from(list(paths)))
+        role = "model" if is_answer else "user"
+        line = {"type": "assistant" if is_answer else "user", "uuid": name, "parentUuid": parent, "sessionId": "S"}
+        lines.append(line | {"message": content(role, name)})
+        if is_answer:
+            prompts[name] = paths[parent]
+        paths[name] = [*paths[parent], name]
+    return lines, prompts
+
+
+@given(session=sessions())
+def test_every_answer_of_qwen_code_is_trained_once_after_its_own_path(
+    session: tuple[list[Line], dict[str, list[str]]],
+) -> None:
+    lines, prompts = session
+    trained = []
+    for _, chat in chats(read_qwen(*lines)):
+        names = [words for _, words, _ in turns(chat)]
+        for place, (name, weight) in enumerate(zip(names, chat.message_weights, strict=True)):
+            if weight:
+                trained.append(name)
+                assert names[:place] == prompts[name]
+    assert sorted(trained) == sorted(prompts)
+
+
+def test_a_thought_a_call_and_its_result_are_read() -> None:
+    parts = [
+        {"text": "Hm.", "thought": True},
+        {"text": "I look."},
+        {"functionCall": {"id": "c", "name": "f", "args": {}}},
+    ]
+    result = [{"functionResponse": {"id": "c", "name": "f", "response": {"output": "7"}}}]
+    items = read_qwen(
+        entry("q", None),
+        entry("A", "q", message={"role": "model", "parts": parts}),
+        entry("r", "A", type="tool_result", message={"role": "user", "parts": result}),
+        entry("B", "r"),
+    )
+    ((_, chat),) = chats(items)
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": {}}}
+    answer = {"role": "assistant", "content": "I look.", "reasoning_content": "Hm.", "tool_calls": [call]}
+    assert chat.messages[1:3] == [answer, {"role": "tool", "content": "7", "name": "f", "tool_call_id": "c"}]
+    assert chat.message_weights == [0.0, 1.0, 0.0, 1.0]
+
+
+def test_a_compression_of_qwen_code_replaces_the_history() -> None:
+    history = [content("user", "z"), content("model", "ok")]
+    items = read_qwen(
+        entry("q", None),
+        entry("A", "q"),
+        payload("s", "A", qwen_code.COMPRESSION, compressedHistory=history),
+        entry("r", "s"),
+        entry("B", "r"),
+    )
+    assert said_in(items) == {"S/turn-1": "q A", "S/turn-2": "z ok r B"}
+
+
+def test_lines_of_one_uuid_are_one_message_and_repeated_lines_add_nothing() -> None:
+    thought = {"role": "model", "parts": [{"text": "Hm.", "thought": True}]}
+    items = read_qwen(entry("q", None), entry("A", "q", message=thought), entry("A", "q"), entry("A", "q"))
+    ((_, chat),) = chats(items)
+    assert (chat.messages[1]["content"], chat.messages[1]["reasoning_content"]) == ("A", "Hm.")
+
+
+def test_lines_of_qwen_code_without_ids_follow_each_other() -> None:
+    lines = [{key: value for key, value in entry(name, None).items() if "uuid" not in key.lower()} for name in "qArB"]
+    assert said_in(read_qwen(*lines)) == {"S": "q A r B"}
+
+
+def test_a_sub_agent_of_qwen_code_belongs_to_its_session_and_may_have_a_launch() -> None:
+    tools = [{"name": "f", "parametersJsonSchema": {"type": "object"}}]
+    launch = payload("0", None, qwen_code.BOOTSTRAP, history=[content("user", "q")], systemInstruction="s", tools=tools)
+    items = read_qwen(launch | {"agentId": "x"}, entry("A", "0", agentId="x"))
+    ((item, chat),) = chats(items)
+    assert said_in(items) == {"S/x": "s q A"}
+    assert (item.rollout_id, item.notes) == ("S", ())
+    assert chat.tools == [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+
+
+def test_calls_after_an_image_are_left_out() -> None:
+    image = {"role": "user", "parts": [{"inlineData": {"mimeType": "image/png", "data": ""}}]}
+    items = read_qwen(entry("q", None), entry("A", "q"), entry("i", "A", message=image), entry("B", "i"))
+    assert said_in(items) == {"S": "q A"}
+    assert f"call not used: {MEDIA_REASON}" in notes_of(items)
+
+
+def test_sessions_of_qwen_code_and_claude_code_are_told_by_their_messages() -> None:
+    assert detect_format(Record("s:1", "s", entry("q", None))) == "qwen-code"
+    assert detect_format(Record("s:1", "s", payload("q", None, "ui_telemetry", uiEvent={}))) == "qwen-code"
+    block = {"role": "user", "content": "q"}
+    assert detect_format(Record("s:1", "s", entry("q", None, message=block))) == "claude-code"
+
+
+HEADER = {"sessionId": "G", "projectHash": "h"}
+
+
+def message(name: str, **more: Any) -> Line:
+    """A message of the model if the name is a capital letter, else of the user."""
+    return {"id": name, "type": "gemini" if name.isupper() else "user", "content": name} | more
+
+
+def test_a_later_line_of_gemini_cli_replaces_the_message_with_its_id() -> None:
+    early = message("A", content="", thoughts=[{"subject": "s", "description": "d"}])
+    items = read_gemini(HEADER, message("q"), early, {"$set": {"summary": "x"}}, early | {"content": "A"})
+    ((item, chat),) = chats(items)
+    assert said_in(items) == {"G": "q A"}
+    assert chat.messages[1]["reasoning_content"] == "**s**\n\nd"
+    assert item.metadata["summary"] == "x"
+
+
+def test_a_rewind_and_a_new_history_begin_trajectories() -> None:
+    lines = [message("q"), message("A"), message("r"), message("B")]
+    items = read_gemini(HEADER, *lines, {"$rewindTo": "r"}, message("s"), message("C"))
+    assert said_in(items) == {"G/turn-1": "q A r B", "G/turn-3": "q a s C"}
+    items = read_gemini(HEADER, *lines, {"$set": {"messages": [message("z")]}}, message("C"))
+    assert said_in(items) == {"G/turn-1": "q A r B", "G/turn-3": "z C"}
+
+
+def test_the_document_of_a_session_is_the_same_as_its_lines() -> None:
+    lines = [message("q"), message("A"), message("i", type="info"), message("r"), message("B")]
+    assert said_in(read_gemini(HEADER | {"messages": lines})) == said_in(read_gemini(HEADER, *lines))
+
+
+def test_calls_of_gemini_cli_have_their_results_and_missing_ones_are_noted() -> None:
+    answered = {
+        "id": "c",
+        "name": "f",
+        "args": {"x": 1},
+        "result": [{"functionResponse": {"response": {"error": "e"}}}],
+    }
+    calls = [answered, {"id": "d", "name": "g", "args": {}, "result": None}]
+    items = read_gemini(HEADER, message("q"), message("A", content="", toolCalls=calls), message("B"))
+    ((_, chat),) = chats(items)
+    assert [call["id"] for call in chat.messages[1]["tool_calls"]] == ["c", "d"]
+    assert chat.messages[2] == {"role": "tool", "content": "e", "name": "f", "tool_call_id": "c"}
+    assert gemini_cli.RESULT_NOTE in notes_of(items)
+
+
+def test_thoughts_without_an_answer_are_noted() -> None:
+    lonely = message("A", content="", thoughts=[{"subject": "s"}])
+    assert gemini_cli.THOUGHTS_NOTE in notes_of(read_gemini(HEADER, message("q"), lonely, message("B")))
+    assert reasons(read_gemini(HEADER, message("q"))) == [NO_CALL]
+
+
+@pytest.mark.parametrize("name", ["history", "clientHistory"])
+def test_a_saved_history_is_read(name: str) -> None:
+    history = [content("user", "q"), content("model", "A"), content("user", "r"), content("model", "B")]
+    assert list(said_in(read_gemini({name: history, "toolCall": {}})).values()) == ["q A r B"]
+    assert list(said_in(read_gemini(*history)).values()) == ["q A r B"]
+
+
+@pytest.mark.parametrize(
+    ("response", "text"),
+    [
+        ({"output": "7"}, "7"),
+        ({"error": "e"}, "e"),
+        ({"a": 1}, '{"a": 1}'),
+        ({"a": "x", "b": "y"}, '{"a": "x", "b": "y"}'),
+        (None, ""),
+        ("7", "7"),
+    ],
+)
+def test_the_response_of_a_function_is_its_only_text_or_json(response: Any, text: str) -> None:
+    assert response_text(response) == text
+
+
+def test_a_content_of_another_role_is_refused() -> None:
+    with pytest.raises(TreepackError, match="role 'critic'; expected user or model"):
+        messages_of_content(content("critic", "x"), where="r.jsonl:1")
+
+
+@pytest.mark.parametrize(
+    ("call", "result"), [("functionCall", "functionResponse"), ("function_call", "function_response")]
+)
+def test_both_names_of_calls_and_results_are_read_and_other_fields_are_noted(call: str, result: str) -> None:
+    said = [{"text": "I look.", "mood": "x"}, {call: {"name": "f", "args": {"a": 1}, "cost": 2}}]
+    answered = [{result: {"name": "f", "response": {"output": "7"}, "speed": 3}}, {"text": "Go on."}]
+    contents = [{"role": "model", "parts": said, "grade": 4}, {"role": "user", "parts": answered}]
+    messages = gemini_messages(contents, "Be brief.", "r:1")
+    assert [each["role"] for each in messages] == ["system", "assistant", "tool", "user"]
+    assert messages[1]["tool_calls"] == [{"id": None, "name": "f", "arguments": {"a": 1}}]
+    assert messages[2]["content"] == "7"
+    assert normalise_messages(messages, source="r:1").notes == tuple(
+        f"message field '{name}' not used"
+        for name in ("content.mood", "tool_calls.cost", "contents.grade", "results.speed")
+    )
+
+
+@pytest.mark.parametrize(
+    ("part", "fault"),
+    [
+        ({"text": ["x"]}, 'has the text ["x"]; expected text'),
+        ({"text": "x", "thought": "yes"}, 'has the thought "yes"; expected true or false'),
+    ],
+)
+def test_a_text_or_a_mark_of_another_type_is_refused(part: dict[str, Any], fault: str) -> None:
+    with pytest.raises(TreepackError, match=re.escape(fault)):
+        messages_of_content({"role": "model", "parts": [part]}, where="r.jsonl:1")
+
+
+def test_parts_as_json_text_are_refused() -> None:
+    with pytest.raises(TreepackError, match="expected a list of objects"):
+        messages_of_content({"role": "model", "parts": '[{"text": "x"}]'}, where="r.jsonl:1")
+
+
+def test_messages_of_gemini_cli_that_are_not_read_are_noted() -> None:
+    lines = [message("q"), message("A", content=""), message("i", type="info"), message("B")]
+    found = notes_of(read_gemini(HEADER, *lines))
+    assert "message of type 'info' not used" in found
+    assert EMPTY_NOTE in found
+
+
+@pytest.mark.parametrize(
+    ("more", "fault"),
+    [
+        ({"thoughts": [{"subject": ["s"]}]}, "a thought with the subject"),
+        ({"type": ["gemini"]}, "has the type"),
+        ({"parts": [{"text": "other"}]}, "has content and parts, which differ"),
+    ],
+)
+def test_a_message_of_gemini_cli_of_another_form_is_refused(more: Line, fault: str) -> None:
+    with pytest.raises(TreepackError, match=fault):
+        read_gemini(HEADER, message("q"), message("A", **more))
+
+
+def test_a_history_of_qwen_code_without_its_beginning_is_noted() -> None:
+    assert qwen_code.PARENT_NOTE in notes_of(read_qwen(entry("q", "lost"), entry("A", "q")))
+    assert qwen_code.ROOT_NOTE in notes_of(
+        read_qwen(entry("q", None), entry("A", "q"), entry("r", None), entry("B", "r"))
+    )
+
+
+@pytest.mark.parametrize("field", ["uuid", "parentUuid", "type", "subtype"])
+def test_a_line_of_qwen_code_with_a_field_of_another_type_is_refused(field: str) -> None:
+    with pytest.raises(TreepackError, match=rf"r.jsonl:2: {field} is \[\]; expected text"):
+        read_qwen(entry("q", None), entry("A", "q") | {field: []})

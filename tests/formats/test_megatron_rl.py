@@ -1,0 +1,67 @@
+"""Megatron-RL: turns with their whole prompts, and which log-probability belongs to which token."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from support.paths import ROLLOUTS
+from support.readings import Items, read_as, tokens_of, trajectories
+from support.token_rollouts import back
+from treepack.errors import TreepackError
+from treepack.formats.trainers.megatron_rl import LAST_NOTE
+from treepack.trajectory import Skipped, Trajectory
+
+SAMPLE = ROLLOUTS / "megatron-rl.jsonl"
+TURN: dict[str, Any] = {"trajectory": [[1, 2, 3, 4]], "generation_mask": [[False, False, True, True]], "reward": 1.0}
+
+
+def items(value: dict[str, Any]) -> Items:
+    return read_as("megatron-rl", value)
+
+
+def read(value: dict[str, Any]) -> list[Trajectory]:
+    return trajectories(items(value))
+
+
+def test_turns_that_continue_each_other_are_joined() -> None:
+    first, second = read(json.loads(SAMPLE.read_text()))
+    ids = [151644, 872, 198, 17, 151645, 198, 50, 51, 2, 8, 9, 52, 2]
+    assert back(first) == (ids, [6, 7, 8, 11, 12], [-0.5, -0.25, -0.125, -1.0, -0.0625], 1.0)
+    assert back(second) == ([*ids[:6], 50, 53, 2], [6, 7, 8], [-0.5, -2.0, -0.125], 0.0)
+    assert [(item.trajectory_id, item.group_id) for item in (first, second)] == [
+        ("r.jsonl:1/0", "gen-000001/0"),
+        ("r.jsonl:1/1", "gen-000001/0"),
+    ]
+    content = tokens_of(first)
+    assert content.advantages is not None
+    assert content.advantages.tolist() == [0.5] * 5
+
+
+def test_flat_lists_of_earlier_versions_are_one_turn() -> None:
+    flat = {name: field[0] for name, field in TURN.items() if isinstance(field, list)}
+    (trajectory,) = read(flat | {"logprobs": [-0.5, -0.25], "reward": 1.0})
+    assert back(trajectory) == ([1, 2, 3, 4], [2, 3], [-0.5, -0.25], 1.0)
+
+
+def test_an_end_token_without_a_log_probability_is_not_trained_and_said() -> None:
+    (trajectory,) = read(TURN | {"logprobs": [[-0.5]]})
+    assert back(trajectory) == ([1, 2, 3, 4], [2], [-0.5], 1.0)
+    assert trajectory.notes == (LAST_NOTE,)
+
+
+def test_log_probabilities_that_fit_nowhere_are_refused() -> None:
+    with pytest.raises(TreepackError, match="turn 1 has 4 log-probabilities; expected 2 "):
+        items(TURN | {"logprobs": [[-0.5, -0.5, -0.5, -0.5]]})
+    with pytest.raises(TreepackError, match="has 1 turns, 2 masks"):
+        items(TURN | {"generation_mask": [[True], [True]]})
+
+
+def test_rollouts_that_cannot_be_trained_are_skipped() -> None:
+    assert items(TURN | {"generation_mask": None}) == [Skipped("r.jsonl:1", "no mask of generated tokens")]
+    text = {"trajectory": ["2+2? 4"], "prompt_length": [3], "policy_epoch": [[]]}
+    assert items(text) == [Skipped("r.jsonl:1", "text without the length of its prompt")]
+    empty = TURN | {"trajectory": [], "generation_mask": [], "logprobs": []}
+    assert items(empty) == [Skipped("r.jsonl:1", "no call with a response")]

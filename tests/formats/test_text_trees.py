@@ -1,0 +1,214 @@
+"""Trees of text: every path from the root to a leaf is a trajectory, and no field of a node is lost in silence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from support.paths import ROLLOUTS
+from support.readings import chats, read_value, reasons, turns
+from treepack.errors import TreepackError
+from treepack.formats.data_sets import text_trees
+from treepack.ingest.readers.files.records import Record
+from treepack.ingest.readers.reading import detect_format, read_trajectories
+from treepack.trajectory import PromptCompletion, Skipped, Trajectory
+
+Node = dict[str, Any]
+
+
+def read(value: Node) -> list[Trajectory | Skipped]:
+    return read_value(text_trees.read_text_trees, value, "trees.jsonl:1")
+
+
+def built(value: Node) -> list[Trajectory]:
+    return [item for item in read(value) if isinstance(item, Trajectory)]
+
+
+def texts(value: Node) -> list[tuple[str, str]]:
+    return [
+        (item.content.prompt, item.content.completion)
+        for item in built(value)
+        if isinstance(item.content, PromptCompletion)
+    ]
+
+
+def said(value: Node) -> list[str]:
+    """The messages of each path as `role:text`; trained texts are in capitals."""
+    return [
+        " ".join(f"{role}:{text.upper() if weight else text}" for role, text, weight in turns(content))
+        for _, content in chats(read(value))
+    ]
+
+
+def node(text: str, *children: Node, **more: Any) -> Node:
+    return {"text": text, "children": list(children)} | more
+
+
+@st.composite
+def trees(draw: st.DrawFn, depth: int = 3) -> Node:
+    below = draw(st.lists(trees(depth - 1), max_size=3)) if depth else []
+    return node(draw(st.sampled_from("abc")), *below)
+
+
+def twin(below: list[Node], before: str) -> list[str]:
+    """The texts of all leaves by recursion."""
+    return [
+        text
+        for child in below
+        for text in (twin(child["children"], before + child["text"]) if child["children"] else [before + child["text"]])
+    ]
+
+
+@given(st.lists(trees(), min_size=1, max_size=3))
+def test_each_leaf_of_a_tree_of_plain_text_is_the_text_of_its_path(below: list[Node]) -> None:
+    value = {"prompt": "p", "children": below}
+    assert texts(value) == [("p", text) for text in twin(below, "")]
+    assert [item.trajectory_id for item in built(value)] == [
+        f"trees.jsonl:1/leaf-{i}" for i in range(len(built(value)))
+    ]
+
+
+def test_paths_of_a_record_are_one_group() -> None:
+    value = {"prompt": "p", "children": [node("a"), node("b")]}
+    assert {item.group_id for item in built(value)} == {"trees.jsonl:1"}
+    assert {item.group_id for item in built(value | {"task_id": 7})} == {"7"}
+
+
+def test_the_last_node_with_a_reward_rewards_its_path() -> None:
+    inner = node("a", node("b", reward=1), node("c"), reward=0.5)
+    value = {"prompt": "p", "reward": 0.25, "children": [inner, node("d")]}
+    assert [item.reward for item in built(value)] == [1.0, 0.5, 0.25]
+    assert text_trees.INNER_NOTE in built(value)[0].notes
+
+
+def test_the_advantage_of_a_leaf_is_read_and_of_an_inner_node_refused() -> None:
+    assert [item.advantage for item in built({"prompt": "p", "children": [node("a", advantage=2)]})] == [2.0]
+    with pytest.raises(TreepackError, match="above a leaf has an advantage"):
+        read({"prompt": "p", "children": [node("a", node("b"), advantage=2)]})
+
+
+def test_texts_without_a_role_continue_the_turn_and_a_role_begins_one() -> None:
+    user = [{"role": "user", "content": "q"}]
+    chain = node("a", node("b", node("r", node("c"), role="user")))
+    assert said({"messages": user, "children": [chain]}) == ["user:q assistant:AB user:r assistant:C"]
+    steps = node("a", node("b", role="assistant"), role="assistant")
+    assert said({"messages": user, "children": [steps]}) == ["user:q assistant:A assistant:B"]
+
+
+@pytest.mark.parametrize(
+    "said_by",
+    [
+        {"message": {"role": "assistant", "content": "a"}},
+        {"messages": [{"role": "assistant", "content": "a"}]},
+        {"role": "assistant", "content": "a"},
+        {"role": "ai", "text": "a"},
+        {"text": "a"},
+        {"content": "a"},
+        {"completion": "a"},
+        {"response": "a"},
+        {"response": {"role": "assistant", "content": "a"}},
+        {"completion": [{"role": "assistant", "content": "a"}]},
+        {"content": [{"type": "text", "text": "a"}]},
+    ],
+)
+def test_a_node_says_its_text_under_any_of_these_names(said_by: Node) -> None:
+    assert said({"messages": [{"role": "user", "content": "q"}], "children": [said_by]}) == ["user:q assistant:A"]
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"prompt": [{"role": "user", "content": "q"}]},
+        {"role": "user", "content": "q"},
+        {"message": {"role": "human", "content": "q"}},
+        {"prompt": "q", "tools": [{"name": "f"}]},
+    ],
+)
+def test_what_the_root_has_is_the_prompt(asked: Node) -> None:
+    assert said(asked | {"children": [{"response": "a"}]}) == ["user:q assistant:A"]
+
+
+def test_the_text_of_a_root_without_a_role_is_the_prompt() -> None:
+    assert texts(node("q", node("a"))) == [("q", "a")]
+    assert texts({"tree": node("q", node("a"))}) == [("q", "a")]
+    assert texts({"prompt": "q", "root": node("q", node("a"))}) == [("q", "a")]
+
+
+def test_earlier_answers_in_the_prompt_are_not_trained() -> None:
+    prompt = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}, {"role": "user", "content": "r"}]
+    assert said({"messages": prompt, "children": [node("b")]}) == ["user:q assistant:a user:r assistant:B"]
+
+
+def test_a_node_that_is_not_trained_has_weight_0() -> None:
+    value = {"messages": [{"role": "user", "content": "q"}], "children": [node("a", node("b"), loss=False)]}
+    assert said(value) == ["user:q assistant:a assistant:B"]
+
+
+def test_unused_fields_of_nodes_are_named_once_for_each_record_even_if_nothing_is_built() -> None:
+    value = {"prompt": "q", "children": [node("a", visits=1), node("b", visits=2, state={"x": 1})]}
+    notes = [item.notes for item in built(value)]
+    assert notes == [("node field 'visits' not used", "node field 'state' not used"), ()]
+    empty = {"prompt": "q", "children": [{"reward": 1, "visits": 3}]}
+    assert reasons(read(empty)) == [f"{text_trees.NO_ANSWER}; node field 'visits' not used"]
+
+
+def test_the_name_of_a_node_without_a_role_is_no_part_of_a_message() -> None:
+    assert texts({"prompt": "q", "children": [node("a", node("b", name="2"), name="1")]}) == [("q", "ab")]
+
+
+def test_a_path_without_an_answer_is_counted() -> None:
+    value = {"messages": [{"role": "user", "content": "q"}], "children": [node("a"), {"role": "user", "content": "r"}]}
+    assert reasons(read(value)) == [text_trees.NO_ANSWER_PATH]
+
+
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [
+        (node("a", response="b"), "has text and response"),
+        (node("a", thought="b"), "field thought"),
+        (node("a", label=True), "field label"),
+        (node("a", loss_mask=[1]), "field loss_mask"),
+        ({"state": "x = 4"}, "but state"),
+        ({"message": {"role": "assistant", "text": "a"}}, "expected text, or a message with content"),
+        ({"content": {"parts": ["a"]}}, "expected text, or a message with content"),
+        ({"messages": [{"role": "assistant", "content": "a"}], "role": "assistant"}, "move it into the messages"),
+    ],
+)
+def test_a_node_that_may_have_another_answer_or_a_mask_is_refused(bad: Node, words: str) -> None:
+    with pytest.raises(TreepackError, match=words):
+        read({"prompt": "q", "children": [node("c"), bad]})
+
+
+@pytest.mark.parametrize("beside", [{"messages": [{"role": "user", "content": "r"}]}, {"text": "r"}])
+def test_a_root_with_two_prompts_is_refused(beside: Node) -> None:
+    with pytest.raises(TreepackError, match="keep the one that is the prompt"):
+        read({"prompt": "q", "children": [node("a")]} | beside)
+
+
+def test_a_tree_is_recognised_and_its_sample_read() -> None:
+    value = {"messages": [{"role": "user", "content": "q"}], "children": [node("a")]}
+    assert detect_format(Record("r:1", "r", value)) == "text-trees"
+    assert detect_format(Record("r:1", "r", value | {"children": []})) == "chat"
+    items = list(read_trajectories([ROLLOUTS / "text-trees.jsonl"]))
+    assert [item.trajectory_id for item in items if isinstance(item, Trajectory)] == [
+        *(f"add/leaf-{i}" for i in range(3)),
+        *(f"shop/leaf-{i}" for i in range(3)),
+        *(f"name/leaf-{i}" for i in range(2)),
+    ]
+
+
+@pytest.mark.parametrize(
+    "said_by",
+    [
+        {"text": ["It is"]},
+        {"response": ["4"]},
+        {"message": '{"role": "assistant", "content": "4"}'},
+        {"messages": "[]"},
+    ],
+)
+def test_a_node_with_a_list_of_texts_or_messages_as_json_text_is_refused(said_by: Node) -> None:
+    with pytest.raises(TreepackError, match="expected text, or messages as objects"):
+        read({"prompt": "2 + 2?", "children": [said_by]})

@@ -1,0 +1,256 @@
+"""verifiers: graphs of messages, and the results of its earlier versions."""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from support.paths import ROLLOUTS
+from support.readings import Items, chat_of, read_as, tokens_of, trajectories
+from support.token_rollouts import back
+from treepack.errors import TreepackError
+from treepack.formats.trainers.verifiers import PARTIAL_NOTE, WEIGHTS_NOTE
+from treepack.ingest.readers.calls.rollout_names import SPLIT_NOTE
+from treepack.ingest.readers.messages.content_blocks import MEDIA_REASON
+from treepack.ingest.readers.reading import read_trajectories
+from treepack.trajectory import MAX_INSIDE, Chat, Skipped, Tokens, Trajectory
+
+SAMPLES = ROLLOUTS
+EPISODES = [json.loads(line) for line in (SAMPLES / "verifiers.jsonl").read_text().splitlines()]
+RESULTS = [json.loads(line) for line in (SAMPLES / "verifiers-results" / "results.jsonl").read_text().splitlines()]
+TASK = {"type": "T", "data": {}, "key": "k"}
+
+
+def read(value: dict[str, Any]) -> Items:
+    return read_as("verifiers", value)
+
+
+def read_results(*values: dict[str, Any]) -> list[Trajectory]:
+    return trajectories(read_as("verifiers-results", *values))
+
+
+def traces(value: dict[str, Any]) -> list[Trajectory]:
+    return trajectories(read(value))
+
+
+def episode(nodes: list[dict[str, Any]], **trace: Any) -> dict[str, Any]:
+    one = {"id": "t", "task": TASK, "agent": {"name": "agent"}, "rewards": {}, "nodes": nodes} | trace
+    return {"id": "e", "env": {"id": "v"}, "task": TASK, "traces": [one]}
+
+
+def node(parent: int | None, ids: list[int], num_sampled: int = 0, **more: Any) -> dict[str, Any]:
+    role = "assistant" if num_sampled else "user"
+    mask = [i >= len(ids) - num_sampled for i in range(len(ids))]
+    message = {"role": role, "content": "".join(map(str, ids))}
+    root = {} if parent is None else {"parent": parent}
+    return root | {"message": message, "sampled": num_sampled > 0, "token_ids": ids, "mask": mask} | more
+
+
+def without_tokens(value: dict[str, Any], keep: tuple[int, ...] = ()) -> dict[str, Any]:
+    value = copy.deepcopy(value)
+    for trace in value["traces"]:
+        for number, each in enumerate(trace["nodes"]):
+            if number not in keep:
+                each.update(token_ids=[], mask=[], logprobs=[])
+    return value
+
+
+def test_each_path_of_the_graph_is_a_trajectory_of_exact_ids() -> None:
+    first, second = traces(EPISODES[0])
+    ids = [1, 10, 11, 2, 1, 20, 21, 2, 1, 30, 31, 32, 2, 1, 40, 41, 2, 1, 30, 33, 34, 2]
+    # Sampled are the last three tokens of both answers; the template's two before them are not.
+    logprobs = [-0.5, -0.25, -0.125, -1.0, -2.0, -0.0625]
+    assert back(first) == (ids, [10, 11, 12, 19, 20, 21], logprobs, 1.1)
+    assert back(second) == ([1, 10, 11, 2, 1, 22, 23, 2, 1, 30, 35, 2], [10, 11], [-0.75, -0.5], 1.1)
+    assert [first.trajectory_id, second.trajectory_id] == ["t1/turn-1", "t1/turn-3"]
+    assert {(item.group_id, item.step, item.source) for item in (first, second)} == {("g7", 12, "r.jsonl:1")}
+    assert isinstance(first.content, Tokens)
+    assert first.content.advantages is not None
+    assert first.content.advantages.tolist() == [0.5] * 6
+    assert first.content.ref_logprobs is not None
+    assert first.content.ref_logprobs.tolist() == [2 * each for each in logprobs]
+    assert (first.metadata["agent"], first.metadata["model"]) == ("agent", "qwen3-8b")
+
+
+def test_log_probabilities_of_the_trainer_are_the_old_ones() -> None:
+    (item,) = traces(episode([node(None, [1]), node(0, [2, 3], 1, logprobs=[-0.5], trainer_logprobs=[-0.25])]))
+    content = tokens_of(item)
+    assert content.old_logprobs is not None
+    assert content.old_logprobs.tolist() == [-0.25]
+    assert back(item)[2] == [-0.5]
+
+
+def test_the_tools_of_a_path_are_those_of_its_root() -> None:
+    one = {"name": "f", "parameters": {}}
+    talk = [node(None, [], tools=[one]), node(0, []), node(None, []), node(2, [])]
+    for answer in (talk[1], talk[3]):
+        answer |= {"sampled": True, "message": {"role": "assistant", "content": "x"}}
+    contents = [item.content for item in traces(episode(talk, tools=[one, one | {"name": "g"}]))]
+    names = [[tool["function"]["name"] for tool in each.tools or []] for each in contents if isinstance(each, Chat)]
+    assert names == [["f"], ["f", "g"]]
+
+
+def test_a_trace_with_images_is_skipped_and_a_model_that_could_see_some_is_not_enough() -> None:
+    talk = [node(None, [1, 900]), node(0, [2, 3], 1, logprobs=[-0.5])]
+    assert read(episode(talk, mm_token_type_id_map={"900": 1})) == [Skipped("r.jsonl:1", MEDIA_REASON)]
+    assert len(traces(episode(talk, mm_token_type_id_map={"901": 1}))) == 1
+    talk[0]["message"] = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
+    assert read(episode(talk)) == [Skipped("r.jsonl:1", MEDIA_REASON)]
+
+
+def test_an_agent_that_is_not_trainable_is_skipped_and_counted() -> None:
+    items = read(EPISODES[1])
+    assert [item.trajectory_id for item in items if isinstance(item, Trajectory)] == ["t2"]
+    assert items[1] == Skipped("r.jsonl:1", "agent that is not trained", is_rollout=False)
+
+
+def test_without_token_ids_the_messages_are_read_and_only_sampled_ones_trained() -> None:
+    first, second = traces(without_tokens(EPISODES[0]))
+    assert isinstance(first.content, Chat)
+    assert first.content.message_weights == [0.0, 0.0, 1.0, 0.0, 1.0]
+    assert first.content.messages[2]["tool_calls"][0]["function"] == {
+        "name": "grep",
+        "arguments": '{"pattern": "def f"}',
+    }
+    assert first.content.tools is not None
+    assert first.content.tools[0]["function"]["name"] == "grep"
+    assert chat_of(second).message_weights == [0.0, 0.0, 1.0]
+    assert (first.notes, second.notes) == ((SPLIT_NOTE,), ())
+
+
+def test_token_ids_of_some_messages_only_are_not_mixed_with_text() -> None:
+    (trajectory,) = traces(without_tokens(EPISODES[1], keep=(0, 1, 2)))
+    assert isinstance(trajectory.content, Chat)
+    assert PARTIAL_NOTE in trajectory.notes
+
+
+def test_a_shared_answer_is_trained_in_the_first_of_its_paths() -> None:
+    nodes = [node(None, [1]), node(0, [2, 3], 1), node(1, [4]), node(2, [5], 1), node(2, [6], 1)]
+    items = traces(episode(nodes))
+    assert [back(item)[:2] for item in items] == [([1, 2, 3, 4, 5], [2, 4]), ([1, 2, 3, 4, 6], [4])]
+
+
+def test_an_answer_that_was_put_there_is_not_trained() -> None:
+    demonstration = node(0, [2, 3], 1) | {"sampled": False}
+    (trajectory,) = traces(episode([node(None, [1]), demonstration, node(1, [4]), node(2, [5], 1)]))
+    assert back(trajectory)[:2] == ([1, 2, 3, 4, 5], [4])
+
+
+def test_rewards_that_were_not_scored_are_left_out() -> None:
+    nodes = [node(None, [1]), node(0, [2], 1)]
+    (trajectory,) = traces(episode(nodes, rewards={"a": {"score": 0.5, "weight": 2.0}, "b": None}))
+    assert trajectory.reward == 1.0
+    (trajectory,) = traces(episode(nodes, rewards={"a": None}))
+    assert trajectory.reward is None
+
+
+def test_named_agents_have_groups_of_their_own() -> None:
+    (trajectory,) = traces(episode([node(None, [1]), node(0, [2], 1)], agent={"name": "solver"}))
+    assert trajectory.group_id == "k/solver"
+
+
+def test_traces_of_one_agent_are_one_rollout_if_they_have_one_reward() -> None:
+    def read_traces(*traces: tuple[str, float]) -> list[tuple[str | None, int | None]]:
+        value = episode([])
+        nodes = [node(None, [1]), node(0, [2], 1)]
+        common = {"task": TASK, "nodes": nodes}
+        value["traces"] = [
+            common | {"id": f"t{i}", "agent": {"name": name}, "rewards": {"r": {"score": reward, "weight": 1.0}}}
+            for i, (name, reward) in enumerate(traces)
+        ]
+        return [(item.rollout_id, item.rollout_part) for item in trajectories(read(value))]
+
+    alone = (None, None)
+    joined = [("e/k/sub", 0), alone, ("e/k/sub", 2 * MAX_INSIDE)]
+    assert read_traces(("sub", 1.0), ("main", 1.0), ("sub", 1.0)) == joined
+    assert read_traces(("sub", 1.0), ("main", 1.0), ("sub", 0.0)) == [alone] * 3
+
+
+def test_fields_that_nobody_knows_are_metadata_or_noted() -> None:
+    nodes = [node(None, [1]), node(0, [2], 1)]
+    (trajectory,) = traces(episode(nodes, difficulty=3, attempts=[1, 2]))
+    assert (trajectory.metadata["difficulty"], trajectory.notes) == (3, ("field 'attempts' not used",))
+
+
+def test_loss_weights_are_noted() -> None:
+    (trajectory,) = traces(episode([node(None, [1]), node(0, [2], 1, loss_weights={"ce": [1.0]})]))
+    assert trajectory.notes == (WEIGHTS_NOTE,)
+
+
+def test_a_graph_that_contradicts_itself_is_refused() -> None:
+    for nodes, said in (
+        ([node(None, [1]), node(1, [2], 1)], "node 1 has the parent 1; expected null or an earlier node"),
+        ([node(None, [1]), node(0, [2], 1, mask=[])], "node 1 has the mask []; expected one value per token"),
+        ([node(None, [1]), node(0, [2], 1, logprobs=[-1.0, -1.0])], "rollout_log_probs has 2 values"),
+    ):
+        with pytest.raises(TreepackError, match="trace 1") as caught:
+            read(episode(nodes))
+        assert said in str(caught.value)
+
+
+@st.composite
+def graphs(draw: st.DrawFn) -> list[dict[str, Any]]:
+    nodes = [node(None, [0])]
+    for number in range(1, draw(st.integers(2, 8))):
+        ids = draw(st.lists(st.integers(0, 3), min_size=1, max_size=3))
+        nodes.append(node(draw(st.integers(0, number - 1)), ids, draw(st.integers(0, len(ids)))))
+    return nodes
+
+
+@given(graphs())
+def test_every_sampled_token_is_trained_once_behind_its_own_path(nodes: list[dict[str, Any]]) -> None:
+    expected = []
+    for number, each in enumerate(nodes):
+        path = [number]
+        while (parent := nodes[path[0]].get("parent")) is not None:
+            path.insert(0, parent)
+        prefix = [token for k in path for token in nodes[k]["token_ids"]]
+        start = len(prefix) - len(each["token_ids"])
+        expected += [prefix[: start + i + 1] for i, flag in enumerate(each["mask"]) if flag]
+    paths = [back(item) for item in traces(episode(nodes))]
+    assert sorted(ids[: place + 1] for ids, trained, _, _ in paths for place in trained) == sorted(expected)
+
+
+def test_steps_with_tokens_are_joined_and_bring_their_logprobs_and_advantages() -> None:
+    items = read_results(*RESULTS)
+    ids = [1, 10, 11, 2, 1, 20, 21, 2, 1, 30, 31, 32, 2, 1, 40, 41, 2, 1, 30, 33, 34, 2]
+    assert back(items[0]) == (ids, [10, 11, 12, 19, 20, 21], [-0.5, -0.25, -0.125, -1.0, -2.0, -0.0625], 1.0)
+    assert [(item.trajectory_id, item.group_id) for item in items] == [("t1", "17"), ("t2", "17")]
+    advantages = tokens_of(items[0]).advantages
+    assert advantages is not None
+    assert advantages.tolist() == [0.5] * 6
+    assert items[0].metadata["extra"] == {"solved": 1.0, "format": 0.5}
+    assert "solved" not in items[0].metadata
+
+
+def test_steps_without_tokens_are_joined_by_their_messages() -> None:
+    value = copy.deepcopy(RESULTS[0])
+    for step in value["trajectory"]:
+        step["tokens"] = None
+    (trajectory,) = read_results(value)
+    assert chat_of(trajectory).message_weights == [0.0, 0.0, 1.0, 0.0, 1.0]
+    assert chat_of(trajectory).messages[2]["tool_calls"][0]["function"]["name"] == "grep"
+
+
+def test_a_line_without_steps_is_its_prompt_and_completion() -> None:
+    value = {name: field for name, field in RESULTS[0].items() if name != "trajectory"}
+    (trajectory,) = read_results(value)
+    assert isinstance(trajectory.content, Chat)
+    assert trajectory.content.message_weights == [0.0, 0.0, 1.0, 0.0, 1.0]
+    assert trajectory.trajectory_id == "17/r.jsonl:1"
+    (trajectory,) = read_results({"example_id": 1, "prompt": "p", "completion": "c", "reward": 1.0})
+    assert isinstance(trajectory.content, Chat)
+    assert [message["role"] for message in trajectory.content.messages] == ["user", "assistant"]
+
+
+def test_the_model_comes_from_the_summary_which_alone_is_skipped() -> None:
+    items = list(read_trajectories([SAMPLES / "verifiers-results"]))
+    models = [item.metadata["model"] for item in items if isinstance(item, Trajectory)]
+    assert models == ["qwen3-8b", "qwen3-8b"]
+    skipped = [item.reason for item in items if isinstance(item, Skipped)]
+    assert skipped == ["summary of a run, read with its results"]

@@ -1,0 +1,1 @@
+"""Sessions and trajectories of agents and assistants."""

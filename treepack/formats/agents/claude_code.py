@@ -1,0 +1,326 @@
+"""Sessions of Claude Code: one JSONL file per session or sub-agent, one entry per line.
+
+    {"type": "user", "uuid": "u1", "parentUuid": null, "sessionId": "S", "message": {"role": "user", "content": "Hi"}}
+    {"type": "assistant", "uuid": "u2", "parentUuid": "u1", "message": {"id": "m1", "content": [{"type": "text", ..}]}}
+    {"type": "assistant", "uuid": "u3", "parentUuid": "u2", "message": {"id": "m1", "content": [{"type": "tool_use", ..}
+    {"type": "user", "uuid": "u4", "parentUuid": "u3", "message": {"content": [{"type": "tool_result", ..}]}}
+
+Entries form a tree by `parentUuid`. A message of the model has one line for each of its content blocks, all with the
+same `message.id`. The result of a parallel call is a child of its own block, so the tree branches inside a turn:
+
+    u1 - m1 text - m1 call A - m1 call B - result B          the prompt of m2 contains both calls and both results,
+                            `- result A - m2 text            although its path has only A
+
+The prompt of a message is its path from the root, with whole messages and all their results, or from the summary of the
+last compaction and the messages that the compaction kept. A branch starts a new trajectory. The file contains neither
+the system prompt nor the tools, and only some of the reminders that Claude Code adds; a note counts this. Messages that
+Claude Code wrote in the name of the model, and interrupted ones, are context but not trained. A call after an image is
+left out. `content_blocks` splits the blocks. A session and its sub-agents, in the same file or in others, are one
+rollout (`session_files`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from treepack.ingest.readers.calls.call_logs import NO_CALL, CallLog
+from treepack.ingest.readers.calls.chat_calls import read_chats
+from treepack.ingest.readers.calls.rollout_names import group_of_first
+from treepack.ingest.readers.calls.session_files import (
+    SessionFile,
+    agents_below,
+    agents_beside,
+    file_of_session,
+    first_records,
+    in_session,
+)
+from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.fields.values import object_or_empty
+from treepack.ingest.readers.files.inputs import STDIN
+from treepack.ingest.readers.files.records import Record
+from treepack.ingest.readers.format import MASKS, Format
+from treepack.ingest.readers.kinds import ANY, TEXT, no, one_of
+from treepack.ingest.readers.messages.content_blocks import skip_reason, split_blocks
+from treepack.trajectory import Skipped, Trajectory
+
+SYNTHETIC = "<synthetic>"  # the model of a message that Claude Code wrote
+INTERRUPTED = "[Request interrupted by user]"
+CONTEXT_NOTE = "system prompt, tools and some reminders are not in sessions of Claude Code"
+INTERRUPTED_NOTE = "interrupted turn not trained"
+SUB_AGENT = "description of a sub-agent, whose session is another file"
+
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _SessionEntry:
+    """A line of the tree, number `index` in the file.
+
+    `key` is the id of the model's message that contains this block, and None for other lines.
+    """
+
+    index: int
+    uuid: str
+    parent: str | None
+    kind: str
+    message: Message
+    value: dict[str, Any]
+    key: str | None
+
+
+@dataclass(slots=True)
+class _SessionTree:
+    """The lines of a file that are in the tree."""
+
+    entries: dict[str, _SessionEntry] = field(default_factory=dict)  # by uuid, in the order of the file
+    blocks: dict[str, list[_SessionEntry]] = field(default_factory=dict)  # of each message of the model, by its key
+    called: set[str] = field(default_factory=set)  # the ids of tool calls
+    results: dict[str, _SessionEntry] = field(default_factory=dict)  # by the id of the call
+    kept: dict[str, list[str]] = field(default_factory=dict)  # uuid of a summary -> entries that its compaction kept
+    agents: set[str] = field(default_factory=set)  # the ids of sub-agents whose results are in the file
+
+
+@dataclass(frozen=True, slots=True)
+class _CallPrompt:
+    """The messages before a call, and the reason if they cannot be read as text."""
+
+    messages: list[Message]
+    reason: str | None = None
+
+
+def read_claude_code(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+    """Read the trajectories of a session, named after it, or after it and its sub-agent.
+
+    Their group is derived from the first prompt of the session, so that sessions with the same task are a group.
+
+    Raises:
+        TreepackError: `readers.messages` refuses a message.
+    """
+    rows = list(records)
+    if "agentType" in rows[0].value:
+        yield Skipped(rows[0].source, SUB_AGENT, is_rollout=False)
+        return
+    session = _session(rows)
+    log = _calls(session)
+    record = replace(rows[0], source=rows[0].path, value=_description(session, rows[0]))
+    if log.calls:
+        items = log.read(record, options, context=(CONTEXT_NOTE,))
+        yield from in_session(items, *_file_of(session, record.path, options))
+    else:
+        yield Skipped(record.source, next(iter(log.notes), NO_CALL), is_rollout=bool(session.blocks))
+
+
+def _file_of(session: _SessionTree, path: str, options: ReadOptions) -> tuple[SessionFile | None, str | None]:
+    """Return the file at `path` of a session with sub-agents, or of one of them, and the group of the session.
+
+    The file is None for a session without sub-agents. The group is None if this file has the first prompt.
+    """
+    head = next((entry.value for entry in session.entries.values()), {})
+    name, agent = head.get("sessionId"), head.get("agentId")
+    if not isinstance(name, str) or path == STDIN:
+        return None, None
+    if not isinstance(agent, str):
+        agents = agents_below(path, name) + agents_beside(path, session.agents)
+        return (SessionFile(name, path, 0) if agents and Path(path).name == f"{name}.jsonl" else None), None
+    main = file_of_session(path, name)
+    if main is None:
+        return None, None
+    called, group = _main(main, Path(main).stat().st_mtime_ns, options)
+    agents = agents_below(main, name) + agents_beside(main, called)
+    file = Path(path).name
+    return (SessionFile(name, main, 1 + agents.index(file)), group) if file in agents else (None, None)
+
+
+@lru_cache(maxsize=64)
+def _main(path: str, _changed: int, options: ReadOptions) -> tuple[frozenset[str], str | None]:
+    """Return the ids of the sub-agents that the session at `path` has called, and the group of its first prompt."""
+    rows = list(first_records(Path(path)))
+    if not rows:
+        return frozenset(), None
+    session = _session(rows)
+    items = read_chats(replace(rows[0], value={}), _calls(session).calls[:1], options)
+    first = next((item for item in items if isinstance(item, Trajectory)), None)
+    return frozenset(session.agents), None if first is None else group_of_first(first)
+
+
+def _session(rows: list[Record]) -> _SessionTree:
+    session = _SessionTree()
+    for row in rows:
+        value = row.value
+        uuid, parent, message = value.get("uuid"), value.get("parentUuid"), object_or_empty(value.get("message"))
+        # A resumed session may repeat lines; titles, snapshots and queues have no uuid and no place in the tree.
+        if not isinstance(uuid, str) or uuid in session.entries:
+            continue
+        parent = parent if isinstance(parent, str) else None
+        key = str(message.get("id") or uuid) if value.get("type") == "assistant" else None
+        entry = _SessionEntry(len(session.entries), uuid, parent, str(value.get("type")), message, value, key)
+        session.entries[uuid] = entry
+        if key is not None:
+            session.blocks.setdefault(key, []).append(entry)
+            session.called |= _ids(message, "tool_use", "id")
+        if entry.kind == "user":
+            session.results |= dict.fromkeys(_ids(message, "tool_result", "tool_use_id"), entry)
+            agent = object_or_empty(value.get("toolUseResult")).get("agentId")
+            session.agents |= {agent} if isinstance(agent, str) else set()
+    for entry in session.entries.values():
+        _add_kept(session, entry)
+    return session
+
+
+def _add_kept(session: _SessionTree, entry: _SessionEntry) -> None:
+    """Record the entries that the compaction at `entry` kept, under the summary after which they are in the prompt."""
+    segment = object_or_empty(entry.value.get("compactMetadata")).get("preservedSegment")
+    if not isinstance(segment, dict):
+        return
+    # The segment head - x - tail is walked from its end, and ends with the head or the root: tail, x, head.
+    uuids: list[str] = []
+    uuid = segment.get("tailUuid")
+    while isinstance(uuid, str) and uuid in session.entries and uuid not in uuids:
+        uuids.append(uuid)
+        uuid = None if uuid == segment.get("headUuid") else session.entries[uuid].parent
+    # A forked session has written the kept entries again after the summary.
+    anchor = str(segment.get("anchorUuid"))
+    if uuids and session.entries[uuids[-1]].parent != anchor:
+        session.kept[anchor] = uuids[::-1]
+
+
+def _ids(message: Message, kind: str, name: str) -> set[str]:
+    """Return the field `name` of the blocks of type `kind`."""
+    return {str(part.get(name)) for part in _parts(message) if part.get("type") == kind}
+
+
+def _parts(message: Message) -> list[dict[str, Any]]:
+    content = message.get("content")
+    return [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
+
+
+def _calls(session: _SessionTree) -> CallLog:
+    """Return one call for each message of the model, in the order of their first lines."""
+    log = CallLog()
+    prompts: dict[str | None, _CallPrompt] = {None: _CallPrompt([])}  # by the entry before a call
+    interrupted = {entry.parent for entry in session.entries.values() if _is_interruption(entry)}
+    for blocks in session.blocks.values():
+        prompt = _prompt(session, blocks[0].parent, prompts)
+        answer = _answer(blocks)
+        if blocks[0].message.get("model") == SYNTHETIC or not answer:
+            continue
+        if any(block.uuid in interrupted for block in blocks):
+            log.note(INTERRUPTED_NOTE)
+            continue
+        # Only the last line of a message has the reason.
+        reasons = [reason for block in blocks if (reason := block.message.get("stop_reason")) is not None]
+        log.add(prompt.messages, answer, reason=prompt.reason, ending=reasons[-1] if reasons else None)
+    return log
+
+
+def _is_interruption(entry: _SessionEntry) -> bool:
+    texts = [entry.message.get("content"), *(part.get("text") for part in _parts(entry.message))]
+    return entry.kind == "user" and INTERRUPTED in texts
+
+
+def _prompt(session: _SessionTree, last: str | None, prompts: dict[str | None, _CallPrompt]) -> _CallPrompt:
+    """Return the messages up to the entry `last`, and keep them in `prompts`, so that the next call starts from there.
+
+    O(entries since the last call, and messages of the prompt).
+    """
+    path: list[_SessionEntry] = []
+    uuid, seen = last, set[str]()
+    while uuid is not None and uuid not in prompts and uuid in session.entries and uuid not in seen:
+        seen.add(uuid)
+        path.append(session.entries[uuid])
+        uuid = session.entries[uuid].parent
+    before = prompts.get(uuid, prompts[None])
+    between: list[Message] = []
+    done: set[str] = set()
+    for entry in reversed(path):
+        between += _messages(session, entry, done)
+        for name in session.kept.get(entry.uuid, []):
+            between += _messages(session, session.entries[name], done)
+    prompt = _CallPrompt([*before.messages, *between], before.reason or skip_reason(between))
+    return prompts.setdefault(last, prompt)
+
+
+def _messages(session: _SessionTree, entry: _SessionEntry, done: set[str]) -> list[Message]:
+    """Return the messages that `entry` adds to a prompt; `done` are the messages of the model that are in it."""
+    if entry.key is not None:
+        # The path has several blocks of a message: the first one adds the whole message, with its results.
+        if entry.key in done or entry.value.get("isApiErrorMessage"):
+            return []
+        done.add(entry.key)
+        blocks = session.blocks[entry.key]
+        ids = {name for block in blocks for name in _ids(block.message, "tool_use", "id")}
+        # In the order of the file. An entry may have several results, but it is in the prompt once.
+        results = {session.results[name].index: session.results[name] for name in ids if name in session.results}
+        return [*_answer(blocks), *(message for index in sorted(results) for message in _user(results[index]))]
+    if entry.kind == "user":
+        # A result is in the prompt already, after its call.
+        is_result = not session.called.isdisjoint(_ids(entry.message, "tool_result", "tool_use_id"))
+        return [] if is_result else _user(entry)
+    attachment = entry.value.get("attachment")
+    if isinstance(attachment, dict) and attachment.get("type") == "queued_command":
+        return [{"role": "user", "content": attachment.get("prompt")}]
+    if entry.kind == "system" and entry.value.get("subtype") == "local_command":
+        return [{"role": "user", "content": entry.value.get("content")}]
+    return []
+
+
+def _user(entry: _SessionEntry) -> list[Message]:
+    return split_blocks([{"role": "user", "content": entry.message.get("content")}])
+
+
+def _answer(blocks: list[_SessionEntry]) -> list[Message]:
+    """Return the message of the model whose lines are `blocks`: a list of one, or of none if it is empty."""
+    content: list[Any] = []
+    for block in blocks:
+        value = block.message.get("content")
+        parts = value if isinstance(value, list) else [{"type": "text", "text": value}] if value else []
+        content += [part for part in parts if part not in content]
+    return split_blocks([{"role": "assistant", "content": content}]) if content else []
+
+
+def _description(session: _SessionTree, first: Record) -> dict[str, Any]:
+    models = [blocks[0].message.get("model") for blocks in session.blocks.values()]
+    names = dict.fromkeys(name for name in models if isinstance(name, str) and name != SYNTHETIC)
+    head = next((entry.value for entry in session.entries.values()), first.value)
+    name = "/".join(part for part in (head.get("sessionId"), head.get("agentId")) if isinstance(part, str))
+    return {
+        "trajectory_id": name or first.label,
+        "cwd": head.get("cwd"),
+        "version": head.get("version"),
+        "model": ", ".join(names) or None,
+    }
+
+
+FORMAT = Format(
+    name="claude-code",
+    rank=160,
+    program="Claude Code",
+    recognised_by="`type` and `sessionId`, a first line of `type` summary or file-history-snapshot, a file .meta.json",
+    requires=[
+        # Qwen Code writes lines with the same fields, but messages in the form of Gemini's API.
+        {"type": TEXT, "sessionId": TEXT, "message.parts": no(ANY), "systemPayload": no(ANY)},
+        {"type": one_of("summary"), "leafUuid": TEXT},
+        {"type": one_of("file-history-snapshot"), "messageId": TEXT},
+        {"agentType": TEXT, "toolUseId": TEXT},
+    ],
+    checked="first",
+    used="""
+        type uuid parentUuid sessionId agentId cwd version subtype content message.id message.content
+        message.model message.content.tool_use_id compactMetadata.preservedSegment attachment.prompt
+        isApiErrorMessage message.content.type message.content.text message.content.thinking message.content.id
+        message.content.name message.content.input message.content.content message.content.is_error
+        toolUseResult.agentId message.stop_reason
+    """.split(),
+    dropped=(
+        "attachments except queued commands (reminders)",
+        "message.usage, toolUseResult except the id of a sub-agent",
+        "lines that are not in the tree: summary, file-history-snapshot, queue-operation, last-prompt, mode",
+    ),
+    keeps={MASKS},
+    links="uuid parentUuid sessionId message.id".split(),
+    read_file=read_claude_code,
+)

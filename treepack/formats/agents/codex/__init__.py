@@ -1,0 +1,1 @@
+"""Rollout files of the Codex CLI."""

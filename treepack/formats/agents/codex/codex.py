@@ -1,0 +1,209 @@
+"""Rollout files of the Codex CLI: one JSONL file per session, one event per line.
+
+    {"type": "session_meta", "payload": {"id": "S", "cwd": "/work", "base_instructions": {"text": "You are .."}, ..}}
+    {"type": "response_item", "payload": {"type": "message", "role": "user", "content": [{"type": "input_text", ..}]}}
+    {"type": "response_item", "payload": {"type": "reasoning", ..}}, {"type": "function_call", ..}, ..
+    {"type": "compacted", "payload": {"message": "..", "replacement_history": [item, ..]}}
+    {"type": "event_msg", "payload": {"type": "thread_rolled_back", "num_turns": 1}}
+
+Items of OpenAI's Responses API follow each other, and the history of the session is the prompt of each turn. It only
+grows, until a compaction replaces it, or the user takes back turns; then a new trajectory starts:
+
+    items        u a u b | compacted to s | u c          trajectories   u A u B      s u C
+
+The base instructions and the developer messages after them are the system prompt. The file contains no tools, and the
+prompt that Codex sends lacks the parts of the base instructions about tools that it does not offer. Reasoning is in the
+file only if the server sends it in plain text; other reasoning is encrypted. Notes count both. A summary that the model
+wrote for a compaction is left out, because its prompt is not in the file. `response_items` reads the items. A session
+and its sub-agents are one rollout, and turns that a fork copied are trained once (`codex_files`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from treepack.errors import TreepackError
+from treepack.formats.agents.codex.codex_files import copied_items, file_of_thread
+from treepack.ingest.readers.calls.call_logs import NO_CALL, CallLog
+from treepack.ingest.readers.calls.chat_calls import read_chats
+from treepack.ingest.readers.calls.rollout_names import group_of_first
+from treepack.ingest.readers.calls.session_files import first_records, in_session
+from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.fields.values import as_objects, shown
+from treepack.ingest.readers.files.records import Record
+from treepack.ingest.readers.format import MASKS, Format
+from treepack.ingest.readers.kinds import OBJECT, one_of
+from treepack.ingest.readers.messages.content_blocks import skip_reason
+from treepack.ingest.readers.messages.response_items import Item, ItemMessages, messages_of_items
+from treepack.trajectory import Skipped, Trajectory
+
+CONTEXT_NOTE = "tools, and changes of the system prompt for them, are not in sessions of Codex"
+SUMMARY_NOTE = "summary for a compaction not used"
+COPIED_NOTE = "turns that were copied from another session not trained"
+SNAPSHOT = "ghost_snapshot"  # an item of Codex itself: the state of the files, which no model reads
+
+
+Message = dict[str, Any]
+
+
+@dataclass(slots=True)
+class _ItemRange:
+    """Items that follow each other; the first `num_before` are from earlier stretches, or replace them."""
+
+    items: list[Item] = field(default_factory=list)
+    num_before: int = 0
+
+
+def read_codex(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+    """Read the trajectories of a session, named after its id.
+
+    Their group is derived from the first prompt, so that sessions with the same task are a group.
+
+    Raises:
+        TreepackError: an item that `response_items` refuses.
+    """
+    rows = list(records)
+    first, meta = rows[0], rows[0].value["payload"]
+    log = _calls_of_file(rows)
+    contexts = [row.value.get("payload") for row in rows if row.value.get("type") == "turn_context"]
+    models = [context.get("model") for context in contexts if isinstance(context, dict)]
+    value = {
+        "trajectory_id": str(meta.get("id") or first.label),
+        "cwd": meta.get("cwd"),
+        "version": meta.get("cli_version"),
+        "model": ", ".join(dict.fromkeys(name for name in models if isinstance(name, str))) or None,
+    }
+    record = replace(first, source=first.path, value=value)
+    items = log.read(record, options, context=(CONTEXT_NOTE,), reason=log.fault or NO_CALL)
+    file = file_of_thread(first.path, meta) if log.calls else None
+    is_agent = file is not None and file.number > 0
+    yield from in_session(items, file, _group(file.path, options) if file is not None and is_agent else None)
+
+
+def _group(path: str, options: ReadOptions) -> str | None:
+    """Return the group of the session at `path`, by its first prompt; None if it has no turn of the model."""
+    rows = list(first_records(Path(path)))
+    items = read_chats(replace(rows[0], value={}), _calls_of_file(rows).calls[:1], options)
+    return next((group_of_first(item) for item in items if isinstance(item, Trajectory)), None)
+
+
+def _calls_of_file(rows: list[Record]) -> CallLog:
+    """Return the calls of a session that are in no other file."""
+    path, meta = rows[0].path, rows[0].value["payload"]
+    log = CallLog()
+    stretches = _stretches(rows, log)
+    copied = copied_items([row.value for row in rows], path)
+    if copied:
+        log.note(COPIED_NOTE)
+    for stretch in stretches:
+        chat = messages_of_items(stretch.items, source=path)
+        log.note(*chat.notes)
+        _add_calls(log, _system(meta), chat, [*copied, *stretch.items[: stretch.num_before]])
+    return log
+
+
+def _system(meta: dict[str, Any]) -> list[Message]:
+    base = meta.get("base_instructions")
+    text = base.get("text") if isinstance(base, dict) else base
+    return [{"role": "system", "content": text}] if isinstance(text, str) and text else []
+
+
+def _stretches(rows: list[Record], log: CallLog) -> list[_ItemRange]:
+    """Return the stretches of the history."""
+    stretches = [_ItemRange()]
+    for row in rows:
+        kind, payload = row.value.get("type"), row.value.get("payload")
+        if payload is not None and not isinstance(payload, dict):
+            raise TreepackError(f"{row.source}: payload is {shown(payload)}; expected an object")
+        if payload is None:
+            continue
+        metadata = row.value.get("metadata")
+        if kind == "response_item" and isinstance(metadata, dict) and metadata.get("compaction_output"):
+            log.note(SUMMARY_NOTE)
+        elif kind == "response_item" and payload.get("type") != SNAPSHOT:
+            stretches[-1].items.append(payload)
+        elif kind == "compacted":
+            # A copy, because later items are appended, and the list belongs to the record.
+            items = _compacted(payload, stretches[-1].items, row.source)
+            stretches.append(_ItemRange(list(items), len(items)))
+        elif kind == "event_msg" and payload.get("type") == "thread_rolled_back":
+            items = _rolled_back(stretches[-1].items, payload.get("num_turns"))
+            stretches.append(_ItemRange(list(items), len(items)))
+    return stretches
+
+
+def _compacted(payload: dict[str, Any], items: list[Item], source: str) -> list[Item]:
+    """Return the history after a compaction. Without one in the file: messages of the user, and the summary."""
+    if payload.get("replacement_history") is not None:
+        return as_objects(payload["replacement_history"], source=source, name="replacement_history")
+    messages = [item for item in items if item.get("type") == "message" and item.get("role") != "assistant"]
+    return [*messages, {"type": "message", "role": "user", "content": str(payload.get("message") or "")}]
+
+
+def _rolled_back(items: list[Item], num_turns: Any) -> list[Item]:
+    """Return `items` before the last `num_turns` messages of the user."""
+    # u a u b, one turn -> u a. Codex writes its own context as messages of the user too, in tags: it is not a turn.
+    turns = [index for index, item in enumerate(items) if _is_turn(item)]
+    number = num_turns if isinstance(num_turns, int) and num_turns > 0 else 0
+    return items if number == 0 or not turns else items[: turns[max(len(turns) - number, 0)]]
+
+
+def _is_turn(item: Item) -> bool:
+    if item.get("type") != "message" or item.get("role") != "user":
+        return False
+    parts = item.get("content")
+    texts = [part.get("text") for part in parts if isinstance(part, dict)] if isinstance(parts, list) else [parts]
+    return not any(isinstance(text, str) and text.lstrip().startswith("<") for text in texts)
+
+
+def _add_calls(log: CallLog, system: list[Message], chat: ItemMessages, earlier: Sequence[Item]) -> None:
+    """Add a call for each message of the model that does not consist of `earlier` items."""
+    earlier_ids = {id(item) for item in earlier}
+    history = _joined([*system, *chat.messages])
+    shift = len(history) - len(chat.messages)
+    reason = None
+    for number, (message, items) in enumerate(zip(chat.messages, chat.items, strict=True)):
+        reason = reason or skip_reason([message])
+        if message["role"] != "assistant" or any(id(item) in earlier_ids for item in items):
+            continue
+        log.add(history[: number + shift], [message], reason=reason)
+
+
+def _joined(messages: list[Message]) -> list[Message]:
+    """Return `messages` with the system prompt and the developer messages after it as one message.
+
+    Codex sends them as several messages, which many chat templates do not accept.
+    """
+    num = next((i for i, each in enumerate(messages) if each["role"] not in ("system", "developer")), len(messages))
+    texts = [each["content"] for each in messages[:num]]
+    if num < 2 or not all(isinstance(text, str) for text in texts):
+        return messages
+    return [{"role": "system", "content": "\n\n".join(texts)}, *messages[num:]]
+
+
+FORMAT = Format(
+    name="codex",
+    rank=170,
+    program="Codex CLI",
+    recognised_by="a first line of `type` session_meta with `payload`",
+    requires=[{"type": one_of("session_meta"), "payload": OBJECT}],
+    checked="first",
+    used="""
+        type payload payload.id payload.cwd payload.cli_version payload.base_instructions payload.type
+        payload.role payload.content payload.name payload.arguments payload.call_id payload.output
+        payload.model payload.message payload.replacement_history payload.num_turns metadata.compaction_output
+        payload.input payload.action payload.status payload.forked_from_id
+        payload.source.subagent.thread_spawn.parent_thread_id
+    """.split(),
+    dropped=(
+        "event_msg (repeats the items for the user), except thread_rolled_back",
+        "turn_context except the model, world_state, token_usage_record",
+        "payload.encrypted_content and payload.summary of reasoning",
+    ),
+    keeps={MASKS},
+    links="type".split(),
+    read_file=read_codex,
+)

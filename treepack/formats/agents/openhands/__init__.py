@@ -1,0 +1,1 @@
+"""Conversations of OpenHands."""

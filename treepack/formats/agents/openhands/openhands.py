@@ -1,0 +1,163 @@
+"""Conversations of OpenHands: events in the output of a benchmark, in a trajectory file, or one file per event.
+
+    {"instance_id": "task-7", "instruction": "..", "history": [event, ..], "report": {"resolved": true}, ..}
+    [event, ..]                                  a trajectory file, also as JSONL
+    <conversation>/events/event-00000-<id>.json  one event each, read together with the first of them
+
+Before version 1, an event is an action or an observation (`openhands_actions`); since then it has a `kind`
+(`openhands_events`). The prompt of a response of the model is the view of the events before it (`event_views`). If the
+output of a benchmark has no message of the user at its start, `instruction` is that message. A missing system prompt is
+counted by a note. A conversation from 2024, whose actions do not contain the responses of the model, is skipped.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+from treepack.formats.agents.openhands.openhands_actions import add_action_event
+from treepack.formats.agents.openhands.openhands_events import add_events
+from treepack.ingest.readers.calls.event_views import EventView
+from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.fields.rollout_facts import temperature_of
+from treepack.ingest.readers.fields.values import as_objects, object_or_empty
+from treepack.ingest.readers.files.companion_files import folder_and_document, read_document
+from treepack.ingest.readers.files.inputs import STDIN
+from treepack.ingest.readers.files.records import Record
+from treepack.ingest.readers.format import MASKS, REWARDS, Format
+from treepack.ingest.readers.kinds import TEXT, Fields, first
+from treepack.trajectory import Skipped, Trajectory
+
+Event = dict[str, Any]
+EVENT_FILE = re.compile(r"event-(\d+)-.*\.json")
+SYSTEM_NOTE = "system prompt is not in the file"
+NO_CALL = "conversation without a response of the model"
+# An event before version 1, and one since then. Actions that start a conversation have no result yet.
+ACTION: Fields = {"action": TEXT, "source": TEXT}
+OBSERVATION: Fields = {"observation": TEXT, "source": TEXT}
+KIND: Fields = {"kind": TEXT, "source": TEXT, "timestamp": TEXT}
+
+
+def read_openhands(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+    """Read each record with a `history` as a conversation, and all other records of the file as the events of one.
+
+    Raises:
+        TreepackError: an event or message of a different kind.
+    """
+    events: list[Event] = []
+    last = None
+    for record in records:
+        if "history" in record.value:
+            history = as_objects(record.value["history"], source=record.source, name="history")
+            yield from _read(record, history, options)
+        else:
+            events.append(record.value)
+            last = record
+    if last is None:
+        return
+    others = _event_files(last)
+    if others and Path(last.path) != others[0]:
+        yield Skipped(last.source, f"read with {others[0].name[:11]}", is_rollout=False)
+        return
+    if others:
+        events = [read_document(path) for path in others]
+    folder, stem = folder_and_document(last)
+    # <conversation>/events/event-00000-<id>.json and <folder>/<conversation>.json
+    name = Path(last.path).parent.parent.name if others else f"{folder}/{stem}" if folder else stem
+    yield from _read(replace(last, source=last.path, value={"trajectory_id": name}), events, options)
+
+
+def _event_files(record: Record) -> list[Path]:
+    """Return the files of a conversation with one file per event, in their order; empty if `record` is not in one."""
+    path = Path(record.path)
+    if record.path == STDIN or EVENT_FILE.fullmatch(path.name) is None:
+        return []
+    # "event-00010-x.json" -> 10
+    matches = [match for each in path.parent.iterdir() if (match := EVENT_FILE.fullmatch(each.name)) is not None]
+    ordered = sorted(matches, key=lambda match: (int(match[1]), match[0]))
+    return [path.parent / match[0] for match in ordered]
+
+
+def _read(record: Record, events: Sequence[Event], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+    view = EventView()
+    before = list(takewhile(lambda event: not _is_response(event), events))
+    if not any(event.get("action") == "system" or event.get("kind") == "SystemPromptEvent" for event in before):
+        view.log.note(SYSTEM_NOTE)
+    description = _description(record)
+    group, instruction = description.get("group_id"), record.value.get("instruction")
+    if isinstance(instruction, str) and not any(event.get("source") == "user" for event in before):
+        view.add(None, {"role": "user", "content": instruction})
+    if any("kind" in event for event in events):
+        add_events(view, events)
+    else:
+        for event in events:
+            if (reason := add_action_event(view, event)) is not None:
+                yield Skipped(record.source, reason, group_id=group)
+                return
+    if view.log.calls:
+        yield from view.log.read(replace(record, value=description), options, context=())
+    else:
+        yield Skipped(record.source, view.log.fault or NO_CALL, group_id=group)
+
+
+def _is_response(event: Event) -> bool:
+    is_system = event.get("action") == "system" or event.get("kind") == "SystemPromptEvent"
+    return event.get("source") == "agent" and not is_system
+
+
+def _description(record: Record) -> dict[str, Any]:
+    value = record.value
+    if "history" not in value:
+        return value
+    folder, stem = folder_and_document(record)
+    metadata, instance = object_or_empty(value.get("metadata")), value.get("instance_id")
+    model = object_or_empty(metadata.get("llm_config") or metadata.get("llm"))
+    return {
+        "trajectory_id": "/".join(part for part in (folder, stem, str(instance or record.label)) if part),
+        "group_id": None if instance is None else str(instance),
+        "reward": _reward(value),
+        "model": model.get("model"),
+        "temperature": temperature_of(model),
+        "error": value.get("error") if isinstance(value.get("error"), str) else None,
+    }
+
+
+def _reward(value: dict[str, Any]) -> float | None:
+    """Return 1 or 0 if an evaluation contains `resolved`, else the share of points; None without an evaluation."""
+    result = object_or_empty(value.get("test_result"))
+    for report in (value, value.get("report"), result, result.get("report")):
+        if isinstance(resolved := object_or_empty(report).get("resolved"), bool):
+            return float(resolved)
+    score = object_or_empty(result.get("final_score"))
+    total, points = score.get("total"), score.get("result")
+    is_score = isinstance(total, int | float) and isinstance(points, int | float) and total > 0
+    return points / total if is_score else None  # type: ignore[operator]
+
+
+FORMAT = Format(
+    name="openhands",
+    rank=180,
+    program="OpenHands",
+    recognised_by="`history` with events, or events: `action` or `observation` with `source`, or `kind` with `source`",
+    requires=[{"history": first(ACTION, OBSERVATION, KIND)}, ACTION, OBSERVATION, KIND],
+    checked="first",
+    used="""
+        history instance_id instruction report.resolved test_result.final_score metadata.llm_config.model
+        metadata.llm_config.temperature history.id history.action history.args history.source
+        history.observation history.content history.extras history.tool_call_metadata kind llm_message thought
+        reasoning_content tool_call llm_response_id tool_call_id system_prompt tools forgotten_event_ids
+        summary metadata.llm.model history.kind history.llm_message observation.kind observation.content
+    """.split(),
+    dropped=(
+        "git_patch, metrics, instance",
+        "message, timestamp, cause, llm_metrics",
+        "history.action of the SDK (repeats tool_call)",
+    ),
+    keeps={MASKS, REWARDS},
+    links="kind".split(),
+    read_file=read_openhands,
+)

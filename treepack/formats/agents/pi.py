@@ -1,0 +1,305 @@
+"""Sessions of the pi coding agent: one JSONL file per session, one entry per line.
+
+    {"type": "session", "version": 3, "id": "<uuid>", "timestamp": "..", "cwd": "/work", "parentSession": "..."}
+    {"type": "message", "id": "a1", "parentId": null, "message": {"role": "user", "content": "Hello"}}
+    {"type": "message", "id": "a2", "parentId": "a1", "message": {"role": "assistant", "model": "..",
+        "content": [{"type": "thinking", ..}, {"type": "text", ..}, {"type": "toolCall", ..}], "stopReason": "stop"}}
+    {"type": "compaction", "id": "a3", "parentId": "a2", "summary": "..", "firstKeptEntryId": "a2"}
+
+Entries form a tree by `parentId`. In version 1, which has no ids, each entry follows the entry before it. The prompt of
+an assistant message is its path from the root, or from the summary of the last compaction and the entries that the
+compaction kept. Calls that continue each other are joined, so a compaction or a branch starts a new trajectory. Turns
+that a forked session has copied from a session of its folder are trained in that session only. Summaries and commands
+of the user are in the prompt under a title that this reader adds. The file contains neither the system prompt nor the
+tools. Interrupted and failed turns are neither trained nor read. A call after an image is left out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Any
+
+from treepack.errors import TreepackError
+from treepack.ingest.readers.calls.conversations import conversation
+from treepack.ingest.readers.calls.rollout_names import SPLIT_NOTE, in_rollout
+from treepack.ingest.readers.calls.session_files import first_records
+from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.fields.values import as_objects, quoted
+from treepack.ingest.readers.files.companion_files import companion_path
+from treepack.ingest.readers.files.records import Record
+from treepack.ingest.readers.format import LINEAGE, MASKS, Format
+from treepack.ingest.readers.kinds import ANY, one_of
+from treepack.trajectory import Skipped, Trajectory
+
+# The parent session is the path of a file, whose name ends with the id: "../2026-01-01_<uuid>.jsonl" -> "<uuid>"
+UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+# Stop reasons of an incomplete message.
+FAILED = frozenset({"aborted", "error"})
+# Entries of these types add nothing to a prompt.
+NO_CONTEXT = frozenset({"session", "model_change", "thinking_level_change", "custom", "label", "session_info"})
+IMAGE_NOTE = "call after an image not used"
+FAILED_NOTE = "interrupted or failed turn not used"
+COPIED_NOTE = "turns that were copied from another session not trained"
+
+
+Entry = dict[str, Any]
+
+
+def read_pi(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+    """Read the trajectories of a session, named after its id.
+
+    Their group is that id, or the id of the session from which this session was forked.
+
+    Raises:
+        TreepackError: entries or messages of a different kind.
+    """
+    rows = list(records)
+    header = rows[0]
+    chains, notes, models = _chains(_entries(rows), _entries_of_parent(header))
+    # A session without an answer trains nothing.
+    if not chains:
+        yield Skipped(header.source, "no turn of the model")
+    name = str(header.value.get("id") or header.label)
+    parent = UUID.search(PurePath(str(header.value.get("parentSession") or "")).name)
+    group, model = parent[0] if parent else name, ", ".join(models) or None
+    if len(chains) > 1:
+        notes = (SPLIT_NOTE, *notes)
+    for chain in chains:
+        value = {"trajectory_id": name, "group_id": group, "cwd": header.value.get("cwd"), "model": model}
+        record = Record(header.path, header.path, value)
+        item = conversation(record, chain.messages, options, num_prompt=chain.num_prompt, notes=notes)
+        is_part = len(chains) > 1 and isinstance(item, Trajectory)
+        yield in_rollout(item, chain.first_call - 1) if is_part else item
+        notes = ()
+
+
+def _entries_of_parent(header: Record) -> dict[str, Any]:
+    """Return the messages of the session from which this one was forked by their ids, if its file is in the folder."""
+    name = PurePath(str(header.value.get("parentSession") or "")).name
+    path = companion_path(header, name) if name else None
+    if path is None or str(path) == header.path:
+        return {}
+    rows = (row.value for row in first_records(path))
+    return {str(row.get("id")): row["message"] for row in rows if row.get("message") is not None}
+
+
+@dataclass(slots=True)
+class _CallChain:
+    """Calls that continue each other: their messages, of which the first `num_prompt` are not trained."""
+
+    first_call: int
+    messages: list[dict[str, Any]]
+    num_prompt: int
+
+
+def _chains(
+    entries: dict[str, Record], copied: dict[str, Any]
+) -> tuple[list[_CallChain], tuple[str, ...], tuple[str, ...]]:
+    """Return the chains of calls, the notes to count, and the names of the models. O(entries) for each chain.
+
+    A call that is in `copied` too, with its id, belongs to another session.
+    """
+    chains: list[_CallChain] = []
+    ends: dict[str, _CallChain] = {}  # by the entry of the last call
+    after_image: set[str] = set()
+    notes: dict[str, None] = {}
+    models: dict[str, None] = {}
+    num_calls = 0
+    for name, record in entries.items():
+        message = record.value.get("message")
+        if not isinstance(message, dict) or message.get("role") != "assistant":
+            continue
+        # No later prompt contains an incomplete message.
+        if not _is_call(record):
+            notes[FAILED_NOTE] = None
+            continue
+        num_calls += 1
+        if copied.get(name) == message:
+            notes[COPIED_NOTE] = None
+            continue
+        # Without a chain to extend, the prompt is the whole path.
+        between, before = _since_last_call(entries, record)
+        # A second call after the same call is a branch: pop() leaves no chain to continue, so it starts a new one.
+        chain = ends.pop(before, None) if before is not None else None
+        prompt = _prompt(entries, record) if chain is None else between
+        if before in after_image or any(map(_has_image, prompt)):
+            after_image.add(name)
+            notes[IMAGE_NOTE] = None
+            continue
+        if chain is None:
+            chain = _CallChain(num_calls, prompt, len(prompt))
+            chains.append(chain)
+        else:
+            chain.messages += prompt
+        chain.messages.append(_chat_message(message, record.source))
+        ends[name] = chain
+        if isinstance(message.get("model"), str):
+            models[message["model"]] = None
+    return chains, tuple(notes), tuple(models)
+
+
+def _is_call(record: Record) -> bool:
+    """Return whether the entry of `record` is a complete message of a model."""
+    message = record.value.get("message")
+    if record.value.get("type") != "message" or not isinstance(message, dict) or message.get("role") != "assistant":
+        return False
+    return bool(message.get("content")) and str(message.get("stopReason")) not in FAILED
+
+
+def _since_last_call(entries: dict[str, Record], record: Record) -> tuple[list[dict[str, Any]], str | None]:
+    """Return the messages between the call of `record` and the call before it, and the entry of that call.
+
+    The entry is None if there is no call before, or if a compaction is between them.
+    """
+    between: list[dict[str, Any]] = []
+    seen: set[str] = set()
+    parent = record.value.get("parentId")
+    while isinstance(parent, str) and parent in entries and parent not in seen:
+        seen.add(parent)
+        above = entries[parent]
+        if _is_call(above):
+            return between, parent
+        if above.value.get("type") == "compaction":
+            return [], None
+        between = _messages_of(above) + between
+        parent = above.value.get("parentId")
+    return [], None
+
+
+def _entries(records: list[Record]) -> dict[str, Record]:
+    """Return the entries after the header by their ids; in version 1 the ids are the positions."""
+    entries: dict[str, Record] = {}
+    before: str | None = None
+    for index, record in enumerate(records[1:], 1):
+        value = record.value
+        if value.get("type") == "session":
+            raise TreepackError(f"{record.source}: begins a second session; put each session into a file of its own")
+        # Version 1: entries 1, 2, 3 -> ids "1", "2", "3", each the parent of the next.
+        if not isinstance(value.get("id"), str):
+            kept = value.get("firstKeptEntryIndex")
+            value = value | {
+                "id": str(index),
+                "parentId": before,
+                "firstKeptEntryId": None if kept is None else str(kept),
+            }
+            record = Record(record.source, record.path, value)
+        entries[value["id"]] = record
+        before = value["id"]
+    return entries
+
+
+def _prompt(entries: dict[str, Record], last: Record) -> list[dict[str, Any]]:
+    """Return the messages before the entry `last`, in chat form."""
+    path: list[Record] = []
+    seen: set[str] = set()
+    parent = last.value.get("parentId")
+    while isinstance(parent, str) and parent in entries and parent not in seen:
+        seen.add(parent)
+        path.append(entries[parent])
+        parent = entries[parent].value.get("parentId")
+    path.reverse()
+    # [a, b, compaction that keeps b, c] -> [summary, b, c]; a cycle of parents ends at `seen`.
+    # The summary of the last compaction replaces everything before the entries that it kept.
+    compactions = [index for index, record in enumerate(path) if record.value.get("type") == "compaction"]
+    messages: list[dict[str, Any]] = []
+    if compactions:
+        at = compactions[-1]
+        first = path[at].value.get("firstKeptEntryId")
+        start = next((index for index, record in enumerate(path[:at]) if record.value["id"] == first), at)
+        messages.append(_summary("Summary of the conversation so far", path[at]))
+        path = path[start:at] + path[at + 1 :]
+    for record in path:
+        messages += _messages_of(record)
+    return messages
+
+
+def _messages_of(record: Record) -> list[dict[str, Any]]:
+    """Return the messages that the entry of `record` adds to a prompt: one or none."""
+    kind, message = record.value.get("type"), record.value.get("message")
+    if kind == "message" and isinstance(message, dict):
+        # The user can hide a command from the model (`excludeFromContext`).
+        failed = message.get("role") == "assistant" and not _is_call(record)
+        hidden = message.get("role") == "bashExecution" and message.get("excludeFromContext")
+        return [] if failed or hidden else [_chat_message(message, record.source)]
+    if kind == "branch_summary":
+        return [_summary("Summary of another branch of the conversation", record)]
+    if kind == "custom_message":
+        return [{"role": "user", "content": record.value.get("content")}]
+    if isinstance(kind, str) and (kind in NO_CONTEXT or kind == "compaction"):
+        return []
+    raise TreepackError(f"{record.source}: has the type {quoted(kind)}; expected an entry of a pi session")
+
+
+def _summary(title: str, record: Record) -> dict[str, Any]:
+    return {"role": "user", "content": f"{title}:\n\n{record.value.get('summary') or ''}"}
+
+
+def _chat_message(message: dict[str, Any], source: str) -> dict[str, Any]:
+    """Return a message of a session in chat form; image parts are kept, so that `_has_image` finds them."""
+    role, content = message.get("role"), message.get("content")
+    if role == "toolResult":
+        call = {"tool_call_id": message.get("toolCallId"), "name": message.get("toolName")}
+        return {"role": "tool", "content": content, **call}
+    if role == "bashExecution":
+        return {"role": "user", "content": _command(message)}
+    if role in ("custom", "hookMessage"):
+        return {"role": "user", "content": content}
+    if role in ("branchSummary", "compactionSummary"):
+        return {"role": "user", "content": message.get("summary")}
+    if role != "assistant":
+        return {"role": role, "content": content}
+    ended = {"stopReason": message.get("stopReason")}
+    if isinstance(content, str):
+        return {"role": role, "content": content} | ended
+    said: dict[str, Any] = {"role": role, "content": []} | ended
+    for part in as_objects(content, source=source, name="content"):
+        kind = part.get("type")
+        if kind == "thinking":
+            said["reasoning_content"] = said.get("reasoning_content", "") + str(part.get("thinking") or "")
+        elif kind == "toolCall":
+            call = {"id": part.get("id"), "name": part.get("name"), "arguments": part.get("arguments")}
+            said.setdefault("tool_calls", []).append(call)
+        else:
+            # Unknown kinds become parts without text, which `normalise_messages` refuses.
+            said["content"].append({"type": kind, "text": part.get("text")})
+    return said
+
+
+def _command(message: dict[str, Any]) -> str:
+    """Return a command that the user ran, and its output."""
+    lines = [f"$ {message.get('command')}", str(message.get("output") or "").rstrip("\n")]
+    if message.get("exitCode"):
+        lines.append(f"[exit code {message['exitCode']}]")
+    return "\n".join(line for line in lines if line)
+
+
+def _has_image(message: dict[str, Any]) -> bool:
+    content = message.get("content")
+    parts = content if isinstance(content, list) else []
+    return any(isinstance(part, dict) and part.get("type") == "image" for part in parts)
+
+
+FORMAT = Format(
+    name="pi",
+    rank=110,
+    program="pi",
+    recognised_by="a first line of `type` session with `timestamp` and `cwd`",
+    requires=[{"type": one_of("session"), "timestamp": ANY, "cwd": ANY}],
+    checked="first",
+    used="""
+        type id parentId cwd parentSession message.role message.content message.toolCallId message.toolName
+        message.stopReason message.model summary firstKeptEntryId
+    """.split(),
+    dropped=(
+        "message.usage, message.api, message.provider, message.details",
+        "timestamp",
+        "thinkingSignature",
+        "entries that are not in the prompt: custom, label, session_info, thinking_level_change, model_change",
+    ),
+    keeps={MASKS, LINEAGE},
+    links="id parentId".split(),
+    read_file=read_pi,
+)

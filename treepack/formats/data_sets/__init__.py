@@ -1,0 +1,1 @@
+"""Conversations, token ids and trees in common layouts."""

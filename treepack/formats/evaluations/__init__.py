@@ -1,0 +1,1 @@
+"""Results of benchmarks and evaluation harnesses."""

@@ -1,0 +1,1 @@
+"""Trajectories in ATIF, and trials of Harbor."""

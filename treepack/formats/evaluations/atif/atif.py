@@ -1,0 +1,383 @@
+"""ATIF, the trajectories of Harbor and other programs: `agent/trajectory.json` of a trial, versions 1.0 to 1.8.
+
+    {"schema_version": "ATIF-v1.6", "session_id": "..", "agent": {"name", "version", "model_name", "tool_definitions"},
+     "steps": [{"step_id": 1, "source": "user", "message": ".."},
+               {"step_id": 2, "source": "agent", "message": "..", "reasoning_content": "..",
+                "tool_calls": [{"tool_call_id", "function_name", "arguments": {..}}],
+                "observation": {"results": [{"source_call_id", "content"}]},
+                "metrics": {"prompt_token_ids": [..], "completion_token_ids": [..], "logprobs": [..]}}],
+     "continued_trajectory_ref": "trajectory.cont-1.json", "subagent_trajectories": [{the same}, ..]}
+
+If every call has token ids, these ids are read, and calls that continue each other are joined. If not, the steps are
+one conversation. A step is not trained if it was copied from another file (`is_copied_context`) or if no model made it
+(`llm_call_count` 0). A system step with an observation is an event of the harness, not a message; a conversation ends
+at an event between two steps of the agent.
+
+The files of a trial are one rollout, and so are a trajectory and its embedded agents: continuations, summaries and
+sub-agents count once in the group of their task (`trial_files`). A continuation contains the steps that it continues as
+copied steps. The `result.json` of a trial contains the task, the name of the trial and the reward of all files in its
+folder. It may contain token ids as `agent_result.rollout_details`, which are read if `trajectory.json` has none. Each
+step of a trial of several steps has an instruction and a reward of its own, so it is a rollout of the group
+`<task>/<step>`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from treepack.errors import TreepackError
+from treepack.formats.evaluations.atif.trial_files import (
+    MAX_AGENTS,
+    FileOfRollout,
+    file_of_trial,
+    file_of_trial_session,
+)
+from treepack.ingest.readers.calls.conversations import without
+from treepack.ingest.readers.calls.rollout_names import group_of_first, within
+from treepack.ingest.readers.calls.token_calls import TokenCall, read_calls
+from treepack.ingest.readers.fields import endings
+from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.fields.rewards import reward_of
+from treepack.ingest.readers.fields.rollout_facts import describe, temperature_of
+from treepack.ingest.readers.fields.values import as_objects, object_or_empty, shown
+from treepack.ingest.readers.files.companion_files import companion_path, folder_and_document, read_document
+from treepack.ingest.readers.files.records import NoObjectError, Record
+from treepack.ingest.readers.format import EVERYTHING, Format
+from treepack.ingest.readers.kinds import ANY, LIST, Fields, has_fields, starting
+from treepack.ingest.readers.messages.conversation_settings import normalise_tools
+from treepack.ingest.readers.messages.normal_form import normalise_messages
+from treepack.trajectory import Chat, Skipped, Trajectory
+
+# The sources of ATIF -> the roles of chat.
+ROLES = {"system": "system", "user": "user", "agent": "assistant"}
+# Fields of a document that are read, or that repeat the steps.
+TOP = frozenset({"schema_version", "trajectory_id", "agent", "steps", "final_metrics"})
+LINKS = frozenset({"continued_trajectory_ref", "subagent_trajectories"})
+MAIN = "trajectory.json"
+# The result of a trial, seen from agent/, from steps/<name>/agent/ and from a folder without subfolders.
+ABOVE = ("../result.json", "../../../result.json", "result.json")
+SOME_NOTE = "token ids of some steps only, not used"
+MEDIA_NOTE = "steps from the first image or sound to the end not used"
+CONTEXT_NOTE = "steps after an event of the harness, such as a summary, not used: their prompt is not known"
+
+
+def read_atif(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+    """Read the trajectories of `record`, named after the trial or the session, and of its embedded agents.
+
+    Raises:
+        TreepackError: steps of a different kind, token ids that contradict each other, or several rewards.
+    """
+    if has_fields(record.value, [RESULT]):
+        yield from _read_result(record, options)
+        return
+    path, result = _result_above(record)
+    if path is None:
+        yield from _read_document(record, {}, file_of_trial_session(record), options)
+        return
+    # steps/<name>/agent/trajectory.json -> the step <name>; agent/trajectory.json -> the whole trial
+    step = Path(record.path).parent.parent
+    is_step = step.parent.name == "steps"
+    part = _step_result(result, step.name, record.source) if is_step else result
+    # "trajectory.json" -> "", "trajectory.cont-1.json" -> "cont-1"
+    inner = folder_and_document(record)[1].removeprefix("trajectory").lstrip(".-_")
+    step_name = step.name if is_step else ""
+    facts = _facts(result, part, (step_name, inner), str(path), options)
+    main = companion_path(record, MAIN)
+    if not _is_in_details(part, main, str(path)):
+        file = file_of_trial(record, step if is_step else path.parent, _name(result, step_name))
+        yield from _read_document(record, facts, file, options)
+    # The result has the ids of the whole trial: only its main file yields them, and other files are skipped.
+    elif main is not None and main.name == Path(record.path).name:
+        yield from _read_details(Record(str(path), str(path), facts), part, options)
+    else:
+        yield Skipped(record.source, f"its token ids are read with {MAIN if main else path.name}", is_rollout=False)
+
+
+def _read_result(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+    """Read the token ids of a trial that has no trajectory file."""
+    result, source = record.value, record.source
+    steps = as_objects(result.get("step_results"), source=source, name="step_results")
+    # A trial of one step keeps agent/trajectory.json, a trial of several steps one file per step.
+    parts = [("", result, f"agent/{MAIN}")]
+    parts += [(str(step.get("step_name")), step, f"steps/{step.get('step_name')}/agent/{MAIN}") for step in steps]
+    nothing = True
+    for name, part, main in parts:
+        if companion_path(record, main) is None and _is_in_details(part, None, source):
+            facts = _facts(result, part, (name, ""), source, options)
+            yield from _read_details(replace(record, value=facts), part, options)
+            nothing = False
+    if nothing:
+        yield Skipped(source, "result of a trial, read with its trajectories", is_rollout=False)
+
+
+def _read_details(record: Record, part: dict[str, Any], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+    """Read the conversations whose token ids are in the result of a trial, or of a step of it."""
+    name = record.value["trajectory_id"]
+    details = _details(part, record.source)
+    for number, detail in enumerate(details):
+        value = record.value | {"trajectory_id": f"{name}/segment-{number}" if number else name}
+        for item in read_calls(replace(record, value=value), _detail_calls(detail, record.source), options):
+            yield within(item, str(name), number) if len(details) > 1 else item
+
+
+def _details(part: dict[str, Any], source: str) -> list[dict[str, Any]]:
+    """Return the token ids of all calls of a trial, or of a step of it: one object per conversation."""
+    details = object_or_empty(part.get("agent_result")).get("rollout_details")
+    return as_objects(details, source=source, name="agent_result.rollout_details")
+
+
+def _is_in_details(part: dict[str, Any], log: Path | None, source: str) -> bool:
+    """Return whether the token ids are read from the result, because the main trajectory at `log` lacks them."""
+    if not any(detail.get("completion_token_ids") for detail in _details(part, source)):
+        return False
+    trained = [step for step in _steps(log) if _is_trained(step)]
+    return not trained or not all(map(_has_ids, trained))
+
+
+def _steps(log: Path | None) -> list[dict[str, Any]]:
+    steps = None if log is None else read_document(log).get("steps")
+    return as_objects(steps, source=str(log), name="steps")
+
+
+def _detail_calls(detail: dict[str, Any], source: str) -> list[TokenCall]:
+    prompts, completions = detail.get("prompt_token_ids"), detail.get("completion_token_ids")
+    logprobs = detail.get("logprobs")
+    if not isinstance(prompts, list) or not isinstance(completions, list) or len(prompts) != len(completions):
+        raise TreepackError(
+            f"{source}: rollout_details has different numbers of prompts and completions; expected one of each per call"
+        )
+    # Log-probabilities are optional, but they cannot be assigned to calls if their number differs.
+    if not isinstance(logprobs, list) or len(logprobs) != len(prompts):
+        logprobs = [None] * len(prompts)
+    calls = zip(prompts, completions, logprobs, strict=True)
+    return [TokenCall(prompt, said, {"rollout_log_probs": values}) for prompt, said, values in calls]
+
+
+def _read_document(
+    record: Record, trial: dict[str, Any], file: FileOfRollout | None, options: ReadOptions
+) -> Iterator[Trajectory | Skipped]:
+    """Read the agents of a document, as parts of one rollout if `file` is one of several, or has several agents."""
+    agents = [list(items) for items in _read_agents(record, trial, options)]
+    firsts = [next((item for item in items if isinstance(item, Trajectory)), None) for items in agents]
+    main = next((item for item in firsts if item is not None), None)
+    if main is None or (file is None and sum(item is not None for item in firsts) == 1):
+        yield from chain.from_iterable(agents)
+        return
+    rollout = file or FileOfRollout(main.rollout_id or main.trajectory_id, record.source, None, 0)
+    group = rollout.group or main.group_id or group_of_first(main)
+    for number, items in enumerate(agents):
+        for item in items:
+            part = within(item, rollout.rollout, rollout.order * MAX_AGENTS + min(number, MAX_AGENTS - 1))
+            if isinstance(part, Trajectory):
+                part = replace(part, source=rollout.source, group_id=part.group_id if trial else group)
+            yield part
+
+
+def _read_agents(
+    record: Record, trial: dict[str, Any], options: ReadOptions
+) -> Iterator[Iterator[Trajectory | Skipped]]:
+    """Yield the trajectories of the agent of a document, and then the steps of each agent that is embedded in it."""
+    value, source = record.value, record.source
+    agent = object_or_empty(value.get("agent"))
+    facts = {
+        **without(value, TOP | LINKS),
+        **trial,
+        "agent": agent.get("name"),
+        "model": agent.get("model_name"),
+        "temperature": temperature_of(agent.get("extra")),
+    }
+    if "trajectory_id" not in facts:
+        facts["trajectory_id"] = value.get("trajectory_id") or value.get("session_id")
+    yield _read_agent(replace(record, value=facts), value, agent, options)
+    embedded = as_objects(value.get("subagent_trajectories"), source=source, name="subagent_trajectories")
+    for number, each in enumerate(embedded):
+        where = f"{source}: subagent_trajectories[{number}]"
+        if not has_fields(each, [TRAJECTORY]):
+            raise TreepackError(f"{where} is {shown(each)}; expected a trajectory with schema_version ATIF and steps")
+        name = f"{facts['trajectory_id']}/{each.get('trajectory_id') or number}"
+        yield from _read_agents(Record(where, record.path, each), trial | {"trajectory_id": name}, options)
+
+
+def _read_agent(
+    record: Record, value: dict[str, Any], agent: dict[str, Any], options: ReadOptions
+) -> Iterator[Trajectory | Skipped]:
+    """Read the steps of one agent, whose document is `value`; `record` has its facts."""
+    steps = as_objects(value["steps"], source=record.source, name="steps")
+    trained = [step for step in steps if _is_trained(step)]
+    with_ids = [step for step in trained if _has_ids(step)]
+    # Ids of some steps only would mix two tokenisations in one trajectory, so then all are read as text.
+    if trained and len(with_ids) == len(trained):
+        yield from read_calls(record, [_token_call(step) for step in trained], options)
+    else:
+        yield from _read_steps(record, steps, agent.get("tool_definitions"), bool(with_ids), options)
+
+
+def _is_trained(step: dict[str, Any]) -> bool:
+    return step.get("source") == "agent" and not step.get("is_copied_context") and step.get("llm_call_count") != 0
+
+
+def _metrics(step: dict[str, Any]) -> dict[str, Any]:
+    return object_or_empty(step.get("metrics"))
+
+
+def _has_ids(step: dict[str, Any]) -> bool:
+    """Return whether `step` has the token ids of its one call. Ids of several calls in one step cannot be separated."""
+    return step.get("llm_call_count") in (None, 1) and all(
+        _metrics(step).get(name) for name in ("prompt_token_ids", "completion_token_ids")
+    )
+
+
+def _token_call(step: dict[str, Any]) -> TokenCall:
+    metrics = _metrics(step)
+    values = {"rollout_log_probs": metrics.get("logprobs")}
+    return TokenCall(metrics["prompt_token_ids"], metrics["completion_token_ids"], values, ending=_ending(step))
+
+
+def _ending(step: dict[str, Any]) -> Any:
+    """Return why the answer of a step ended, which agents log in `extra` fields; None if it is not in the file."""
+    metrics = _metrics(step)
+    holders = [step, step.get("extra"), metrics, metrics.get("extra")]
+    reasons = (endings.raw_of(holder) for holder in holders if isinstance(holder, dict))
+    return next((reason for reason in reasons if reason is not None), None)
+
+
+def _read_steps(
+    record: Record, steps: list[dict[str, Any]], tools: Any, some_ids: bool, options: ReadOptions
+) -> Iterator[Trajectory | Skipped]:
+    """Read the steps as one conversation, up to the first step with media or with a change of the context."""
+    messages: list[dict[str, Any]] = []
+    notes: tuple[str, ...] = (SOME_NOTE,) if some_ids else ()
+    for number, step in enumerate(steps):
+        if step.get("source") == "system" and step.get("observation"):
+            # An event before the first call or after the last one changes no prompt.
+            if any(map(_is_trained, steps[:number])) and any(map(_is_trained, steps[number:])):
+                notes += (CONTEXT_NOTE,)
+                break
+            continue
+        said = _messages(step, f"{record.source}: step {number + 1}")
+        if any(map(_has_media, said)):
+            notes += (MEDIA_NOTE,)
+            break
+        messages += said
+    done = normalise_messages(messages, source=record.source)
+    schemas = normalise_tools(tools, source=record.source)
+    if not any(done.weights):
+        yield Skipped(record.source, "no step of a model that can be trained")
+        return
+    content = Chat(done.messages, done.weights, schemas, message_cuts=done.cuts)
+    yield describe(record, content, used=(), options=options, notes=done.notes + notes)
+
+
+def _messages(step: dict[str, Any], source: str) -> list[dict[str, Any]]:
+    """Return the messages that a step adds to the conversation."""
+    # A step of the agent with two tool calls -> an assistant message and two tool messages.
+    origin = step.get("source")
+    if not isinstance(origin, str) or origin not in ROLES:
+        raise TreepackError(f"{source}: source is {shown(origin)}; expected system, user or agent")
+    message: dict[str, Any] = {"role": ROLES[origin], "content": step.get("message")}
+    if origin != "agent":
+        return [message] if message["content"] else []
+    if step.get("reasoning_content"):
+        message["reasoning_content"] = step["reasoning_content"]
+    calls = as_objects(step.get("tool_calls"), source=source, name="tool_calls")
+    if calls:
+        names = {"id": "tool_call_id", "name": "function_name", "arguments": "arguments"}
+        message["tool_calls"] = [{name: call.get(field) for name, field in names.items()} for call in calls]
+    if not _is_trained(step):
+        message["loss"] = False
+    if (ending := _ending(step)) is not None:
+        message["finish_reason"] = ending
+    results = object_or_empty(step.get("observation")).get("results")
+    answers = [_result(result, calls) for result in as_objects(results, source=source, name="observation.results")]
+    return [message, *answers]
+
+
+def _result(result: dict[str, Any], calls: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the message with the result of a call, or with the result of an action that was not a tool call."""
+    call = result.get("source_call_id")
+    content = result.get("content")
+    # An action that was not a tool call: its result becomes the next message of the user.
+    if call is None:
+        return {"role": "user", "content": content}
+    name = next((each.get("function_name") for each in calls if each.get("tool_call_id") == call), None)
+    return {"role": "tool", "tool_call_id": call, "name": name, "content": content}
+
+
+def _has_media(message: dict[str, Any]) -> bool:
+    parts = message["content"] if isinstance(message.get("content"), list) else []
+    return any(isinstance(part, dict) and part.get("type") in ("image", "audio") for part in parts)
+
+
+def _result_above(record: Record) -> tuple[Path | None, dict[str, Any]]:
+    """Return the path and the content of the result of the trial that wrote `record`; None and {} if there is none."""
+    for path in filter(None, (companion_path(record, name) for name in ABOVE)):
+        try:
+            result = read_document(path)
+        except NoObjectError:
+            continue
+        if has_fields(result, [RESULT]):
+            return path, result
+    return None, {}
+
+
+def _facts(
+    result: dict[str, Any], part: dict[str, Any], names: tuple[str, str], source: str, options: ReadOptions
+) -> dict[str, Any]:
+    """Return the names and the reward that the result of a trial gives to one of its conversations.
+
+    `names` belong to the step of the trial and of the file, empty if there is none.
+    """
+    task = "/".join(filter(None, (str(result["task_name"]), names[0])))
+    return {"trajectory_id": _name(result, *names), "group_id": task, "reward": _reward(part, source, options)}
+
+
+def _name(result: dict[str, Any], *names: str) -> str:
+    return "/".join(filter(None, (str(result["trial_name"]), *names)))
+
+
+def _step_result(result: dict[str, Any], name: str, source: str) -> dict[str, Any]:
+    steps = as_objects(result.get("step_results"), source=source, name="step_results")
+    return next((step for step in steps if step.get("step_name") == name), {})
+
+
+def _reward(result: dict[str, Any], source: str, options: ReadOptions) -> float | None:
+    """Return the reward of the verifier: the one of `reward_key`, the one called `reward`, or the only one."""
+    rewards = object_or_empty(result.get("verifier_result")).get("rewards")
+    if not rewards:
+        return None
+    # {"reward": 1.0, "tests": 3} -> 1.0, {"tests": 3} -> 3, {"a": 1, "b": 2} -> refused by reward_of
+    if isinstance(rewards, dict) and options.reward_key is None:
+        rewards = rewards.get("reward", next(iter(rewards.values())) if len(rewards) == 1 else rewards)
+    return reward_of({"reward": rewards}, source, reward_key=options.reward_key)[0]
+
+
+TRAJECTORY: Fields = {"schema_version": starting("ATIF"), "steps": LIST}
+RESULT: Fields = {"task_name": ANY, "trial_name": ANY, "agent_info": ANY}
+FORMAT = Format(
+    name="atif",
+    rank=200,
+    program="Harbor; NeMo and others that write ATIF",
+    recognised_by="`schema_version` that begins with ATIF, and `steps`; or a trial's `task_name` and `trial_name`",
+    requires=[TRAJECTORY, RESULT],
+    used="""
+        steps.source steps.message steps.reasoning_content steps.tool_calls steps.observation.results
+        steps.metrics.prompt_token_ids steps.metrics.completion_token_ids steps.metrics.logprobs
+        steps.is_copied_context steps.llm_call_count agent.tool_definitions agent.name agent.model_name
+        agent.extra.temperature session_id task_name trial_name verifier_result.rewards
+        step_results.verifier_result.rewards agent_result.rollout_details subagent_trajectories=.
+        continued_trajectory_ref
+    """.split(),
+    dropped=(
+        "system steps with an observation (events of the harness)",
+        "steps.timestamp, steps.extra, other metrics",
+        "final_metrics",
+        "observation.results.subagent_trajectory_ref (a file of its own, or embedded)",
+        "of result.json: config, times, costs, exceptions",
+    ),
+    keeps=EVERYTHING,
+    read=read_atif,
+)

@@ -1,0 +1,1 @@
+"""Logs and traces of single calls of a model, from APIs and tracers."""

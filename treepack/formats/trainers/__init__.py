@@ -1,0 +1,1 @@
+"""Rollouts, samples and data sets that trainers write or read."""

@@ -1,1 +1,0 @@
-"""Files and fields of single programs whose formats do not fit one file."""
