@@ -12,7 +12,7 @@ are as before the step: its gradients are dropped, random generators are restore
 
 The ranks of a sharded model meet in every layer, so a rank cannot repeat a pass alone. If an allocation fails there,
 the run ends, after this rank has recorded the smaller plan for --resume. Ranks that meet only at the end of a step
-(`step.meeting`) all repeat it.
+(rows in pieces) all repeat it.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class FittingRun:
             self._excess = 0  # it belongs to a forecast, and there is none
         self.run = smaller
         self._start_measuring()
-        self._note(f"{reason}: {plan_in_words(plan_of(smaller))}")
+        self._note(f"{reason}: {plan_in_words(_plan_of(smaller))}")
         if smaller.ranks.leads:
             self._record(smaller)
 
@@ -179,7 +179,7 @@ class FittingRun:
         smaller = smaller_run(run, self._room(agreed=agreed))
         if smaller is None:
             raise TreepackError(
-                f"{place} with the smallest plan ({plan_in_words(plan_of(run))}); pack with a smaller "
+                f"{place} with the smallest plan ({plan_in_words(_plan_of(run))}); pack with a smaller "
                 "--capacity, or train with --lora-rank, --optimizer adamw-8bit or on more GPUs"
             ) from error
         if not agreed:
@@ -187,7 +187,7 @@ class FittingRun:
                 self._record(smaller)
             raise TreepackError(
                 f"{place}; ranks that meet in every layer cannot repeat a step, so continue with --resume, which takes "
-                f"the smaller plan in run.json: {plan_in_words(plan_of(smaller))}"
+                f"the smaller plan in run.json: {plan_in_words(_plan_of(smaller))}"
             ) from error
         return smaller
 
@@ -207,7 +207,7 @@ def smaller_run(run: TrainingRun, room: int | None = None) -> TrainingRun | None
     # Pieces gather the whole weights, and their gradients.
     pieces = can_carry(loaded) and (room is None or loaded.root is None or 2 * whole_bytes(loaded) <= room)
     plan, needed = None, 0
-    following = smaller_plan(plan_of(run), longest, num_layers, can_carry=pieces)
+    following = smaller_plan(_plan_of(run), longest, num_layers, can_carry=pieces)
     while following is not None:
         plan = following
         needed = 0 if memory is None else memory.forecast(plan) or 0
@@ -228,8 +228,7 @@ def smaller_run(run: TrainingRun, room: int | None = None) -> TrainingRun | None
     return replace(changed[0], held_out=None if len(changed) == 1 else changed[1], choices=(*run.choices, line))
 
 
-def plan_of(run: TrainingRun) -> RunPlan:
-    """Return the plan that a run follows."""
+def _plan_of(run: TrainingRun) -> RunPlan:
     return RunPlan(**{name: getattr(run.options, name) for name in PLANNED})
 
 

@@ -156,7 +156,7 @@ def forward_rows(run: TrainingRun, rows: list[int]) -> Report:
         torch.no_grad(),
         whole_weights(loaded) if in_pieces else nullcontext(),
         closing(Prefetch(run.dataset, share, pin=loaded.device.type == "cuda")) as batches,
-        meeting(run, apart=in_pieces),
+        _meeting(run, apart=in_pieces),
     ):
         for own, batch in zip(share, batches, strict=True):
             if not own and in_pieces:
@@ -246,7 +246,7 @@ def _compute_rows(
         if run.balance is not None:
             batches = list(batches)
             balancing = _count_routes(run, run.balance, batches, reshard=sharded and not in_pieces)
-        with meeting(run, apart=in_pieces):
+        with _meeting(run, apart=in_pieces):
             for own, batch in zip(share, batches, strict=True):
                 if not own and in_pieces:
                     continue  # no rank waits for another one
@@ -264,7 +264,7 @@ class SharedShortageError(TreepackError):
 
 
 @contextmanager
-def meeting(run: TrainingRun, *, apart: bool) -> Iterator[None]:
+def _meeting(run: TrainingRun, *, apart: bool) -> Iterator[None]:
     """Let the ranks meet after the block if they do not meet inside (`apart`); then all learn if memory ran out on one.
 
     Ranks that compute a row together meet in every layer even so.
