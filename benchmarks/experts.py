@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import statistics
 import tempfile
 import time
@@ -39,6 +40,8 @@ from treepack.attention import IMPLEMENTATIONS, row_multiple
 from treepack.costs.model_cost import PRESETS, FlopCount, operations, shape_of
 from treepack.data.batch import Batch, make_batch
 from treepack.model.experts.interface import compute_experts, implementation_of
+from treepack.model.experts.lora import ExpertAdapter
+from treepack.model.experts.routing import sort_pairs
 from treepack.model.experts.weights import cast_once
 from treepack.model.forward import row_loss
 from treepack.model.layers import adapt_layers
@@ -195,13 +198,18 @@ def exact_experts(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -
     return out
 
 
-def check(device: torch.device, tokens: int, count: int, size: int, width: int, top_k: int) -> list[float]:
-    """Return relative errors of output and gradients (hidden, weights, gate_up, down) in bfloat16, against float64.
+def check(device: torch.device, tokens: int, count: int, size: int, width: int, top_k: int, rank: int) -> list[float]:
+    """Return relative errors of output and gradients in bfloat16, against float64.
+
+    Gradients of hidden, weights, gate_up and down; with a rank, those of adapters of random A and B instead of the last
+    two.
 
     Raises:
         SystemExit: an error is above 1 %, or two runs differ in a bit.
     """
     from transformers.integrations import moe
+
+    from treepack.model.experts.gated import gated_experts
 
     torch.manual_seed(tokens)
     module = Experts(count, size, width, device)
@@ -212,23 +220,38 @@ def check(device: torch.device, tokens: int, count: int, size: int, width: int, 
     weights = torch.rand(tokens, top_k, device=device).requires_grad_()
     hidden = torch.randn(tokens, size, device=device).requires_grad_()
     grad = torch.randn(tokens, size, device=device)
-    inputs = (hidden, weights, module.gate_up_proj, module.down_proj)
+    stacked = (module.gate_up_proj, module.down_proj)
+    first, second = (random_adapter(weight, rank) if rank else None for weight in stacked)
+    adapters = first, second
+    inputs = [hidden, weights, *(part for each in adapters for part in each or ())] + ([] if rank else [*stacked])
 
     def run() -> list[Tensor]:
         with torch.autocast("cuda", torch.bfloat16):
-            out = compute_experts(module, hidden, index, weights)
+            if rank:
+                out = gated_experts(hidden, weights, *stacked, sort_pairs(index, count), torch.bfloat16, adapters)
+            else:
+                out = compute_experts(module, hidden, index, weights)
         return [out.detach(), *torch.autograd.grad(out, inputs, grad)]
 
     results, again = run(), run()
     if not all(torch.equal(a, b) for a, b in zip(results, again, strict=True)):
         raise SystemExit("two runs differ")
-    exact = exact_experts(module, hidden.double(), index, weights.double())
+    sums = [w.double() + (a.b.double() @ a.a.double() if a else 0) for w, a in zip(stacked, adapters, strict=True)]
+    whole = SimpleNamespace(num_experts=count, gate_up_proj=sums[0], down_proj=sums[1])
+    exact = exact_experts(whole, hidden.double(), index, weights.double())
     expected = [exact.detach(), *torch.autograd.grad(exact, inputs, grad.double())]
     errors = [float((a - b).norm() / b.norm()) for a, b in zip(results, expected, strict=True)]
     assert all(result.dtype == torch.float32 for result in results), "float32 in, float32 out"
     if not max(errors) < 1e-2:
         raise SystemExit(f"errors {errors}")
     return errors
+
+
+def random_adapter(weight: Tensor, rank: int) -> ExpertAdapter:
+    """Return an adapter of a stacked weight, whose sum is about as large as the weight."""
+    count, out, size = weight.shape
+    a, b = (torch.randn(*sizes, device=weight.device) for sizes in ((count, rank, size), (count, out, rank)))
+    return ExpertAdapter((a / size**0.5).requires_grad_(), (b / rank**0.5).requires_grad_())
 
 
 def parse() -> argparse.Namespace:
@@ -250,9 +273,12 @@ def main() -> None:
     config["max_position_embeddings"] = 1 << 17
     lines = []
     if device.type == "cuda":
-        for sizes in ((1000, 8, 256, 192, 2), (3000, 16, 512, 768, 4), (77, 64, 128, 64, 8)):
-            errors = check(device, *sizes)
-            lines.append(f"# tokens, experts, D, I, k {sizes}: errors {', '.join(f'{e:.1e}' for e in errors)}")
+        checked = [(1000, 8, 256, 192, 2), (3000, 16, 512, 768, 4), (77, 64, 128, 64, 8)]
+        for sizes, rank in itertools.product(checked, (0, 16, 64)):
+            errors = check(device, *sizes, rank)
+            lines.append(
+                f"# tokens, experts, D, I, k {sizes}, rank {rank}: errors {', '.join(f'{e:.1e}' for e in errors)}"
+            )
             print(lines[-1], flush=True)
     workload = star("star", 30, 3, 40) if arguments.dry_run else make_workload("agent-32k")
     row = make_row(workload, config["vocab_size"], row_multiple("triton")).to(device)

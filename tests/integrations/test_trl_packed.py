@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from copy import deepcopy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from support.oracle_model import gradients, worst_error, write_rows
 from support.packed_objectives import as_trajectories, rollouts
 from support.paths import SAMPLE_DATA
 from treepack import PackedDataset, TreepackError, load_model, row_loss
+from treepack.integrations.trl import tree_trainer
 
 pytestmark = pytest.mark.integrations
 
@@ -134,6 +136,18 @@ def test_options_of_samples_are_refused(
 ) -> None:
     with pytest.raises(TreepackError, match=message):
         make_trainer(load_model(SAMPLE_DATA / "tiny-qwen3.json").model, packed, tmp_path, **changes)
+
+
+@pytest.mark.parametrize("option", ["cp_size", "sp_size", "tp_size"])
+@pytest.mark.parametrize("kind", ["SFT", "DPO", "GRPO"])
+def test_parallelism_of_accelerate_is_refused_before_a_model_is_loaded(kind: str, option: str, tmp_path: Path) -> None:
+    import trl
+
+    config = getattr(trl, f"{kind}Config")(str(tmp_path), use_cpu=True, bf16=False)
+    config.parallelism_config = SimpleNamespace(**{option: 2})
+    trainer: Any = tree_trainer(getattr(trl, f"{kind}Trainer"))
+    with pytest.raises(TreepackError, match=rf"config.{option} is 2, .* `treepack train --sequence-ranks 2`"):
+        trainer("no-such-model", args=config, train_dataset=None)
 
 
 def test_samples_that_are_not_packed_are_refused(packed: PackedDataset, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import peft
@@ -11,6 +12,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+import support.interpreter  # noqa: F401  # before a kernel runs
+from support.experts import Tiny, exact, poisoned, relative, routed
 from support.oracle_model import Sample, gradients, make_row, tiny_config, worst_error
 from support.tiny_families import IS_OLD, tiny_family
 from treepack import TreepackError
@@ -18,8 +21,11 @@ from treepack.carry.verify import in_pieces
 from treepack.data.batch import make_batch
 from treepack.model.adapters.adapter import assign, initial_weights, put_adapter, save_adapter
 from treepack.model.adapters.lora_options import LoraOptions
+from treepack.model.experts import interface
+from treepack.model.experts.gated import gated_experts
 from treepack.model.experts.interface import NAME, register_experts
-from treepack.model.experts.lora import has_adapter
+from treepack.model.experts.lora import ExpertAdapter, adapter_of
+from treepack.model.experts.routing import sort_pairs
 from treepack.model.load import load_merged, load_model
 from treepack.model.loaded import LoadedModel
 from treepack.model.verify.gradients import verify_gradients
@@ -110,12 +116,67 @@ def test_peft_loads_a_saved_adapter_and_treepack_trains_it_on(tmp_path: Path) ->
     assert sum("experts" in name for name in trained) == len(names)
 
 
+def summed(weight: Tensor, adapter: ExpertAdapter | None) -> Tensor:
+    """The slow twin: the stacked weights in float64, with every low-rank product added up."""
+    return weight.double() if adapter is None else weight.double() + adapter.b.double() @ adapter.a.double()
+
+
+# Ranks of one block, of two, and of three (48). Expert 1 has no pair, and expert 0 more than a tile of them.
+@pytest.mark.parametrize(
+    ("ranks", "frozen"),
+    [
+        pytest.param((16, 48), True, id="both"),
+        pytest.param((64, 16), True, id="larger", marks=pytest.mark.slow),
+        pytest.param((16, 0), False, id="gate_up, with its weights", marks=pytest.mark.slow),
+        pytest.param((0, 32), True, id="down", marks=pytest.mark.slow),
+    ],
+)
+def test_the_kernels_agree_with_the_dense_sum(ranks: tuple[int, int], frozen: bool) -> None:
+    module = Tiny(width=64)
+    hidden, index, weights, grad = routed(150)
+    generator = torch.Generator().manual_seed(1)
+    adapters = []
+    for weight, rank in zip((module.gate_up_proj, module.down_proj), ranks, strict=True):
+        count, out, size = weight.shape
+        parts = [torch.randn(*sizes, generator=generator) * 0.2 for sizes in ((count, rank, size), (count, out, rank))]
+        adapters.append(ExpertAdapter(*(part.requires_grad_() for part in parts)) if rank else None)
+        weight.requires_grad_(not frozen)
+    both, down = adapters
+    inputs = [hidden.requires_grad_(), weights.requires_grad_(), *(part for each in adapters for part in each or ())]
+    inputs += [] if frozen else [module.gate_up_proj, module.down_proj]
+    sums = {"gate_up_proj": summed(module.gate_up_proj, both), "down_proj": summed(module.down_proj, down)}
+    expected = exact(SimpleNamespace(num_experts=4, **sums), hidden.double(), index, weights.double())
+    twins = torch.autograd.grad(expected, inputs, grad.double())
+    stacked = module.gate_up_proj, module.down_proj
+    with poisoned():
+        result = gated_experts(hidden, weights, *stacked, sort_pairs(index, 4), torch.float32, (both, down))
+        mine = torch.autograd.grad(result, inputs, grad)
+    assert relative(result, expected) < 1e-6
+    assert max(relative(a, b) for a, b in zip(mine, twins, strict=True)) < 1e-6
+
+
+@pytest.mark.parametrize("rank", [1, pytest.param(8, marks=pytest.mark.slow)])
+def test_a_model_gives_its_adapters_to_the_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+    sizes: dict[str, Any] = {"hidden_size": 64, "moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2}
+    source = tiny_config(tmp_path / "moe.json", model_type="qwen3_moe", **sizes)
+    loaded = adapted(source, dtype=torch.float32, lora=LoraOptions(rank=rank))
+    loaded.causal.set_attn_implementation("sdpa")
+    expected = results(loaded.model, loaded.causal, "eager")
+    monkeypatch.setattr(interface, "takes_kernels", lambda *_: True)
+    mine = results(loaded.model, loaded.causal, NAME)
+    assert any(".experts." in name and bool(value.any()) for name, value in mine.items())
+    loaded.model.double()
+    twin = results(loaded.model, loaded.causal, "eager")
+    assert worst_error(mine, twin) < 4 * worst_error(expected, twin)  # both round to float32
+
+
 def test_names_choose_experts_or_leave_them_out(tmp_path: Path) -> None:
     def chosen(targets: str) -> tuple[set[str], bool]:
         loaded = load_model(mixture(tmp_path), lora=LoraOptions(rank=3, targets=targets))
         config = loaded.model.peft_config["default"]
         layers = [module for module in loaded.causal.modules() if hasattr(module, "down_proj")]
-        return {*(config.target_modules or ()), *(config.target_parameters or ())}, any(map(has_adapter, layers))
+        has_adapter = any(adapter_of(module, "down_proj") is not None for module in layers)
+        return {*(config.target_modules or ()), *(config.target_parameters or ())}, has_adapter
 
     attention = {"q_proj", "k_proj", "v_proj", "o_proj"}
     assert chosen("auto") == (attention | {"experts.gate_up_proj", "experts.down_proj"}, True)

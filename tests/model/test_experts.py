@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +12,17 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.nn.functional import silu
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 import support.interpreter  # noqa: F401  # before a kernel runs
+from support.experts import Tiny, exact, poisoned, relative, routed
 from support.oracle_model import tiny_config
 from support.tiny_families import IS_OLD, NOT_COMPARED, tiny_family
 from treepack.errors import TreepackError
 from treepack.model.experts.gated import gated_experts
-from treepack.model.experts.interface import NAME, compute_experts, register_experts, takes_kernels
+from treepack.model.experts.interface import NAME, register_experts, takes_kernels
 from treepack.model.experts.routing import sort_pairs
 from treepack.model.experts.weights import cast_once, cast_weight
 from treepack.model.layers import adapt_layers
@@ -35,10 +33,6 @@ SPARSE: dict[str, Any] = {"first_k_dense_replace": 0, "mlp_layer_types": ["spars
 FAMILIES = {"deepseek_v3": SPARSE, "glm4_moe": SPARSE} | {
     kind: {} for kind in "qwen3_moe mixtral granitemoe olmoe gpt_oss".split()
 }
-
-
-def relative(result: Tensor, expected: Tensor) -> float:
-    return float((result.double() - expected.double()).detach().norm() / expected.double().detach().norm())
 
 
 def gradients(model: Any, implementation: str) -> list[Tensor]:
@@ -60,55 +54,6 @@ def test_a_model_has_the_logits_and_gradients_of_the_loop(kind: str) -> None:
     for result, twin in zip(results, expected, strict=True):
         assert (result is None) == (twin is None)
         assert result is None or relative(result, twin) <= 1e-13
-
-
-class Tiny(nn.Module):
-    """Gated experts as transformers stores them, in float32."""
-
-    def __init__(self, count: int = 4, size: int = 64, width: int = 128) -> None:
-        super().__init__()
-        self.num_experts, self.act_fn = count, nn.SiLU()
-        generator = torch.Generator().manual_seed(0)
-        self.gate_up_proj = nn.Parameter(torch.randn(count, 2 * width, size, generator=generator) / size**0.5)
-        self.down_proj = nn.Parameter(torch.randn(count, size, width, generator=generator) / width**0.5)
-
-    def _apply_gate(self, both: Tensor) -> Tensor:
-        gate, up = both.chunk(2, -1)
-        return silu(gate) * up
-
-    def forward(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        out: Tensor = compute_experts(self, hidden, index, weights)
-        return out
-
-
-def exact(module: Tiny, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-    out = torch.zeros_like(hidden)
-    for e in range(module.num_experts):
-        token, slot = (index == e).nonzero(as_tuple=True)
-        gate, up = (hidden[token] @ module.gate_up_proj[e].double().t()).chunk(2, -1)
-        rows = (silu(gate) * up) @ module.down_proj[e].double().t()
-        out = out.index_add(0, token, rows * weights[token, slot, None])
-    return out
-
-
-def routed(tokens: int, count: int = 4, size: int = 64) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Hidden states, two experts of each token, their weights, and an output gradient; expert 1 has no token."""
-    generator = torch.Generator().manual_seed(tokens)
-    scores = torch.rand(tokens, count, generator=generator)
-    scores[:, 0] += 0.5  # expert 0 has more than a tile of tokens
-    scores[:, 1] = -1
-    hidden, grad = torch.randn(2, tokens, size, generator=generator)
-    return hidden, scores.topk(2, -1).indices, torch.rand(tokens, 2, generator=generator), grad
-
-
-@contextmanager
-def poisoned() -> Iterator[None]:
-    """Fill new memory with NaN, so that an element that no kernel writes is seen."""
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize(

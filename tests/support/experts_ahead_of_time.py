@@ -3,7 +3,8 @@
     python tests/support/experts_ahead_of_time.py  HOPPER  90
                                                    config  capability
 
-prints one line for each product: gate_up, product with both layouts of the weights, outer. `config` is one of the
+prints one line for each product: outer, gate_up, and product with both layouts of the weights, with an adapter of rank
+16; for HOPPER without one too, and the narrow products of adapters. `config` is one of the
 shapes in `experts.kernels`. Nothing is compiled under TRITON_INTERPRET, so tests start this file as a process.
 """
 
@@ -18,6 +19,8 @@ from support.ahead_of_time import report
 
 SIZES = {"size", "width", "height"}  # multiples of 64
 FLOAT, COUNT = {"weights"}, {"num_experts"}
+WEIGHTS: dict[str, Any] = {"NUM_N": 8, "GATHER": False, "TRANSPOSED": False}
+TRANSPOSED = {"GATHER": True, "TRANSPOSED": True}
 INT32, INT64 = {"experts", "firsts", "ends"}, {"tokens"}
 
 
@@ -32,15 +35,30 @@ def main(config: str, capability: str) -> None:
     chosen = getattr(kernels, config)
     blocks = {"BLOCK_M": kernels.BLOCK_M, "BLOCK_K": kernels.BLOCK_K}
     cases: list[tuple[Any, tuple[int, int], dict[str, Any]]] = [
-        (kernels._gate_up_kernel, chosen.gate_up, {"NUM_N": 6}),
-        (kernels._product_kernel, chosen.product, {"NUM_N": 8, "GATHER": False, "TRANSPOSED": False}),
-        (kernels._product_kernel, chosen.product, {"NUM_N": 8, "GATHER": True, "TRANSPOSED": True}),
         (kernels._outer_kernel, chosen.outer, {"NUM_M": 16, "NUM_N": 3}),
     ]
+    if config == "HOPPER":  # products with A or B alone, and the gradient of B; they are smaller than the others
+        cases += [
+            (kernels._product_kernel, chosen.product, {**WEIGHTS, **adapter(0), "BLOCK_N": 16}),
+            (kernels._outer_kernel, chosen.outer, {"NUM_M": 16, "NUM_N": 1, "BLOCK_N": 16}),
+        ]
+    for rank in (0, 16) if config == "HOPPER" else (16,):
+        cases += [
+            (kernels._gate_up_kernel, chosen.gate_up, {"NUM_N": 6, **adapter(rank)}),
+            (kernels._product_kernel, chosen.product, {**WEIGHTS, **adapter(rank)}),
+            (kernels._product_kernel, chosen.product, {**WEIGHTS, **TRANSPOSED, **adapter(rank)}),
+        ]
     for kernel, (block, stages), constants in cases:
         options = {"num_warps": kernels.NUM_WARPS, "num_stages": stages}
-        compilable = source(kernel, {**constants, **blocks, "BLOCK_N": block})
-        print(json.dumps(asdict(report(kernel.__name__, compilable, options, int(capability)))))
+        constants = {**blocks, "BLOCK_N": block, **constants}
+        compilable = source(kernel, constants)
+        name = f"{kernel.__name__} {constants['BLOCK_M']} {constants['BLOCK_N']} {constants.get('RANK', '')}"
+        print(json.dumps(asdict(report(name, compilable, options, int(capability)))))
+
+
+def adapter(rank: int) -> dict[str, int]:
+    """Return the constants of a low-rank term; 0 without one."""
+    return {"RANK": rank, "BLOCK_R": min(rank or 32, 32)}
 
 
 def source(kernel: Any, constants: dict[str, Any]) -> Any:

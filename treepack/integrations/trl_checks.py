@@ -34,14 +34,30 @@ def check_trainer(trainer: Any) -> None:
             f"{name}: use_transformers_continuous_batching generates with an attention of its own; set it to False, or "
             "use_vllm=True"
         )
-    parallel = getattr(trainer.accelerator, "parallelism_config", None)
-    if any(getattr(parallel, size, 1) > 1 for size in ("cp_size", "sp_size", "tp_size")):
-        raise TreepackError(f"{name}: context, sequence and tensor parallelism cut rows; use data parallelism only")
+    check_parallelism(name, trainer.accelerator)  # `accelerate launch` may have set it
     for config in getattr(trainer.model, "peft_config", {}).values():
         if config.is_prompt_learning:
             raise TreepackError(f"{name}: {config.peft_type} adds virtual tokens, which no tree has; use LoRA")
     for note in stop_dropout(trainer.model):
         _log.warning("note: %s: %s", name, note)
+
+
+def check_parallelism(name: str, *arguments: Any) -> None:
+    """Refuse context, sequence and tensor parallelism of accelerate in `arguments`, which may have parallelism_config.
+
+    accelerate divides padded sequences, and exchanges them in an attention of its own, which knows no trees.
+
+    Raises:
+        TreepackError: naming the option and the remedy.
+    """
+    for parallel in (getattr(each, "parallelism_config", None) for each in arguments):
+        for option in ("cp_size", "sp_size", "tp_size"):
+            if (size := getattr(parallel, option, 1)) > 1:
+                raise TreepackError(
+                    f"{name}: parallelism_config.{option} is {size}, and accelerate's parallelism does not know trees; "
+                    f"set it to 1, or share rows by `treepack train --sequence-ranks {size}`, or in verl by "
+                    f"ulysses_sequence_parallel_size={size}"
+                )
 
 
 def trainer_dtype(args: Any) -> torch.dtype | None:

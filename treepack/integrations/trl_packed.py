@@ -18,7 +18,7 @@ from treepack.data.batch import empty_batch
 from treepack.data.dataset import PackedDataset
 from treepack.errors import TreepackError
 from treepack.integrations.tree_model import use_tree_attention
-from treepack.integrations.trl_checks import check_trainer, trainer_dtype
+from treepack.integrations.trl_checks import check_parallelism, check_trainer, trainer_dtype
 from treepack.integrations.versions import check_program
 from treepack.model.collation import batch_loss_and_metrics, collate
 
@@ -48,6 +48,7 @@ def packed_trainer(base: type[Trainer]) -> type[Trainer]:
         def __init__(self, model: Any, args: Any, *, train_dataset: Any, eval_dataset: Any = None, **more: Any) -> None:
             name = type(self).__name__
             _check_loss(args, name)
+            check_parallelism(name, args)
             if more.get("compute_metrics") is not None:
                 raise TreepackError(f"{name}: compute_metrics gets the logits of samples, which rows do not have")
             chosen = copy.copy(args)

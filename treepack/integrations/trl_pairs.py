@@ -21,7 +21,7 @@ from torch import Tensor
 from treepack.attention import BatchSchedules
 from treepack.errors import TreepackError
 from treepack.integrations.tree_model import check_model, find_causal, use_tree_attention
-from treepack.integrations.trl_checks import check_trainer, trainer_dtype
+from treepack.integrations.trl_checks import check_parallelism, check_trainer, trainer_dtype
 from treepack.integrations.versions import check_program
 from treepack.model.accept.first_batch import check_positions
 from treepack.model.layers import find_decoder
@@ -108,6 +108,7 @@ def pair_trainer(base: type[Trainer], options: OnlineOptions | None = None) -> t
 
     class PairTrainer(base):  # type: ignore[valid-type,misc]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
+            check_parallelism(type(self).__name__, *args, *kwargs.values())
             super().__init__(*args, **kwargs)
             check_program("trl", self, ("model", "ref_model", "args", "_metrics"), user=type(self).__name__)
             check_trainer(self)

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from treepack.attention import allow_generation
 from treepack.errors import TreepackError
 from treepack.integrations.tree_model import use_tree_attention
-from treepack.integrations.trl_checks import check_trainer, trainer_dtype
+from treepack.integrations.trl_checks import check_parallelism, check_trainer, trainer_dtype
 from treepack.integrations.versions import check_program
 from treepack.online import OnlineOptions, batch_statistics, plan_batch
 
@@ -68,6 +68,7 @@ def policy_trainer(base: type[Trainer], options: OnlineOptions | None = None) ->
         _buffered_inputs: Any  # TRL's micro-batches of the last generation
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
+            check_parallelism(type(self).__name__, *args, *kwargs.values())
             super().__init__(*args, **kwargs)
             check_program("trl", self, _FIELDS, user=type(self).__name__)
             check_trainer(self)

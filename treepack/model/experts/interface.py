@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo  # torch.compiler.disable imports the compiler at once
 
 from treepack.errors import TreepackError
-from treepack.model.experts.lora import adapter_part, has_adapter
+from treepack.model.experts.lora import ExpertAdapter, adapter_of, adapter_part
 from treepack.model.experts.over_ranks import compute_over_ranks, expert_weight, share_of
 from treepack.model.experts.products import grouped_linear
 from treepack.model.experts.routing import ExpertRouting, combine_pairs, sort_pairs, sort_slots, spread_tokens
@@ -108,7 +108,8 @@ def _compute_here(
         from treepack.model.experts.gated import gated_experts  # imports triton
 
         gate_up = expert_weight(module, "gate_up_proj")
-        return gated_experts(hidden, top_k_weights, gate_up, down, routing, dtype)
+        adapters = _adapter(module, "gate_up_proj", len(down)), _adapter(module, "down_proj", len(down))
+        return gated_experts(hidden, top_k_weights, gate_up, down, routing, dtype, adapters)
     pairs = _expert_outputs(module, spread_tokens(hidden.to(dtype), routing), routing)
     return combine_pairs(pairs * sort_slots(top_k_weights, routing)[:, None], routing, hidden.dtype)
 
@@ -123,19 +124,25 @@ def _expert_outputs(module: Any, x: Tensor, routing: ExpertRouting) -> Tensor:
     # Versions of transformers before 5.17 lack some of these attributes, and have only gated experts.
     transposed, has_bias = getattr(module, "is_transposed", False), getattr(module, "has_bias", False)
     has_gate = getattr(module, "has_gate", True)
-    dtype, share = x.dtype, share_of(module)
+    dtype = x.dtype
 
     def linear(x: Tensor, name: str) -> Tensor:
         x = x.to(dtype)
         out = grouped_linear(x, expert_weight(module, name), routing.ends, transposed=transposed)
-        part = adapter_part(module, name, x, routing.ends, first=0 if share is None else share.first)
-        out = out if part is None else out + part
+        adapter = _adapter(module, name, len(routing.ends))
+        out = out if adapter is None else out + adapter_part(adapter, x, routing.ends)
         return out + _pair_bias(expert_weight(module, f"{name}_bias"), routing, dtype) if has_bias else out
 
     x = linear(x, "gate_up_proj" if has_gate else "up_proj")
     x = module._apply_gate(x) if has_gate else module.act_fn(x)
     x = linear(x, "down_proj")
     return module.post_expert_norm(x) if getattr(module, "has_post_expert_norm", False) else x
+
+
+def _adapter(module: Any, name: str, count: int) -> ExpertAdapter | None:
+    """Return the adapter of the experts that this rank has."""
+    share = share_of(module)
+    return adapter_of(module, name, first=0 if share is None else share.first, count=count)
 
 
 def _pair_bias(bias: Tensor, routing: ExpertRouting, dtype: torch.dtype) -> Tensor:
@@ -152,8 +159,6 @@ def takes_kernels(module: Any, hidden: Tensor, dtype: torch.dtype) -> bool:
     from transformers.integrations import moe
 
     if not (hidden.is_cuda and dtype in _KERNEL_DTYPES and torch.cuda.get_device_capability(hidden.device) >= (8, 0)):
-        return False
-    if has_adapter(module):
         return False
     special = "is_transposed has_bias has_post_expert_norm".split()
     if any(getattr(module, name, False) for name in special) or not getattr(module, "has_gate", True):

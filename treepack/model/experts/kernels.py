@@ -6,6 +6,8 @@
     outer      a [S, M], b [S, N]                   --> [E, M, N], the sum over the rows of each expert
     combine    x [S, D]                             --> [T, D], the sum over the k pairs of each token
 
+`gate_up` and `product` take a low-rank term: `low` [S, R] times `b` [E, N, R] or [E, R, N] is added to the sums.
+
 A program of the first two computes one tile: BLOCK_M pairs of one expert times BLOCK_N columns. The last tile of an
 expert is cut off by its end, so pairs of two experts never share a tile:
 
@@ -89,11 +91,34 @@ def _tile_rows(firsts, ends, i_tile, expert, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
+def _add_low_rank(
+    b_out, low, b, first, o_row, expert, o_n, width, TRANSPOSED: tl.constexpr, RANK: tl.constexpr, BLOCK_R: tl.constexpr
+):
+    # low [S, R]; b is [E, width, R], or [E, R, width] if TRANSPOSED
+    o_r = tl.arange(0, BLOCK_R)
+    # [BLOCK_M, BLOCK_R], [BLOCK_R, BLOCK_N]
+    p_low = low + first * RANK + (o_row * RANK)[:, None] + o_r[None, :]
+    p_b = b + expert.to(tl.int64) * RANK * width
+    if TRANSPOSED:
+        p_b = p_b + o_r[:, None] * width + o_n[None, :]
+    else:
+        p_b = p_b + o_n[None, :] * RANK + o_r[:, None]
+    # One stage: the loop before it has filled the shared memory with its stages.
+    for _ in tl.range(0, RANK, BLOCK_R, num_stages=1):
+        b_out = tl.dot(tl.load(p_low), tl.load(p_b), b_out, input_precision="ieee")
+        p_low += BLOCK_R
+        p_b += BLOCK_R * width if TRANSPOSED else BLOCK_R
+    return b_out
+
+
+@triton.jit
 def _gate_up_kernel(
     x,
     tokens,
     w,
     weights,
+    low,
+    b,
     gate_up,
     out,
     experts,
@@ -102,10 +127,12 @@ def _gate_up_kernel(
     num_experts,
     size,
     width,
+    RANK: tl.constexpr,
     NUM_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    BLOCK_R: tl.constexpr,
 ):
     # size D, width I; the gate of unit n is row n of W1, its up row n + I
     i_tile, i_n = tl.program_id(0) // NUM_N, tl.program_id(0) % NUM_N
@@ -127,6 +154,9 @@ def _gate_up_kernel(
             p_x += BLOCK_K
             p_gate += BLOCK_K
             p_up += BLOCK_K
+        if RANK:
+            b_gate = _add_low_rank(b_gate, low, b, first, o_row, expert, o_n, 2 * width, False, RANK, BLOCK_R)
+            b_up = _add_low_rank(b_up, low, b, first, o_row, expert, o_n + width, 2 * width, False, RANK, BLOCK_R)
         # Rounded first: the backward pass computes the activation again from the stored, rounded numbers.
         gate, up = b_gate.to(x.dtype.element_ty), b_up.to(x.dtype.element_ty)
         p_gate_up = gate_up + first * 2 * width + (o_row * 2 * width)[:, None] + o_n[None, :]
@@ -143,6 +173,8 @@ def _product_kernel(
     x,
     tokens,
     w,
+    low,
+    b,
     out,
     experts,
     firsts,
@@ -150,12 +182,14 @@ def _product_kernel(
     num_experts,
     size,
     width,
+    RANK: tl.constexpr,
     NUM_N: tl.constexpr,
     GATHER: tl.constexpr,
     TRANSPOSED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    BLOCK_R: tl.constexpr,
 ):
     # size K, width N; w is [E, N, K], or [E, K, N] if TRANSPOSED
     i_tile, i_n = tl.program_id(0) // NUM_N, tl.program_id(0) % NUM_N
@@ -179,6 +213,8 @@ def _product_kernel(
             b_out = tl.dot(tl.load(p_x), tl.load(p_w), b_out, input_precision="ieee")
             p_x += BLOCK_K
             p_w += BLOCK_K * width if TRANSPOSED else BLOCK_K
+        if RANK:
+            b_out = _add_low_rank(b_out, low, b, first, o_row, expert, o_n, width, TRANSPOSED, RANK, BLOCK_R)
         p_out = out + first * width + (o_row * width)[:, None] + o_n[None, :]
         tl.store(p_out, b_out.to(out.dtype.element_ty), mask=m_row[:, None])
 
@@ -256,12 +292,28 @@ def _combine_kernel(x, places, out, size, num_pairs, NUM: tl.constexpr, BLOCK: t
     tl.store(out + i_token * size + o_d, b_out.to(out.dtype.element_ty), mask=m_d)
 
 
+class LowRankTerm(NamedTuple):
+    """What an adapter adds to a product: low [S, R] times b [E, N, R] or [E, R, N], R a multiple of 16."""
+
+    low: Tensor
+    b: Tensor
+
+
 def _block(size: int, largest: int) -> int:
-    # 768, 256 -> 256; 1408, 256 -> 128; 192, 128 -> 64
-    return next(block for block in (256, 128, 64) if block <= largest and size % block == 0)
+    # 768, 256 -> 256; 1408, 256 -> 128; 192, 128 -> 64; ranks 48, 32 -> 16
+    return next(block for block in (256, 128, 64, 32, 16) if block <= largest and size % block == 0)
 
 
-def gate_up(x: Tensor, w: Tensor, weights: Tensor, routing: ExpertRouting, tiles: ExpertTiles) -> tuple[Tensor, Tensor]:
+def _low_rank_of(term: LowRankTerm | None, x: Tensor) -> tuple[Tensor, Tensor, dict[str, int]]:
+    """Return the tensors and the constants of a low-rank term for a kernel; `x` twice without one."""
+    low, b = term or (x, x)
+    rank = 0 if term is None else low.shape[1]
+    return low, b, {"RANK": rank, "BLOCK_R": _block(rank, 32)}
+
+
+def gate_up(
+    x: Tensor, w: Tensor, weights: Tensor, routing: ExpertRouting, tiles: ExpertTiles, term: LowRankTerm | None = None
+) -> tuple[Tensor, Tensor]:
     """Return gate and up [S, 2I] of the pairs, and weight * silu(gate) * up [S, I]; x [T, D], weights float32 [S]."""
     (num_experts, width, size), pairs = w.shape, len(routing.order)
     width //= 2
@@ -269,15 +321,23 @@ def gate_up(x: Tensor, w: Tensor, weights: Tensor, routing: ExpertRouting, tiles
     largest, stages = _config(x).gate_up
     block = _block(width, largest)
     num = width // block
+    low, b, constants = _low_rank_of(term, x)
     _gate_up_kernel[(len(tiles.expert) * num,)](
-        x, routing.token, w, weights, both, out, *tiles, routing.ends, num_experts, size, width,
-        NUM_N=num, BLOCK_M=BLOCK_M, BLOCK_N=block, BLOCK_K=BLOCK_K, num_warps=NUM_WARPS, num_stages=stages,
+        x, routing.token, w, weights, low, b, both, out, *tiles, routing.ends, num_experts, size, width,
+        **constants, NUM_N=num, BLOCK_M=BLOCK_M, BLOCK_N=block, BLOCK_K=BLOCK_K, num_warps=NUM_WARPS, num_stages=stages,
     )  # fmt: skip
     return both, out
 
 
 def product(
-    x: Tensor, w: Tensor, routing: ExpertRouting, tiles: ExpertTiles, *, gather: bool, transposed: bool
+    x: Tensor,
+    w: Tensor,
+    routing: ExpertRouting,
+    tiles: ExpertTiles,
+    *,
+    gather: bool,
+    transposed: bool,
+    term: LowRankTerm | None = None,
 ) -> Tensor:
     """Return the rows of the pairs times the weights of their experts: [S, N].
 
@@ -288,15 +348,17 @@ def product(
         tiles: of the routing.
         gather: True if `x` has a row for each token.
         transposed: True if `w` is [E, K, N].
+        term: added to the result.
     """
     num_experts, width = len(w), w.shape[2 if transposed else 1]
     out = x.new_empty(len(routing.order), width)
     largest, stages = _config(x).product
     block = _block(width, largest)
     num = width // block
+    low, b, constants = _low_rank_of(term, x)
     _product_kernel[(len(tiles.expert) * num,)](
-        x, routing.token, w, out, *tiles, routing.ends, num_experts, x.shape[1], width,
-        NUM_N=num, GATHER=gather, TRANSPOSED=transposed,
+        x, routing.token, w, low, b, out, *tiles, routing.ends, num_experts, x.shape[1], width,
+        **constants, NUM_N=num, GATHER=gather, TRANSPOSED=transposed,
         BLOCK_M=BLOCK_M, BLOCK_N=block, BLOCK_K=BLOCK_K, num_warps=NUM_WARPS, num_stages=stages,
     )  # fmt: skip
     return out

@@ -8,13 +8,16 @@ stack whenever the layer runs. Here the stack stays as it is, and the names and 
     lora_A.weight [E r, in]     A[e] is rows e r to (e + 1) r
     lora_B.weight [out, r E]    B[e] is columns e, e + E, e + 2 E, ...
 
+    wrapper of PEFT --adapter_of--> ExpertAdapter, for the kernels of `gated`, or for `adapter_part` in torch
+
 With experts of another implementation (float64 runs "eager") PEFT's own sum is used.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
@@ -24,7 +27,7 @@ from treepack.model.experts.products import grouped_linear
 # Attribute of an experts module: PEFT's wrapper of each of its parameters that has an adapter.
 _WRAPPERS = "_treepack_wrappers"
 _OURS = "treepack"  # interface.NAME; that file imports this one
-_ALIGNMENT = 8  # ranks that torch's grouped product can read in 16 bits
+_ALIGNMENT = 16  # ranks that the kernels can multiply; torch's grouped product can read multiples of 8
 
 
 def takes_adapters(module: nn.Module) -> bool:
@@ -77,39 +80,45 @@ def _forward(wrapper: Any, experts: Any) -> Any:
     return forward
 
 
-def has_adapter(experts: Any) -> bool:
-    """Return True if the products of experts have an adapter that is in use."""
-    return any(_active(wrapper) for wrapper in getattr(experts, _WRAPPERS, {}).values())
+class ExpertAdapter(NamedTuple):
+    """Low-rank parts of all experts of a weight, which become W[e] + B[e] A[e]; the scale is in A.
+
+    a  [E, R, in], R a multiple of 16: rows after the rank are 0
+    b  [E, out, R]
+    """
+
+    a: Tensor
+    b: Tensor
 
 
-def _active(wrapper: Any) -> list[str]:
-    if wrapper.disable_adapters or wrapper.merged:
-        return []
-    return [name for name in wrapper.active_adapters if name in wrapper.lora_A]
-
-
-def adapter_part(experts: Any, name: str, x: Tensor, ends: Tensor, first: int = 0) -> Tensor | None:
-    """Return scale * B[e] (A[e] x[s]) of the weight `name`, [S, out]; None without an adapter.
+def adapter_of(experts: Any, name: str, *, first: int = 0, count: int | None = None) -> ExpertAdapter | None:
+    """Return the adapters in use of the weight `name`, one after another; None without one.
 
     Args:
         experts: the module.
         name: its parameter.
-        x: [S, in] in the dtype of the products.
-        ends: int32, one past the last row of each expert, from the expert `first` on.
-        first: the first expert that has rows here.
+        first: the first expert of this rank.
+        count: experts of this rank; None for all from `first` on.
     """
     wrapper: Any = getattr(experts, _WRAPPERS, {}).get(name)
-    total: Tensor | None = None
-    if wrapper is None:
-        return total
-    for adapter in _active(wrapper):
-        a, b, num = wrapper.lora_A[adapter].weight, wrapper.lora_B[adapter].weight, wrapper.num_experts
-        # [E r, in] -> [E, r, in], and [out, r E] -> [E, out, r]
-        a = a.view(num, -1, a.shape[1])[first : first + len(ends)]
-        b = b.view(len(b), -1, num).permute(2, 0, 1)[first : first + len(ends)].contiguous()
-        if x.is_cuda and (rest := -a.shape[1] % _ALIGNMENT):
-            a, b = pad(a, (0, 0, 0, rest)), pad(b, (0, rest))
-        low = grouped_linear(x, a, ends, transposed=False)
-        part = grouped_linear(low, b, ends, transposed=False) * wrapper.scaling[adapter]
-        total = part if total is None else total + part
-    return total
+    if wrapper is None or wrapper.disable_adapters or wrapper.merged:
+        return None
+    num, parts = wrapper.num_experts, list[tuple[Tensor, Tensor]]()
+    own = slice(first, None if count is None else first + count)
+    for adapter in wrapper.active_adapters:
+        if adapter in wrapper.lora_A:
+            a, b = wrapper.lora_A[adapter].weight, wrapper.lora_B[adapter].weight
+            # [E r, in] -> [E, r, in], and [out, r E] -> [E, out, r]
+            a = a.view(num, -1, a.shape[1])[own] * wrapper.scaling[adapter]
+            parts.append((a, b.view(len(b), -1, num).permute(2, 0, 1)[own]))
+    if not parts:
+        return None
+    a, b = torch.cat([a for a, _ in parts], 1), torch.cat([b for _, b in parts], 2)
+    rest = -a.shape[1] % _ALIGNMENT
+    return ExpertAdapter(pad(a, (0, 0, 0, rest)), pad(b, (0, rest)).contiguous())
+
+
+def adapter_part(adapter: ExpertAdapter, x: Tensor, ends: Tensor) -> Tensor:
+    """Return B[e] (A[e] x[s]) in torch: [S, in], int32 ends [E] -> [S, out] in the dtype of `x`."""
+    low = grouped_linear(x, adapter.a, ends, transposed=False)
+    return grouped_linear(low, adapter.b, ends, transposed=False)
