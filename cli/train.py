@@ -25,9 +25,9 @@ from .training import import_torch, row_ranks, show_plan, stage_lines, train_mod
 if TYPE_CHECKING:
     from treepack.data.batch import Batch
     from treepack.model.adapters.lora_options import LoraOptions
-    from treepack.model.verify.verify_rows import RowsReport
     from treepack.objectives.objective import Objective
     from treepack.train.run import TrainingRun
+    from treepack.train.verification import RowsReport
 
 
 def _parse_mix(_: click.Context, parameter: click.Parameter, value: str | None) -> tuple[float, ...] | None:
@@ -190,8 +190,8 @@ def _verify(packed: tuple[str, ...], model: str, options: TrainOptions, num_rows
 def _compare(run: TrainingRun, num_rows: int, *, shown: bool) -> tuple[list[int], list[Batch], RowsReport]:
     """Compare the shortest rows; return their numbers, the rows and the result."""
     from treepack.carry.verify import in_pieces
-    from treepack.model.verify.verify_rows import verify_rows
     from treepack.train.teacher import taught
+    from treepack.train.verification import verify_rows
 
     limit = None if run.options.carry is None else int(run.options.carry)
     # The shortest rows, because every trajectory of a row is computed alone too, in float64 if possible; with --carry

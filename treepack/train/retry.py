@@ -92,10 +92,15 @@ class FittingRun:
         Raises:
             TreepackError: as `step`.
         """
-        assert self.run.held_out is not None
-        numbers, held_out = evaluate(self.run.held_out, self._note)
-        self.run = replace(self.run, held_out=held_out)
-        return numbers
+
+        def attempt() -> dict[str, float]:
+            assert self.run.held_out is not None
+            numbers, held_out = evaluate(self.run.held_out, self._note)
+            if held_out is not self.run.held_out:
+                self.run = replace(self.run, held_out=held_out)
+            return numbers
+
+        return self._until_it_fits(attempt)
 
     def close(self) -> None:
         """Stop to read rows."""
