@@ -31,13 +31,13 @@ from .run_summary import run_summary, step_values
 from .streams import printable
 
 if TYPE_CHECKING:
+    from treepack.report.live.start_log import StartLog
     from treepack.train.options import TrainOptions
     from treepack.train.ranks import Ranks
     from treepack.train.run import TrainingRun
     from treepack.train.saving.place import Place
     from treepack.train.step import StepMetrics
     from treepack.train.watch.sinks import RunPage, Sinks
-    from treepack.train.watch.start_log import StartLog
 
 
 _START = "treepack.start"  # time of the first line of the command, in its context
@@ -186,9 +186,9 @@ class _RunStart:
 @contextmanager
 def _watched_start(out: AnyPath, run_options: RunOptions) -> Iterator[_RunStart]:
     """Write the lines before the first step for pages of the run, and start its page; not for a run in a store."""
+    from treepack.report.live.start_log import StartLog
     from treepack.train.input_checks import is_first_process
     from treepack.train.watch.sinks import RunPage, SinkRun
-    from treepack.train.watch.start_log import StartLog
 
     if not isinstance(out, Path) or not is_first_process():
         yield _RunStart()
