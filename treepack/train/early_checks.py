@@ -111,9 +111,7 @@ def _read_headers(paths: Sequence[str | AnyPath]) -> list[PackedHeader]:
 def _check_model(model: str, max_token_id: int, *, expert_ranks: int = 1) -> int | None:
     """Refuse a path without a model, a vocabulary without `max_token_id`, and experts that the ranks cannot share.
 
-    Return the size of the vocabulary.
-
-    It is None if this machine does not have the config.
+    Return the size of the vocabulary, None if this machine does not have the config.
     """
     config = find_config(model)
     size = None if config is None else vocabulary_size(config)
