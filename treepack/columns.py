@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from treepack.errors import TreepackError
 from treepack.files import schema
-from treepack.files.column_views import FilledView, ListView, NoValues, RaggedView, View, ragged_column
+from treepack.files.column_views import FilledView, ListView, NoValues, View, ragged_column
 from treepack.option_fields import expect_type
 from treepack.trajectory import Float32, Float64, Int32, Int64, Routes, Tokens, Trajectory, is_recorded, missing_route
 
@@ -344,9 +344,9 @@ def list_values(table: pa.Table, name: str) -> ListView | NoValues:
     return ListView(table[name])
 
 
-def ragged_values(table: pa.Table, name: str) -> RaggedView | NoValues:
+def ragged_values(table: pa.Table, name: str) -> ListView | NoValues:
     """Return the rows of a column of `schema.RAGGED` as lists, and None for a null or if `table` lacks the column."""
-    return RaggedView(table[name]) if name in table.column_names else NoValues(table.num_rows)
+    return ListView(table[name]) if name in table.column_names else NoValues(table.num_rows)
 
 
 def list_content(column: pa.ChunkedArray) -> tuple[NDArray[Any], Int64]:

@@ -38,6 +38,18 @@ def test_lists_are_those_of_the_column(values: list[list[float] | None], cuts: l
         view[len(values)]
 
 
+@given(
+    st.lists(st.none() | st.lists(st.lists(st.integers(0, 9).map(float), max_size=3), max_size=3), max_size=8),
+    st.lists(st.integers(0, 8), max_size=3),
+)
+def test_lists_of_lists_are_those_of_the_column(values: list[list[list[float]] | None], cuts: list[int]) -> None:
+    view = ListView(chunked(values, pa.list_(pa.large_list(pa.float64())), cuts))
+    rows = [None if row is None else [row.list(i).tolist() for i in range(len(row))] for row in view]
+    assert rows == values
+    assert [view[i] is None for i in range(len(view))] == [row is None for row in rows]
+    assert view.is_missing == (not any(each for row in values if row for each in row))
+
+
 @given(LISTS, st.lists(st.integers(0, 8), max_size=3), st.lists(st.none() | st.just(0.5), min_size=8, max_size=8))
 def test_numbers_fill_missing_lists(
     values: list[list[float] | None], cuts: list[int], scalars: list[float | None]

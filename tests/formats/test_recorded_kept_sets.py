@@ -17,6 +17,7 @@ from treepack.errors import TreepackError
 from treepack.files.manifest import read_manifest
 from treepack.files.schema import PACKED_FORMAT, TRIE_FORMAT
 from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.fields.token_fields import KEPT_FIELDS
 from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.tokens.kept_fields import CUT_NOTE
 from treepack.ingest.readers.tokens.token_records import read_tokens
@@ -209,6 +210,8 @@ def test_formats_keep_the_sets(tmp_path: Path, name: str) -> None:
     assert len(items) == (2 if name == "prime_rl" else 1)
     assert [token_sets(item) for item in items] == [EXPECTED] * len(items)
     assert not [note for note in read_manifest(tmp_path / "trie", TRIE_FORMAT)["counts"] if "kept" in note]
+    notes = read_manifest(tmp_path / "trie", TRIE_FORMAT)["counts"]
+    assert not [note for note in notes if "not used" in note and any(field in note for field in KEPT_FIELDS)]
     assert not any("sampling_mask" in item.metadata for item in items)
 
 

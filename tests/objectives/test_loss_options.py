@@ -26,6 +26,7 @@ from treepack.objectives.other_losses import OTHER_LOSSES
         ("dapo", {"response_length": 9}, "response_length belongs to the denominator global"),
         ("dapo", {"importance_floor": 0.1}, "importance_floor bounds importance_cap from below; give it too"),
         ("dapo", {"importance_floor": 2.0, "importance_cap": 1.0}, "importance_floor is 2 and importance_cap 1"),
+        ("dapo", {"importance_cap": 0.0}, "importance_cap is 0, so that no term has a weight"),
         ("dapo", {"importance_level": "sequence"}, "importance_level is the level of importance_mask"),
         ("vespo", {"importance_level": "sequence", "importance_cap": 2.0}, "except in vespo"),
         ("ppo", {"value_clip": 0.1}, "value_clip is about the value loss, which has no weight; give value_coef too"),
@@ -38,6 +39,11 @@ from treepack.objectives.other_losses import OTHER_LOSSES
         ),
         ("sapo", {"loss_constants": {"temperature_pos": 0.0}}, "the constant temperature_pos is 0; expected a finite"),
         ("clip_cov", {}, "verl's clip_cov chooses tokens by their covariance within a micro-batch"),
+        ("sft", {"distill": 0.1}, "distill is not an option of the loss sft; take the loss distill, or a policy loss"),
+        ("distill", {"importance_cap": 2.0}, "importance_cap weighs advantages, which distill does not have"),
+        ("distill", {"sequence_mask": 0.1}, "sequence_mask weighs advantages, which distill does not have"),
+        ("distill", {"old_logprobs": "sampler"}, "the loss distill has no ratio, so old_logprobs has no effect"),
+        ("reinforce", {"old_logprobs": "sampler"}, "the loss reinforce has no ratio"),
         ("gpg", {}, "verl's gpg is reinforce here"),
         ("ipo", {}, "TRL's ipo is a loss of pairs that is not computed here"),
     ],
@@ -45,6 +51,20 @@ from treepack.objectives.other_losses import OTHER_LOSSES
 def test_options_without_meaning_are_refused(name: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(TreepackError, match=message):
         choose_objective(name, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("distill", {"teacher_kl": 0.5, "importance_cap": 2.0}),
+        ("reinforce", {"teacher_kl": 0.5, "old_logprobs": "sampler"}),
+        ("reinforce", {"kl": 0.5, "kl_estimator": "unbiased", "old_logprobs": "sampler"}),
+        ("opd", {"sequence_mask": 0.1}),
+    ],
+)
+def test_options_that_another_option_gives_a_meaning_are_taken(name: str, options: dict[str, Any]) -> None:
+    chosen = choose_objective(name, **options)
+    assert {key: getattr(chosen, key) for key in options} == options
 
 
 def test_no_name_of_another_trainer_is_a_preset() -> None:

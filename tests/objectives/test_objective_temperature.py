@@ -192,6 +192,9 @@ SCORED: list[tuple[dict[str, Any], dict[str, float | str], str | None]] = [
     ({"name": "grpo"}, {"old": "data"}, "at the temperature of the data"),
     ({"name": "dpo"}, {"ref": 0.7}, r"temperature 0\.7, and the loss dpo computes at 1; .* --ignore-temperature"),
     ({"name": "dpo"}, {"old": 0.7}, None),
+    ({"name": "opd"}, {"old": 0.7, "teacher": 1.0}, r"term_teacher_logprob was computed at the temperature 1"),
+    ({"name": "opd", "teacher": "m"}, {"old": 0.7, "teacher": 1.0}, None),  # computed during training
+    ({"name": "distill"}, {"old": 0.7, "teacher": 0.7}, None),
 ]
 
 
@@ -202,7 +205,7 @@ def test_columns_computed_at_another_temperature_are_refused(
     samples = with_temperatures(rollouts(), SETTINGS["one"])
     path = write_rows(tmp_path / "packed", as_trajectories(samples), [0] * 10)
     dataset = PackedDataset(path, terms=True)
-    entries = {"old": {"model": "m"}, "ref": {"model": "m"}}
+    entries = {name: {"model": "m"} for name in ("old", "ref", "teacher") if name != "teacher" or name in recorded}
     dataset.manifest["logprobs"] = {
         name: entry | ({"temperature": recorded[name]} if recorded.get(name, 1.0) != 1 else {})
         for name, entry in entries.items()
@@ -213,3 +216,36 @@ def test_columns_computed_at_another_temperature_are_refused(
     else:
         with pytest.raises(TreepackError, match=message):
             check_scored_columns(dataset, choose_objective(**case))
+
+
+def test_columns_of_several_models_are_refused_if_one_differs(tmp_path: Path) -> None:
+    samples = with_temperatures(rollouts(), SETTINGS["one"])
+    dataset = PackedDataset(write_rows(tmp_path / "packed", as_trajectories(samples), [0] * 10), terms=True)
+    second: dict[str, Any] = {"model": "m", "temperature": 0.7, "groups": "a"}
+    for others in (None, {"model": "n", "temperature": 0.7}):
+        dataset.manifest["logprobs"] = {"teacher": {**second, "others": others}}
+        check_scored_columns(dataset, choose_objective("opd"))
+    dataset.manifest["logprobs"] = {"teacher": {**second, "others": {"model": "n"}}}
+    with pytest.raises(TreepackError, match="term_teacher_logprob was computed at the temperature 1"):
+        check_scored_columns(dataset, choose_objective("opd"))
+
+
+@pytest.mark.parametrize(
+    ("name", "kept_sets", "message"),
+    [
+        ("grpo", True, None),
+        ("grpo", False, "over the whole vocabulary, and the loss grpo computes over kept sets; .* without --ignore"),
+        ("dpo", False, None),
+        ("dpo", True, "over kept sets, and the loss dpo computes over the whole vocabulary; .* with --ignore"),
+    ],
+)
+def test_columns_over_other_words_are_refused(tmp_path: Path, name: str, kept_sets: bool, message: str | None) -> None:
+    samples = [replace(each, kept=[[token] for token in each.tokens]) for each in rollouts()]
+    dataset = PackedDataset(write_rows(tmp_path / "packed", as_trajectories(samples), [0] * 10), terms=True)
+    entry: dict[str, Any] = {"model": "m", **({"kept_sets": True} if kept_sets else {})}
+    dataset.manifest["logprobs"] = {"old": entry, "ref": entry}
+    if message is None:
+        check_scored_columns(dataset, choose_objective(name))
+    else:
+        with pytest.raises(TreepackError, match=message):
+            check_scored_columns(dataset, choose_objective(name))

@@ -19,8 +19,9 @@ from support.shared_experts import gradients_over
 from support.strategies import make
 from treepack.errors import TreepackError
 from treepack.model.adapters.lora_options import LoraOptions
-from treepack.model.experts.over_ranks import check_share
+from treepack.model.experts.division import check_share
 from treepack.model.experts.routing import combine_pairs, sort_pairs, spread_tokens
+from treepack.train.early_checks import check_training
 from treepack.train.options import TrainOptions
 from treepack.train.setup.opening import open_run, open_verification
 
@@ -157,3 +158,15 @@ def test_slots_without_an_expert_add_nothing() -> None:
     total.sum().backward()  # type: ignore[no-untyped-call]
     assert rows.grad is not None
     assert rows.grad.tolist() == [[1.0, 1.0], [0.0, 0.0], [110.0, 110.0]]
+
+
+def test_experts_that_cannot_be_divided_are_refused_by_the_config_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    packed = packed_directory(tmp_path / "packed", [make("t", [1, 2, 3])], capacity=8)
+    model = str(tiny_config(tmp_path / "six.json", model_type="qwen3_moe", **{**EXPERTS, "num_experts": 6}))
+    with pytest.raises(TreepackError, match="its 6 experts cannot be divided among 4 ranks"):
+        check_training([packed], model, TrainOptions(device="cpu", expert_ranks=4))
+    check_training([packed], model, TrainOptions(device="cpu", expert_ranks=2))

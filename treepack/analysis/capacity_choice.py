@@ -29,13 +29,13 @@ NEAR = 0.03
 # Of these, the smallest from this number of tokens on is chosen: the usual 8 rows of a training step are then as many
 # tokens as trainers take, and shorter rows gain nothing.
 USUAL = USUAL_CAPACITIES[0]
-SHORTEST = 1024  # the first power of two that is a candidate
+_SHORTEST = 1024  # the first power of two that is a candidate
 # Tokens of a training step for each rank: 8 rows of 16,384 tokens, as the trainer takes by default. Every capacity is
 # compared with steps of so many tokens, or of one row for each rank if rows are longer.
 STEP_TOKENS = 131_072
 # Training steps from which the waiting is estimated.
-MAX_STEPS = 256
-SEED = 0  # of the order of the rows, which the trainer shuffles
+_MAX_STEPS = 256
+_SEED = 0  # of the order of the rows, which the trainer shuffles
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ def candidate_capacities(trie: Trie, *, smallest: int | None = None) -> list[int
     largest = max(largest_tree(trie), longest)
     last = max(largest, USUAL)
     # longest 2,369 and largest 36,708 -> 2,369, 4,096, 8,192, 16,384, 32,768, 36,708
-    powers = [1 << k for k in range(last.bit_length()) if max(longest + 1, SHORTEST) <= 1 << k]
+    powers = [1 << k for k in range(last.bit_length()) if max(longest + 1, _SHORTEST) <= 1 << k]
     return sorted({longest, *powers, largest})
 
 
@@ -102,15 +102,15 @@ def waiting(rows: RowCosts, *, ranks: int, launch_seconds: float) -> float:
 
     Rows of a training step are shuffled and divided into optimiser steps of about `STEP_TOKENS` tokens for each rank.
     Each rank gets rows of about the same time, the slowest rows first, and joins them into passes. A pass takes at
-    least `launch_seconds`. At most `MAX_STEPS` optimiser steps are counted.
+    least `launch_seconds`. At most `_MAX_STEPS` optimiser steps are counted.
     """
     size = max(ranks, round(STEP_TOKENS * ranks / float(rows.tokens.mean())))
-    order = np.random.default_rng(SEED).permutation(len(rows.tokens))
+    order = np.random.default_rng(_SEED).permutation(len(rows.tokens))
     order = order[np.argsort(rows.steps[order], kind="stable")]
     # steps [0, 0, 0, 1, 1], size 2 -> [0, 0], [0], [1, 1]
     groups = np.split(order, np.flatnonzero(np.diff(rows.steps[order])) + 1)
     steps = [group[i : i + size] for group in groups for i in range(0, len(group), size)]
-    taken = np.linspace(0, len(steps) - 1, min(MAX_STEPS, len(steps))).astype(int)
+    taken = np.linspace(0, len(steps) - 1, min(_MAX_STEPS, len(steps))).astype(int)
     slowest = sum(_step_seconds(rows, steps[i], ranks, launch_seconds) for i in taken)
     compute = sum(float(rows.seconds[steps[i]].sum()) for i in taken)
     return max(1.0, slowest * ranks / compute)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 # Operations for each multiplication: 2 forward and 4 backward, and 2 for every further forward pass. The backward of
 # attention computes five products of the size of a score matrix, and its forward two; its output is kept.
-FORWARD, BACKWARD, ATTENTION = 2, 4, 7
+_FORWARD, _BACKWARD, _ATTENTION = 2, 4, 7
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ def executed_in_rows(shape: ModelShape, work: FlopCount, recomputed: float) -> f
     With all layers recomputed, and with W multiplications of a token and S of a score pair, 8 W for each token and 7 S
     for each pair.
     """
-    linear = FORWARD + BACKWARD + FORWARD * recomputed
+    linear = _FORWARD + _BACKWARD + _FORWARD * recomputed
     return linear * float(shape.per_token * work.tokens) + _attention_and_output(shape, work)
 
 
@@ -121,11 +121,11 @@ def executed_in_pieces(shape: ModelShape, work: FlopCount, trunk: TrunkTokens) -
     6 W for each token, 2 W more for each trunk token, and 7 S for each pair, because the outputs of attention over
     trunk are kept from its first forward pass to the second one.
     """
-    linear = (FORWARD + BACKWARD) * work.tokens + FORWARD * trunk.tokens
+    linear = (_FORWARD + _BACKWARD) * work.tokens + _FORWARD * trunk.tokens
     return float(linear * shape.per_token) + _attention_and_output(shape, work)
 
 
 def _attention_and_output(shape: ModelShape, work: FlopCount) -> float:
     # Logits are computed again in the backward pass, chunk by chunk, in rows and in pieces.
-    output = (2 * FORWARD + BACKWARD) * shape.output * work.targets
-    return ATTENTION * float(shape.attention(work.tokens, work.pairs)) + float(output)
+    output = (2 * _FORWARD + _BACKWARD) * shape.output * work.targets
+    return _ATTENTION * float(shape.attention(work.tokens, work.pairs)) + float(output)

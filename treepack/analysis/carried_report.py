@@ -4,7 +4,7 @@
 
 Without --carry, as few layers are recomputed as the device demands, as a run chooses them. With it, the
 size of a piece is the largest of `PIECES` that fits the device. If the carried path leaves room only for pieces below
-`MIN_PIECE_WITH_PATH`, the path waits in host memory, except for two layers. Hours include the operations that run
+`_MIN_PIECE_WITH_PATH`, the path waits in host memory, except for two layers. Hours include the operations that run
 twice, at the rate of rows with checkpointing. They leave out waiting for copies.
 """
 
@@ -33,9 +33,9 @@ from treepack.trie.trie import Trie
 # Sizes of a piece to choose from: shorter ones do not keep a GPU busy, and longer ones gain little.
 PIECES = (4_096, 8_192, 16_384, 32_768, 65_536)
 # The size if the memory of the device is not known.
-USUAL_PIECE = 16_384
+_USUAL_PIECE = 16_384
 # Pieces of this size compute at least as long as it takes to copy their path from host memory and back.
-MIN_PIECE_WITH_PATH = 8_192
+_MIN_PIECE_WITH_PATH = 8_192
 # Share of the device's memory that a plan may use; the rest is for fragments and the error of the estimate.
 USABLE = 0.9
 GIB = 1 << 30
@@ -151,14 +151,14 @@ def _choose(rows: RowsToCarry, memory: ModelMemory, device: TrainingDevice) -> t
     size of all.
     """
     if device.memory is None:
-        return next((trunk for trunk in rows.trunks if trunk.piece == USUAL_PIECE), rows.trunks[0]), False
+        return next((trunk for trunk in rows.trunks if trunk.piece == _USUAL_PIECE), rows.trunks[0]), False
 
     def largest(in_host: bool) -> TrunkTokens | None:
         fitting = [trunk for trunk in rows.trunks if _fits(_on_device(rows, memory, trunk, in_host), device)]
         return max(fitting, key=lambda trunk: (min(trunk.piece, rows.row_tokens), -trunk.piece), default=None)
 
     on_gpu, with_host = largest(False), largest(True)
-    if on_gpu is not None and (on_gpu == with_host or on_gpu.piece >= min(MIN_PIECE_WITH_PATH, rows.row_tokens)):
+    if on_gpu is not None and (on_gpu == with_host or on_gpu.piece >= min(_MIN_PIECE_WITH_PATH, rows.row_tokens)):
         return on_gpu, False
     return with_host or rows.trunks[0], True
 

@@ -21,7 +21,7 @@ from treepack.trie.token_ranges import max_token_id
 from treepack.trie.totals import trie_totals
 from treepack.trie.trie import Trie
 
-CHECKED_TOTALS = ("num_rows", "tokens_packed", "num_trajectories", "tokens_flat")
+_CHECKED_TOTALS = ("num_rows", "tokens_packed", "num_trajectories", "tokens_flat")
 
 
 @naming_addresses()
@@ -71,4 +71,4 @@ def check_trie_totals(trie: Trie, manifest: Manifest | None) -> dict[str, Any]:
 
 def checked_totals(manifest: Manifest, *, against_trie: bool) -> dict[str, Any]:
     """Return the counts of checked rows; `against_trie` is True if their trie was compared too."""
-    return {name: manifest["totals"][name] for name in CHECKED_TOTALS} | {"against_trie": against_trie}
+    return {name: manifest["totals"][name] for name in _CHECKED_TOTALS} | {"against_trie": against_trie}

@@ -53,7 +53,7 @@ def quantiles(values: Int64) -> Report:
     }
 
 
-def depth_ranges(longest: int) -> list[tuple[int, int]]:
+def _depth_ranges(longest: int) -> list[tuple[int, int]]:
     """Return ranges [start, end) of depths up to `longest` tokens: (0, 256), (256, 512), (512, 1024), ..."""
     ranges, start, end = [], 0, FIRST_DEPTH
     while start < longest:
@@ -66,7 +66,7 @@ def por_by_depth(trie: Trie) -> list[Report]:
     """Return `tokens_flat`, `tokens_tree` and POR of each range of depths."""
     lengths, depth, path = trie.lengths, trie.depth, trie.path_length
     report = []
-    for start, end in depth_ranges(int(lengths.max())):
+    for start, end in _depth_ranges(int(lengths.max())):
         flat = int((np.clip(lengths, start, end) - start).sum())
         tree = int((np.clip(path, start, end) - np.clip(depth, start, end)).sum())
         report.append({"start": start, "end": end, "tokens_flat": flat, "tokens_tree": tree, "por": 1 - tree / flat})
@@ -89,7 +89,7 @@ def describe_rows(rows: Iterable[Row]) -> Report:
         packed = _padded(packed, size) + np.bincount(row.position_ids, minlength=size)
         flat = _padded(flat, size) + np.bincount(row.position_ids, row.scale, size).astype(np.int64)
     by_depth = []
-    for start, end in depth_ranges(len(flat)):
+    for start, end in _depth_ranges(len(flat)):
         counts = {"tokens_flat": int(flat[start:end].sum()), "tokens_packed": int(packed[start:end].sum())}
         by_depth.append(
             {"start": start, "end": end, **counts, "err": 1 - counts["tokens_packed"] / counts["tokens_flat"]}

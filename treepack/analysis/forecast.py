@@ -1,7 +1,7 @@
 """Forecast of the savings of training on the tree: floating-point operations, tree against flat, before any training.
 
     Trie --flat_work, turns_work, whole_work--> FlopCount     of samples one by one
-    Conversations --append_only_work--> FlopCount             of one append-only sequence per rollout
+    Conversations --_append_only_work--> FlopCount             of one append-only sequence per rollout
     Trie --tree_work, plan_work--> FlopCount                  of their tries, or of the rows of a plan
     packed rows --RowCounter--> ForecastLine                  rows against their trajectories one by one
     ForecastLine, ... --forecast_report--> speed-ups, hours and a verdict, ready for JSON
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 DEFAULT_MODEL = "qwen3-8b"
 DEFAULT_DEVICE = "h200"
 # Measured over nominal bfloat16 rate: products of 8192 x 8192 x 8192 run at 770 of 989 TFLOP/s on an H200.
-MEASURED_SHARE = 0.78
+_MEASURED_SHARE = 0.78
 # Dense bfloat16 operations per second in the vendor's data sheets.
-PEAK = {"a100": 312e12, "h100": 989e12, "h200": 989e12, "b200": 2250e12}
+_PEAK = {"a100": 312e12, "h100": 989e12, "h200": 989e12, "b200": 2250e12}
 # Memory that the drivers of these devices report, in GiB, rounded down.
 MEMORY = {"a100": 79, "h100": 79, "h200": 139, "b200": 178}
 # Operations per second of a training step over the rate of products alone: 0.46 to 0.55 on an H200, tree and flat.
@@ -72,14 +72,14 @@ def read_device(text: str) -> TrainingDevice:
     Raises:
         TreepackError: the text is neither a known name nor a positive rate.
     """
-    if text.lower() in PEAK:
-        return TrainingDevice(text.lower(), MEASURED_SHARE * PEAK[text.lower()], MEMORY[text.lower()] << 30)
+    if text.lower() in _PEAK:
+        return TrainingDevice(text.lower(), _MEASURED_SHARE * _PEAK[text.lower()], MEMORY[text.lower()] << 30)
     try:
         rate = float(text)
     except ValueError:
         rate = 0.0
     if not 0 < rate < float("inf"):
-        raise TreepackError(f"device is {text!r}; expected {', '.join(PEAK)} or a rate in TFLOP/s")
+        raise TreepackError(f"device is {text!r}; expected {', '.join(_PEAK)} or a rate in TFLOP/s")
     return TrainingDevice(None, rate * 1e12)
 
 
@@ -158,7 +158,7 @@ def turns_work(trie: Trie, turns: SortedTurns) -> FlopCount:
     return FlopCount(int(turns.ends.sum()), _pairs(turns.ends), int(targets))
 
 
-def append_only_work(conversations: Conversations) -> FlopCount:
+def _append_only_work(conversations: Conversations) -> FlopCount:
     """Return the work of one append-only sequence per rollout, one by one."""
     sums = conversations.append_only
     return FlopCount(sums.tokens, sums.pairs, sums.targets)
@@ -332,7 +332,7 @@ class RowCounter:
 
 def append_only_line(line: ForecastLine, conversations: Conversations) -> ForecastLine:
     """Return `line` against one append-only sequence per rollout."""
-    return replace(line, samples=APPEND_ONLY, flat=append_only_work(conversations), baseline=APPEND_ONLY)
+    return replace(line, samples=APPEND_ONLY, flat=_append_only_work(conversations), baseline=APPEND_ONLY)
 
 
 def usable_conversations(conversations: Conversations | None, totals: Mapping[str, Any]) -> Conversations | None:

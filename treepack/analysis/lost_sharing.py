@@ -39,15 +39,15 @@ from treepack.trie.token_ranges import ranges_of_trajectories
 from treepack.trie.trie import Trie
 
 CALL = re.compile(r"(?P<rollout>.*)/(?:turn|part)-(?P<number>\d+)(?:@.*)?", re.DOTALL)
-WHOLE_CALL = f"(?s)^{CALL.pattern}$"  # the same for polars, which matches all names at once
+_WHOLE_CALL = f"(?s)^{CALL.pattern}$"  # the same for polars, which matches all names at once
 MAX_PARTINGS = 10_000  # partings whose text is read, the costliest ones: at 5 ms each, less than a minute
 # Tokens of text before and after a parting. The context completes a word, an id or a tag that the parting cuts; the
 # window is wide enough to see that the texts agree again after an id, and narrow enough to read thousands of them.
-CONTEXT, WINDOW = 48, 160
-WINDOWS_PER_RELEASE = 1024  # each maps 64 KB of tokens and more
+_CONTEXT, _WINDOW = 48, 160
+_WINDOWS_PER_RELEASE = 1024  # each maps 64 KB of tokens and more
 # Reasons for tokens that were not lost; explained in `tokens_by_reason`.
-REASONS = ("sampling", "environment", "next call", "longer prompt")
-UNREAD = {False: "prompt differs", True: "history differs"}
+_REASONS = ("sampling", "environment", "next call", "longer prompt")
+_UNREAD = {False: "prompt differs", True: "history differs"}
 
 Decode = Callable[[list[list[int]]], list[str]]
 
@@ -170,7 +170,7 @@ def _calls(trie: Trie) -> pl.DataFrame:
         }
     )
     # "task/turn-3@x" -> rollout "task", number 3; another name is a rollout with one call, number 0.
-    call = frame["name"].str.extract_groups(WHOLE_CALL).struct.unnest()
+    call = frame["name"].str.extract_groups(_WHOLE_CALL).struct.unnest()
     number = call["number"].cast(pl.Int64, strict=False)
     if number.null_count() > call["number"].null_count():  # above 2^63, or other digits than ASCII ones
         values = [int(text or 0) for text in call["number"].to_list()]
@@ -241,17 +241,17 @@ def tokens_by_reason(trie: Trie, tokens: AddedTokens) -> dict[str, int]:
     """
     added = trie.lengths - tokens.start
     base = tokens.expected < 0
-    reason = np.where(tokens.is_call, REASONS.index("next call"), _reasons(trie, tokens.start))
-    parts = {name: int(added[~base & (tokens.lost == 0) & (reason == i)].sum()) for i, name in enumerate(REASONS)}
+    reason = np.where(tokens.is_call, _REASONS.index("next call"), _reasons(trie, tokens.start))
+    parts = {name: int(added[~base & (tokens.lost == 0) & (reason == i)].sum()) for i, name in enumerate(_REASONS)}
     lost = int(tokens.lost.sum())
     behind = int((added - tokens.lost)[tokens.lost > 0].sum())
     return {"first": int(added[base].sum()), **parts, "behind": behind, "lost": lost}
 
 
 def _reasons(trie: Trie, start: Int64) -> NDArray[np.int8]:
-    """Return the reason, an index of `REASONS`, why each trajectory leaves the others at token `start`."""
+    """Return the reason, an index of `_REASONS`, why each trajectory leaves the others at token `start`."""
     begin, _ = _trained_range(trie)
-    reasons = np.where(start < begin, REASONS.index("longer prompt"), REASONS.index("environment")).astype(np.int8)
+    reasons = np.where(start < begin, _REASONS.index("longer prompt"), _REASONS.index("environment")).astype(np.int8)
     for first, end in ranges_of_trajectories(trie):
         spans, leaves = SpanView.of(trie.trajectories.slice(first, end - first)), start[first:end]
         each = np.arange(end - first)
@@ -263,7 +263,7 @@ def _reasons(trie: Trie, start: Int64) -> NDArray[np.int8]:
         # Trajectory 0 starts in its span 1, so it sampled another token. Span 1 is not one of trajectory 1.
         some = np.flatnonzero(at >= 0)
         trained = some[(owner[at[some]] == some) & (leaves[some] < spans.ends[at[some]])]
-        reasons[first + trained] = REASONS.index("sampling")
+        reasons[first + trained] = _REASONS.index("sampling")
     return reasons
 
 
@@ -293,7 +293,7 @@ def causes_of(trie: Trie, tokens: AddedTokens, decode: Decode | None, *, most: i
     unread = order[len(differences) :]
     others = {"not read": unread}
     if decode is None:
-        others = {name: unread[tokens.is_call[unread] == is_call] for is_call, name in UNREAD.items()}
+        others = {name: unread[tokens.is_call[unread] == is_call] for is_call, name in _UNREAD.items()}
     for name, rest in others.items():
         if len(rest):
             numbers.setdefault(name, []).append(rest)
@@ -331,10 +331,10 @@ def _differences(trie: Trie, tokens: AddedTokens, partings: list[int], decode: D
         other, at = int(tokens.expected[i]), int(tokens.common[i])
         # Two windows a parting: the other trajectory up to the end of the shared part, and the prompt of this one.
         for which, limit in ((other, (end if tokens.is_call[i] else begin)[other]), (i, begin[i])):
-            stop = min(int(limit), at + WINDOW)
-            windows.append(path_tokens(trie, int(trie.end_node[which]), max(0, at - CONTEXT), stop))
+            stop = min(int(limit), at + _WINDOW)
+            windows.append(path_tokens(trie, int(trie.end_node[which]), max(0, at - _CONTEXT), stop))
             whole.append(stop == limit)
-        if len(windows) % WINDOWS_PER_RELEASE == 0:
+        if len(windows) % _WINDOWS_PER_RELEASE == 0:
             trie.storage.release()
     texts = decode(windows)
     return [

@@ -18,21 +18,21 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 
-RETOKENISED, WHITESPACE, IDS, TEMPLATE = "retokenisation", "whitespace", "random ids", "template"
-EDITED, OTHER, REWRITTEN = "prompt edit", "other prompt", "rewritten history"
-CAUSES = (RETOKENISED, WHITESPACE, IDS, TEMPLATE, EDITED, OTHER, REWRITTEN)
+RETOKENISED, _WHITESPACE, _IDS, _TEMPLATE = "retokenisation", "whitespace", "random ids", "template"
+_EDITED, _OTHER, _REWRITTEN = "prompt edit", "other prompt", "rewritten history"
+_CAUSES = (RETOKENISED, _WHITESPACE, _IDS, _TEMPLATE, _EDITED, _OTHER, _REWRITTEN)
 
 # The ids, dates and times that serving engines, agents and prompts contain; each pattern would rather miss an id than
 # take a word for one, because a cause may only be named if nothing else differs.
-DAY = r"(?:(?:Mon|Tues?|Wed(?:nes)?|Thu(?:rs)?|Fri|Sat(?:ur)?|Sun)(?:day)?,? )?"
-MONTH = r"(?:Jan|Feb|Mar|Apr|May|June?|July?|Aug|Sept?|Oct|Nov|Dec)[a-z]*\.?"
-ID = re.compile(
+_DAY = r"(?:(?:Mon|Tues?|Wed(?:nes)?|Thu(?:rs)?|Fri|Sat(?:ur)?|Sun)(?:day)?,? )?"
+_MONTH = r"(?:Jan|Feb|Mar|Apr|May|June?|July?|Aug|Sept?|Oct|Nov|Dec)[a-z]*\.?"
+_ID = re.compile(
     "|".join(
         (
             # 2026-03-01, 2026-03-01T12:00:01.5Z, 2026-03-01 12:00+02:00
             r"\d{4}-\d{2}-\d{2}(?:[T ]\d{2}:\d{2}(?::\d{2}(?:\.\d+)?)?(?:Z|[+-]\d{2}:?\d{2})?)?",
             # Monday, March 3, 2025; 3 August 2025
-            rf"{DAY}(?:\d{{1,2}} {MONTH} \d{{4}}|{MONTH} \d{{1,2}}, \d{{4}})",
+            rf"{_DAY}(?:\d{{1,2}} {_MONTH} \d{{4}}|{_MONTH} \d{{1,2}}, \d{{4}})",
             r"\b\d{1,2}/\d{1,2}/\d{4}\b|\d{4}\u5e74\d{1,2}\u6708\d{1,2}\u65e5",
             r"\b\d{1,2}:\d{2}:\d{2}(?:\.\d+)?\b",
             # call_8f2a91. A digit, or capitals among small letters, distinguish an id from run_tests and requests.
@@ -48,20 +48,20 @@ ID = re.compile(
         )
     )
 )
-REASONING = re.compile(
+_REASONING = re.compile(
     r"<think>.*?(?:</think>\s*|\Z)|\A(?:(?!<think>).)*?</think>\s*|\[THINK\].*?(?:\[/THINK\]\s*|\Z)"
     r"|<\|channel\|>analysis<\|message\|>.*?(?:<\|end\|><\|start\|>assistant|\Z)",
     re.DOTALL,
 )
 THINK = re.compile(r"(?:<think>.*?)?</think>\s*", re.DOTALL)  # DeepSeek's templates drop reasoning, not its end tag
-UNSPACED = r"\u2e80-\u9fff\uac00-\ud7af\uf900-\ufaff\uff00-\uffef"  # each character is a word: there are no blanks
-WORDS = re.compile(rf"[{UNSPACED}]|[^\s{UNSPACED}]+")
-WORD = re.compile(r"\S{0,24}\Z")
-SPACE = re.compile(r"\s+")
-SHOWN_BEFORE, SHOWN = 40, 80  # characters of an example before and after the parting: a line of a terminal
-SIMILAR = 0.7  # minimum share of common words of two versions of one prompt
+_UNSPACED = r"\u2e80-\u9fff\uac00-\ud7af\uf900-\ufaff\uff00-\uffef"  # each character is a word: there are no blanks
+WORDS = re.compile(rf"[{_UNSPACED}]|[^\s{_UNSPACED}]+")
+_WORD = re.compile(r"\S{0,24}\Z")
+_SPACE = re.compile(r"\s+")
+_SHOWN_BEFORE, _SHOWN = 40, 80  # characters of an example before and after the parting: a line of a terminal
+_SIMILAR = 0.7  # minimum share of common words of two versions of one prompt
 # Characters before a cut that are ignored: a cut may split a character of four bytes, or an id or a tag.
-LONGEST_CHARACTER, LONGEST_ID = 4, 64
+_LONGEST_CHARACTER, _LONGEST_ID = 4, 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +77,9 @@ class TextDifference:
     def texts(self) -> dict[str, str]:
         """The words around the parting, short enough for a line of a terminal each."""
         return {
-            "before": self.before[-SHOWN_BEFORE:],
-            "expected": self.expected[:SHOWN],
-            "found": self.actual[:SHOWN],
+            "before": self.before[-_SHOWN_BEFORE:],
+            "expected": self.expected[:_SHOWN],
+            "found": self.actual[:_SHOWN],
         }
 
 
@@ -94,34 +94,34 @@ def classify_difference(expected: str, actual: str, *, is_call: bool, whole: tup
     """
     at = _common_length(expected, actual)
     # Examples begin with a whole word: "is not idented", "is not indented": at 8 -> word 7
-    word = at - len(WORD.findall(expected[:at])[0])
+    word = at - len(_WORD.findall(expected[:at])[0])
     shown = (expected[:word], expected[word:], actual[word:])
-    if _equal_up_to_cut(expected, actual, whole=whole, is_call=is_call, tail=LONGEST_CHARACTER):
+    if _equal_up_to_cut(expected, actual, whole=whole, is_call=is_call, tail=_LONGEST_CHARACTER):
         return TextDifference(RETOKENISED, *shown)
     # Single causes first, then with whitespace, because removing an id or reasoning may leave blanks.
     tests: tuple[tuple[str, Callable[[str], str]], ...] = (
-        (WHITESPACE, _strip_space),
-        (IDS, _strip_ids),
-        (TEMPLATE, _strip_reasoning),
-        (IDS, lambda text: _strip_space(_strip_ids(text))),
-        (TEMPLATE, lambda text: _strip_space(_strip_reasoning(text))),
-        (TEMPLATE, lambda text: _strip_space(THINK.sub("", text))),
+        (_WHITESPACE, _strip_space),
+        (_IDS, _strip_ids),
+        (_TEMPLATE, _strip_reasoning),
+        (_IDS, lambda text: _strip_space(_strip_ids(text))),
+        (_TEMPLATE, lambda text: _strip_space(_strip_reasoning(text))),
+        (_TEMPLATE, lambda text: _strip_space(THINK.sub("", text))),
     )
     parts_id = _in_id(expected, at) and _in_id(actual, at)
     for cause, strip in tests:
-        if (cause != IDS or parts_id) and _equal_up_to_cut(
-            strip(expected), strip(actual), whole=whole, is_call=is_call, tail=LONGEST_ID
+        if (cause != _IDS or parts_id) and _equal_up_to_cut(
+            strip(expected), strip(actual), whole=whole, is_call=is_call, tail=_LONGEST_ID
         ):
             return TextDifference(cause, *shown)
     if is_call:
-        return TextDifference(REWRITTEN, *shown)
-    return TextDifference(EDITED if _common_word_share(expected[at:], actual[at:]) >= SIMILAR else OTHER, *shown)
+        return TextDifference(_REWRITTEN, *shown)
+    return TextDifference(_EDITED if _common_word_share(expected[at:], actual[at:]) >= _SIMILAR else _OTHER, *shown)
 
 
 def _in_id(text: str, at: int) -> bool:
     """Return whether `at` is inside an id. The search is cheap, and most texts part far from any id."""
-    start = max(0, at - LONGEST_ID)
-    return any(match.start() <= at - start <= match.end() for match in ID.finditer(text[start : at + LONGEST_ID]))
+    start = max(0, at - _LONGEST_ID)
+    return any(match.start() <= at - start <= match.end() for match in _ID.finditer(text[start : at + _LONGEST_ID]))
 
 
 def _common_word_share(a: str, b: str) -> float:
@@ -151,12 +151,12 @@ def _equal_up_to_cut(a: str, b: str, *, whole: tuple[bool, bool], is_call: bool,
 
 
 def _strip_space(text: str) -> str:
-    return SPACE.sub("", text)
+    return _SPACE.sub("", text)
 
 
 def _strip_ids(text: str) -> str:
-    return ID.sub("#", text)
+    return _ID.sub("#", text)
 
 
 def _strip_reasoning(text: str) -> str:
-    return REASONING.sub("", text).replace("<|return|>", "<|end|>")  # gpt-oss: end of the last and of other answers
+    return _REASONING.sub("", text).replace("<|return|>", "<|end|>")  # gpt-oss: end of the last and of other answers

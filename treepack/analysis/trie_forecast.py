@@ -52,14 +52,14 @@ from treepack.processes import ReportProgress
 from treepack.trie.store.trie_files import read_trie
 from treepack.trie.trie import Trie
 
-QUICK = "contiguous"  # the method of plans that the user did not ask for: one pass over the leaves
+_QUICK = "contiguous"  # the method of plans that the user did not ask for: one pass over the leaves
 # Methods whose rows are like the rows of no other method, so a quick plan does not estimate them.
-OWN_METHODS = (GROUPS, "sequence", "greedy-online")
-MAX_GPUS = 4096
+_OWN_METHODS = (GROUPS, "sequence", "greedy-online")
+_MAX_GPUS = 4096
 # Rows that fit only because they are short may take at most this many times as long as the fastest rows; if they take
 # longer, the model needs more GPUs.
-MAX_SLOWER = 1.35  # more than 4 / 3, the cost of recomputing all layers
-WEIGHT_BYTES = 4  # of a float32 weight
+_MAX_SLOWER = 1.35  # more than 4 / 3, the cost of recomputing all layers
+_WEIGHT_BYTES = 4  # of a float32 weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +118,8 @@ class ComparedCapacities:
 
 def quick(options: PackOptions) -> PackOptions:
     """Return `options` with a quick method, unless their own lays out rows in another way than trees."""
-    own = options.method in OWN_METHODS
-    return replace(options, method=options.method if own else QUICK, effort="low", too_long="drop")
+    own = options.method in _OWN_METHODS
+    return replace(options, method=options.method if own else _QUICK, effort="low", too_long="drop")
 
 
 def compare_capacities(
@@ -151,7 +151,7 @@ def compare_capacities(
     ]
     rows = rows_of_plans(trie, planned, target.pieces)
     waits = [_waiting(each, row, target) for each, row in zip(planned, rows[1:], strict=True)]
-    num_gpus, carry, estimates = estimate_rows(rows, waits, target)
+    num_gpus, carry, estimates = _estimate_rows(rows, waits, target)
     return ComparedCapacities(planned, estimates, choose_estimate(estimates), num_gpus, carry)
 
 
@@ -188,7 +188,7 @@ def choose_options(
     refuse_too_large(read, DESCRIBING, memory=memory)
     capacities = () if options.capacity is None else (options.capacity,)
     compared = compare_capacities(read, target, capacities=capacities, options=quick(options), progress=progress)
-    entries = capacity_entries(compared, target)
+    entries = _capacity_entries(compared, target)
     sentence: str = entries["choice"]
     if compared.num_gpus > target.ranks:
         sentence += f"; {entries['carry']['verdict']}"
@@ -203,7 +203,7 @@ def _largest_group(trie: Trie, options: PackOptions) -> int | None:
     return int(row_sizes(trie, items, int(items.max()) + 1).tokens.max())
 
 
-def estimate_rows(
+def _estimate_rows(
     rows: Sequence[RowsToCarry], waits: Sequence[float], target: ForecastTarget
 ) -> tuple[int, dict[str, Any], list[CapacityEstimate]]:
     """Return the number of GPUs over which the weights must be divided, the report of pieces, and the estimates.
@@ -218,8 +218,8 @@ def estimate_rows(
         estimates = [_estimate(*pair, wait, target) for pair, wait in zip(pairs, waits, strict=True)]
         chosen = choose_estimate(estimates)
         fastest = min(each.seconds for each in estimates if each.num_left_out == chosen.num_left_out)
-        is_enough = chosen.fits is not False and chosen.seconds <= MAX_SLOWER * fastest
-        if is_enough or num_gpus >= MAX_GPUS:
+        is_enough = chosen.fits is not False and chosen.seconds <= _MAX_SLOWER * fastest
+        if is_enough or num_gpus >= _MAX_GPUS:
             return num_gpus, carry, estimates
         num_gpus *= 2
 
@@ -296,7 +296,7 @@ def forecast_trie(
     lines = forecast_lines(trie, shown, method=options.method, search=search, conversations=conversations)
     notes = baseline_notes(conversations, totals)
     report = forecast_report(lines, target.shape, target.device, notes, capacity=compared.chosen.capacity)
-    return report | capacity_entries(compared, target), compared.planned
+    return report | _capacity_entries(compared, target), compared.planned
 
 
 def forecast_packed(
@@ -306,13 +306,13 @@ def forecast_packed(
 
     The rows are known only by their sums, so no rank waits for another one.
     """
-    num_gpus, carry, (estimate,) = estimate_rows([rows], [1.0], target)
+    num_gpus, carry, (estimate,) = _estimate_rows([rows], [1.0], target)
     compared = ComparedCapacities([], [estimate], estimate, num_gpus, carry)
     report = forecast_report(lines, target.shape, target.device, notes, capacity=rows.capacity)
-    return report | capacity_entries(compared, target)
+    return report | _capacity_entries(compared, target)
 
 
-def capacity_entries(compared: ComparedCapacities, target: ForecastTarget) -> dict[str, Any]:
+def _capacity_entries(compared: ComparedCapacities, target: ForecastTarget) -> dict[str, Any]:
     """Return the entries of a forecast about capacities and memory."""
     estimates, chosen = compared.estimates, compared.chosen
     sentence = memory_sentence(chosen, target, num_gpus=compared.num_gpus)
@@ -339,7 +339,7 @@ def memory_sentence(rows: CapacityEstimate, target: ForecastTarget, *, num_gpus:
         verb = "fits" if target.ranks == 1 else "fits, divided over"
         return f"{trained} {verb} {gpus}: {_memory_of(rows)} of {device.memory / GIB:.0f}"
     # Frozen weights have no gradient and no moments: 4 of 16 bytes.
-    frozen = memory.state * WEIGHT_BYTES // PARAMETER_BYTES
+    frozen = memory.state * _WEIGHT_BYTES // PARAMETER_BYTES
     others = rows.num_bytes - -(-memory.state // num_gpus)
     lora = " or LoRA" if frozen + others <= USABLE * device.memory else ""
     return f"{trained} does not fit {gpus}; use {num_gpus} GPUs{lora}"

@@ -26,7 +26,7 @@ from treepack.trie.token_ranges import RANGE_TOKENS, ranges
 from treepack.trie.trie import Trie
 
 # Columns of the trajectories from which rows are planned and their work is counted.
-PLANNED = frozenset("trajectory_id group_id step tree_id node_id num_tokens trained weight".split())
+_PLANNED = frozenset("trajectory_id group_id step tree_id node_id num_tokens trained weight".split())
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class SortedTurns:
         # -> the first turn of each owner [0, 2, 3] -> records [5, 5, 6] -> record 5 has two trajectories.
         one_turn = np.unique(self.owner, return_index=True)[1]
         several = np.flatnonzero((np.bincount(records[one_turn]) > 1)[records])
-        nodes = nodes_at(trie, trie.end_node[self.owner[several]], self.ends[several])
+        nodes = _nodes_at(trie, trie.end_node[self.owner[several]], self.ends[several])
         # Sorted by all four numbers, equal turns follow each other, the first of them first: lexsort is stable.
         places = (records[several], nodes, self.starts[several], self.ends[several])
         order = np.lexsort(places)
@@ -94,7 +94,7 @@ def cut_to_turns(trie: Trie, turns: SortedTurns, *, only_sizes: bool = False) ->
         return trie
     kept = np.flatnonzero(last)
     last = last[kept]
-    segments, end_of = _segments(trie, nodes_at(trie, trie.end_node[kept], last), last)
+    segments, end_of = _segments(trie, _nodes_at(trie, trie.end_node[kept], last), last)
     parent = _parents(trie, segments)
     heads, merged = _merge_chains(parent, end_of)
     parent, end_of = np.where(parent[heads] < 0, -1, merged[parent[heads]]), merged[end_of]
@@ -178,7 +178,7 @@ def _merge_chains(parent: Int64, end_of: Int64) -> tuple[Int64, Int64]:
     return np.flatnonzero(is_head), np.cumsum(is_head) - 1
 
 
-def nodes_at(trie: Trie, ends: Int32, last: Int64) -> Int64:
+def _nodes_at(trie: Trie, ends: Int32, last: Int64) -> Int64:
     """Return the node on the path to each of `ends` that contains token number `last`, counted from 1."""
     nodes = ends.astype(np.int64)
     # One step up for all paths that have not arrived, until all have.
@@ -214,7 +214,7 @@ def _cut_table(trie: Trie, kept: Int64, last: Int64, end_of: Int64, parent: Int6
     per_token = ["advantages", *LOGPROBS]
     columns = schema.TRAJECTORIES
     if only_sizes:
-        columns = pa.schema([field for field in columns if field.name in PLANNED])
+        columns = pa.schema([field for field in columns if field.name in _PLANNED])
     table = take_rows(trie.trajectories.select([name for name in columns.names if name not in per_token]), kept)
     spans = SpanView.of(table)
     owner = np.repeat(np.arange(len(kept)), np.diff(spans.offsets))

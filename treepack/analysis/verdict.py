@@ -28,7 +28,7 @@ from treepack.costs.model_cost import ModelShape, operations
 from treepack.ingest.conversations import Conversations
 
 # Share of saved operations below which the verdict is that tree training does not pay.
-MIN_SAVED = 0.1
+_MIN_SAVED = 0.1
 
 Entry = dict[str, Any]
 
@@ -77,7 +77,7 @@ def forecast_report(
         "baselines": list(baselines.values()),
         "gain": {name: gain[name] for name in ("baseline", "label", "capacity", "speedup", "sharing")},
         "pays": _pays(gain),
-        "verdict": gain_verdict(gain, list(baselines.values())),
+        "verdict": _gain_verdict(gain, list(baselines.values())),
         "notes": list(notes),
     }
 
@@ -108,10 +108,10 @@ def _gain(baselines: Mapping[str, Entry]) -> Entry:
 
 
 def _pays(entry: Mapping[str, Any]) -> bool:
-    return bool(1 - 1 / entry["speedup"] >= MIN_SAVED)
+    return bool(1 - 1 / entry["speedup"] >= _MIN_SAVED)
 
 
-def gain_verdict(gain: Entry, baselines: list[Entry]) -> str:
+def _gain_verdict(gain: Entry, baselines: list[Entry]) -> str:
     """Return one sentence about the `gain`, with the speed-ups against the other `baselines` in brackets."""
     others = [
         f"{entry['speedup']:.1f}x against {entry['label']}"

@@ -62,22 +62,22 @@ from treepack.trie.directory import TrieSummary
 from treepack.trie.nodes import NodeArrays
 from treepack.trie.store.trie_files import write_trie_manifest
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 PART_BYTES = 1 << 27  # of the input as stored, for one task
 RANGE_BYTES = 1 << 29  # of the columns of a range; sorting needs about three times as much
-MAX_SURVEYS = 1 << 12  # tasks among which the files are divided
+_MAX_SURVEYS = 1 << 12  # tasks among which the files are divided
 SAMPLES = 1 << 13  # of all input, if it has 8 bytes for each token as JSONL has
 
 
-class StageSeconds:
+class _StageSeconds:
     """Seconds in which this process waits for the tasks of each stage; the rest is its own work."""
 
     def __init__(self) -> None:
         self._start = time.perf_counter()
         self._waited: dict[str, float] = {}
 
-    def results(self, stage: str, items: Iterable[T]) -> Iterator[T]:
+    def results(self, stage: str, items: Iterable[_T]) -> Iterator[_T]:
         """Yield `items`, and count the time until each is there."""
         rest = iter(items)
         while True:
@@ -166,7 +166,7 @@ def build_trie_on(
         raise TreepackError("keep_routes builds the trie on one machine; build it without a cluster (--ray)")
     out, names = as_output(out), path_names(inputs)
     refuse_existing(out, overwrite=overwrite, inputs=names)
-    watch = StageSeconds()
+    watch = _StageSeconds()
     start = time.perf_counter()
     with finished_directory(out, overwrite=overwrite) as temporary:
         recorded = options.as_record()
@@ -215,7 +215,7 @@ def _read(
     inputs: list[str],
     job: ReadJob,
     part_bytes: int,
-    watch: StageSeconds,
+    watch: _StageSeconds,
     progress: ReportProgress | None,
 ) -> _Reading:
     """Survey and read all input; the tables stay in the tasks.
@@ -269,15 +269,15 @@ def _read(
     return reading
 
 
-def _survey(scheduler: Scheduler, files: list[InputFile], job: ReadJob, watch: StageSeconds) -> list[SurveyedFile]:
-    size = -(-len(files) // MAX_SURVEYS)
+def _survey(scheduler: Scheduler, files: list[InputFile], job: ReadJob, watch: _StageSeconds) -> list[SurveyedFile]:
+    size = -(-len(files) // _MAX_SURVEYS)
     handle = scheduler.share(job)
     calls = [(files[i : i + size], handle) for i in range(0, len(files), size)]
     return [each for some in watch.results("survey", scheduler.run(survey_files, calls)) for each in some]
 
 
 def _sort_ranges(
-    scheduler: Scheduler, reading: _Reading, share: str, num_ranges: int | None, watch: StageSeconds
+    scheduler: Scheduler, reading: _Reading, share: str, num_ranges: int | None, watch: _StageSeconds
 ) -> tuple[list[TableHandle], list[RangeSummary]]:
     """Return the sorted tables of all ranges and their summaries."""
 
@@ -327,7 +327,7 @@ def _write(
     ranges: list[RangeNodes],
     columns: pa.Schema,
     temporary: Path,
-    watch: StageSeconds,
+    watch: _StageSeconds,
 ) -> list[WrittenRange]:
     # Parts of ranges (2, 1), (3, 2) -> the second range begins with number 2 of the nodes and 1 of the trajectories.
     counts = np.array([each.num_parts for each in ranges])

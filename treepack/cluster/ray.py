@@ -44,14 +44,14 @@ from treepack.trajectory import Int64
 # Calls in flight for each worker: the one that runs, the next ones, and finished ones that wait for a slow first one.
 WINDOW = 4
 # Attempts after the death of the process or machine of a task.
-RETRIES = 3
+_RETRIES = 3
 # Tables that a task of an exchange divides if there are enough for all workers: fewer, larger pieces, because Ray sends
 # pieces below 100 KB through the driver. If there are many pieces all the same, up to the maximum of tables.
-TABLES_PER_SPLIT, MAX_TABLES_PER_SPLIT = 4, 16
+_TABLES_PER_SPLIT, MAX_TABLES_PER_SPLIT = 4, 16
 MANY_PIECES = 1 << 18  # each costs the driver 53 microseconds and 3 KB
-GRACE = 5.0  # seconds that tasks in flight have to end after an error
-RECOUNT = 5.0  # seconds after which the CPUs of the cluster are counted again
-TIMEOUT = 30.0  # seconds that a cluster has to answer
+_GRACE = 5.0  # seconds that tasks in flight have to end after an error
+_RECOUNT = 5.0  # seconds after which the CPUs of the cluster are counted again
+_TIMEOUT = 30.0  # seconds that a cluster has to answer
 
 
 class RayScheduler:
@@ -68,7 +68,7 @@ class RayScheduler:
     @property
     def num_workers(self) -> int:
         """Number of CPUs of the cluster, at least one; it follows a cluster that grows."""
-        if time.monotonic() > self._counted + RECOUNT:  # it is asked for at each call, and Ray takes a millisecond
+        if time.monotonic() > self._counted + _RECOUNT:  # it is asked for at each call, and Ray takes a millisecond
             self._num_cpus = max(1, int(self._ray.cluster_resources().get("CPU", 1)))
             self._counted = time.monotonic()
         return self._num_cpus
@@ -103,7 +103,7 @@ class RayScheduler:
 
     def _submit(self, function: Callable[..., Any], call: Call, *, num_returns: int) -> list[Any]:
         """Start a task, and return the handles of its results."""
-        options = {"num_returns": num_returns, "max_retries": RETRIES, "name": function.__name__}
+        options = {"num_returns": num_returns, "max_retries": _RETRIES, "name": function.__name__}
         refs = self._task.options(**options).remote(self._folder, function, *call)
         return [refs] if num_returns == 1 else refs
 
@@ -130,7 +130,7 @@ class RayScheduler:
             if in_flight:
                 with contextlib.suppress(Exception):  # the connection may be gone
                     last = [refs[-1] for refs in in_flight]
-                    self._ray.wait(last, num_returns=len(last), timeout=GRACE, fetch_local=False)
+                    self._ray.wait(last, num_returns=len(last), timeout=_GRACE, fetch_local=False)
 
     def _value(self, ref: Any) -> Any:
         """Return the result of a task.
@@ -149,14 +149,14 @@ class RayScheduler:
             raise
         except self._ray.exceptions.RayError as error:
             raise TreepackError(
-                f"Ray could not finish a task, and {RETRIES} retries failed too ({_cause(error)}); if memory ran "
+                f"Ray could not finish a task, and {_RETRIES} retries failed too ({_cause(error)}); if memory ran "
                 "out, give more --partitions, or machines with more memory per CPU"
             ) from error
 
 
 def tables_per_split(num_tables: int, num_ranges: int, num_workers: int) -> int:
     """Return the number of tables that each split task of an exchange divides."""
-    for_workers = min(num_tables // (2 * num_workers), TABLES_PER_SPLIT)
+    for_workers = min(num_tables // (2 * num_workers), _TABLES_PER_SPLIT)
     # 6,000 tables and 800 ranges: 18.3 tables for 2^18 pieces, so 16.
     for_pieces = min(num_tables * num_ranges // MANY_PIECES, MAX_TABLES_PER_SPLIT)
     return max(1, for_workers, for_pieces)
@@ -227,7 +227,7 @@ def refuse_unreachable(address: str) -> None:
     """Refuse an address that nothing listens at; Ray itself would try for minutes.
 
     Raises:
-        TreepackError: no answer within TIMEOUT seconds, or the address has no port.
+        TreepackError: no answer within `_TIMEOUT` seconds, or the address has no port.
     """
     if address in ("auto", "local"):
         return
@@ -235,7 +235,7 @@ def refuse_unreachable(address: str) -> None:
     if not host or not port.isdigit():
         raise TreepackError(f"--ray {address}: expected auto, local, HOST:PORT or ray://HOST:PORT")
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=TIMEOUT).close()
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_TIMEOUT).close()
     except (OSError, OverflowError) as error:
         raise TreepackError(
             f"--ray {address}: nothing answers there ({error}); check the host and the port, 6379 of the head or "
@@ -268,7 +268,7 @@ def _check_versions(ray: Any) -> None:
         for node in nodes
     ]
     try:
-        versions = ray.get(probes, timeout=2 * TIMEOUT)
+        versions = ray.get(probes, timeout=2 * _TIMEOUT)
     except ray.exceptions.RayError as error:
         raise TreepackError(
             f"a machine of the Ray cluster does not run a task ({_cause(error)}); look at `ray status`"

@@ -33,7 +33,7 @@ COLUMNS = pa.schema(
         pa.field(ARRIVAL, pa.int64(), nullable=False),
     ]
 )
-PART_BITS = 32  # of `arrival` below the number of the part
+_PART_BITS = 32  # of `arrival` below the number of the part
 
 
 def sequence_table(sequences: Sequences, *, part: int, first_row: int) -> pa.Table:
@@ -41,7 +41,7 @@ def sequence_table(sequences: Sequences, *, part: int, first_row: int) -> pa.Tab
     table, count = sequences.table, len(sequences.offsets) - 1
     # Tokens [5 6 7], [5 8] -> values 5 6 7 5 8, offsets 0 3 5.
     tokens = pa.LargeListArray.from_arrays(sequences.offsets, pa.array(sequences.tokens)).cast(pa.list_(pa.int32()))
-    arrival = (part << PART_BITS) + first_row + np.arange(count, dtype=np.int64)
+    arrival = (part << _PART_BITS) + first_row + np.arange(count, dtype=np.int64)
     own = {TOKENS: tokens, ARRIVAL: pa.array(arrival)}
     columns = [
         own[field.name]

@@ -29,7 +29,7 @@ from treepack.pack.weights import TERM_COLUMNS
 from treepack.trajectory import Int32, Int64
 
 # Open rows of a slice and a step: the emptiest ones, at most so many, and filled less than this.
-OPEN_ROWS, OPEN_FILL = 8, 0.75
+_OPEN_ROWS, _OPEN_FILL = 8, 0.75
 
 
 _JoinedRow = tuple[tuple[int, int], ...]  # (slice, row of the slice) of its open rows
@@ -150,9 +150,9 @@ def _join_open_rows(plans: Sequence[SlicePlan], job: PackJob) -> dict[int, list[
 
 def _open_rows(plan: SlicePlan, step: int | None, job: PackJob) -> list[int]:
     own = np.flatnonzero(plan.row_step == plan.steps.index(step))
-    own = own[plan.row_tokens[own] < OPEN_FILL * job.limits.capacity]
+    own = own[plan.row_tokens[own] < _OPEN_FILL * job.limits.capacity]
     # Tokens [9, 2, 5] of the rows [4, 6, 7], two of them -> rows [6, 7].
-    rows: list[int] = sorted(own[np.argsort(plan.row_tokens[own], kind="stable")[:OPEN_ROWS]].tolist())
+    rows: list[int] = sorted(own[np.argsort(plan.row_tokens[own], kind="stable")[:_OPEN_ROWS]].tolist())
     return rows
 
 

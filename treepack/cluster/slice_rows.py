@@ -28,7 +28,7 @@ from treepack.pack.weights import WholeTrie, times_trained
 from treepack.trajectory import Float64, Int32, Int64
 from treepack.trie.trie import Trie
 
-UNORDERED = "unordered_end"
+_UNORDERED = "unordered_end"
 """Column of open rows: `subtree_end` of each token if children keep the order of the trie, to count unordered tiles."""
 
 _SLICE = 1 << 32  # an open row has the `row_id` slice * _SLICE + row of the slice
@@ -109,7 +109,7 @@ def write_slice(
 
     written = write_rows(complete_rows(), output, columns, first_row=facts.first_row, first_part=facts.first_part)
     ends = pa.array(unordered_ends, pa.list_(pa.int32()))
-    return open_group.table().append_column(UNORDERED, ends), SliceRows(written, tiles)
+    return open_group.table().append_column(_UNORDERED, ends), SliceRows(written, tiles)
 
 
 def _group_weights(trie: Trie, facts: SliceFacts) -> Float64 | None:
@@ -149,7 +149,7 @@ def write_joined(table: pa.Table, joins: list[list[int]], facts: SliceFacts, out
     place = {row_id: i for i, row_id in enumerate(table["row_id"].to_pylist())}
     tiles = 0
     for ids in joins:
-        ends: list[Any] = [table[UNORDERED][place[row_id]].values.to_numpy() for row_id in ids]
+        ends: list[Any] = [table[_UNORDERED][place[row_id]].values.to_numpy() for row_id in ids]
         starts = np.cumsum([0, *(len(each) for each in ends[:-1])]).tolist()
         tiles += tile_counts(np.concatenate([each + start for each, start in zip(ends, starts, strict=True)]))[0]
     rows = (concatenate_rows([row_of_table(table, place[row_id]) for row_id in ids]) for ids in joins)

@@ -34,9 +34,9 @@ from treepack.trie.builders.in_memory import Partition, partitions, with_places
 from treepack.trie.nodes import NodeArrays, common_prefix, forest_of, shared_with_previous, sorted_by_tokens
 from treepack.trie.store.trie_files import SLICES, TRAJECTORY_SLICES, NodeRows
 
-SAMPLE_TOKENS = 1 << 15  # of a sequence in a sample; sequences that are equal so far are in one range
+_SAMPLE_TOKENS = 1 << 15  # of a sequence in a sample; sequences that are equal so far are in one range
 SAMPLE_REST = 256  # bytes of a sample after the bytes that it shares with others of its table
-COMPARED = 32  # trajectories of a table with which samples are compared
+_COMPARED = 32  # trajectories of a table with which samples are compared
 _STEP_OFFSET = 1 << 63
 
 
@@ -61,7 +61,7 @@ def order_keys(table: pa.Table, *, share: str, rows: Int64 | None = None, max_by
     starts = [partition_key(partition) for partition in distinct]
     if share == "group":
         return [starts[rank][:max_bytes] for rank in ranks.tolist()]
-    most = SAMPLE_TOKENS if max_bytes is None else -(-max_bytes // 4)
+    most = _SAMPLE_TOKENS if max_bytes is None else -(-max_bytes // 4)
     sequences = table_sequences(table.select([TOKENS]))
     offsets = sequences.offsets
     keys = []
@@ -83,7 +83,7 @@ def sample_keys(table: pa.Table, *, share: str, every: int) -> list[bytes]:
     # Offsets [0, 4, 9, 12], every 3 -> tokens 0 3 6 9 -> trajectories 0 0 1 2.
     places = np.arange(0, int(offsets[-1]), every)
     sampled, counts = np.unique(np.searchsorted(offsets, places, side="right") - 1, return_counts=True)
-    others = np.linspace(0, table.num_rows - 1, min(table.num_rows, COMPARED)).astype(np.int64)
+    others = np.linspace(0, table.num_rows - 1, min(table.num_rows, _COMPARED)).astype(np.int64)
     rows = np.union1d(sampled, others)
     keys = order_keys(table, share=share, rows=rows)
     ordered = sorted(keys)

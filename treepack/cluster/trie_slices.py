@@ -33,10 +33,10 @@ from treepack.trie.trie import Trie
 
 # Share of a slice, before and after the place of an even cut, in which a better place is looked for. The second one is
 # used if no cut is allowed in the first.
-WINDOWS = (1 / 16, 1 / 2)
-CACHED_GROUPS = 64  # row groups of nodes whose parents and depths stay in memory
+_WINDOWS = (1 / 16, 1 / 2)
+_CACHED_GROUPS = 64  # row groups of nodes whose parents and depths stay in memory
 # Columns of the trajectories that plans need. The others are lists with a value for each trained token, and texts.
-PLAN_COLUMNS = tuple("trajectory_id group_id step tree_id node_id num_tokens trained weight reward source".split())
+_PLAN_COLUMNS = tuple("trajectory_id group_id step tree_id node_id num_tokens trained weight reward source".split())
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +156,7 @@ class _Cut:
 
 def _best_cut(places: _Places, target: int, spacing: float, whole_trees: bool, whole_groups: bool) -> _Cut | None:
     """Return the best cut near token `target` of the trie, None if there is none; slices have `spacing` tokens."""
-    for window in WINDOWS:
+    for window in _WINDOWS:
         # Even places of neighbouring cuts are `spacing` apart, so half of it keeps the cuts in order.
         reach = [places.node_at(target + side * spacing / 2) for side in (-1, 1)]
         near = [places.node_at(target + side * spacing * window) for side in (-1, 1)]
@@ -267,7 +267,7 @@ class _Places:
         if group not in self.known:
             groups = self.footers.nodes_of(starts[[group]])
             ((_, table),) = read_groups(self.location, groups, ["parent_id", "depth"])
-            while len(self.known) >= CACHED_GROUPS:
+            while len(self.known) >= _CACHED_GROUPS:
                 del self.known[next(iter(self.known))]
             self.known[group] = table["parent_id"].to_numpy(), table["depth"].to_numpy()
         parents, depths = self.known[group]
@@ -296,7 +296,7 @@ def read_slice(directory: str | AnyPath, part: TrieSlice, *, tokens: bool = True
     Args:
         directory: the trie directory, or its address.
         part: one of its slices.
-        tokens: False leaves all tokens -1, and reads only `PLAN_COLUMNS` of the trajectories.
+        tokens: False leaves all tokens -1, and reads only `_PLAN_COLUMNS` of the trajectories.
 
     Raises:
         TreepackError: a part is missing, damaged, or has other columns.
@@ -307,7 +307,7 @@ def read_slice(directory: str | AnyPath, part: TrieSlice, *, tokens: bool = True
     # Chain [0, 3] and nodes [4, 7) -> ids [0, 3, 4, 5, 6].
     ids = np.concatenate([np.array(part.chain, np.int64), np.arange(first, end)])
     nodes = _read_rows(location, part.node_groups, ["parent_id", "depth", *(["tokens"] if tokens else [])], ids)
-    names = [name for name in part.columns if tokens or name in PLAN_COLUMNS]
+    names = [name for name in part.columns if tokens or name in _PLAN_COLUMNS]
     table = _read_rows(location, part.trajectory_groups, names, np.arange(*part.trajectories))
     # Parents [-1, 0, 3, 3, -1] -> places in ids [-1, 0, 1, 1, -1].
     old = nodes["parent_id"].to_numpy()

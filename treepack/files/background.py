@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import ParamSpec
 
-P = ParamSpec("P")
+_P = ParamSpec("_P")
 
 
 class BackgroundThread:
@@ -26,7 +26,7 @@ class BackgroundThread:
         self._executor = ThreadPoolExecutor(max_workers=1)
         self._last: Future[object] | None = None
 
-    def call(self, function: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
+    def call(self, function: Callable[_P, object], *args: _P.args, **kwargs: _P.kwargs) -> None:
         """Start `function(*args, **kwargs)` after the call before has ended.
 
         Raises:

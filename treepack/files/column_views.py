@@ -1,8 +1,7 @@
 """Views of Arrow columns: the values of single rows, without an object for every row of the column.
 
-ListView(column)[i]          the list of row i as an array, without a copy
+ListView(column)[i]          the list of row i as an array, or the lists of numbers of row i; without a copy
 FilledView(lists, scalars)   the same, with a number for rows that have no list
-RaggedView(column)[i]        the lists of numbers of row i
 ColumnView(column)           texts or numbers of some rows
 """
 
@@ -25,15 +24,18 @@ from treepack.trajectory import Int32, Int64
 FEW_ROWS = 32
 
 
-class ListView(Sequence[NDArray[Any] | None]):
-    """A nullable list column as arrays, made one by one: `view[i]` is an array without a copy, or None for a null."""
+class ListView(Sequence[Any]):
+    """A nullable list column, row by row: `view[i]` has no copy and is None for a null.
+
+    A row of numbers is an array, and a row of lists of numbers a `RaggedArray`.
+    """
 
     def __init__(self, column: pa.ChunkedArray) -> None:
         """View all chunks of `column`."""
         # Chunks of 2 and 3 rows -> starts 0 2 5.
         self._starts = np.cumsum([0, *(len(chunk) for chunk in column.chunks)]).tolist()
         self._chunks = [_ListChunk.of(chunk) for chunk in column.chunks]
-        self.is_missing = column.null_count == len(column)  # in every row
+        self.is_missing = all(chunk.is_empty for chunk in self._chunks)
 
     def __len__(self) -> int:
         """Return the number of rows."""
@@ -47,7 +49,7 @@ class ListView(Sequence[NDArray[Any] | None]):
         chunk = bisect.bisect_right(self._starts, i) - 1
         return self._chunks[chunk].row(i - self._starts[chunk])
 
-    def __iter__(self) -> Iterator[NDArray[Any] | None]:
+    def __iter__(self) -> Iterator[Any]:
         for chunk, (start, end) in zip(self._chunks, pairwise(self._starts), strict=True):
             for i in range(end - start):
                 yield chunk.row(i)
@@ -55,21 +57,29 @@ class ListView(Sequence[NDArray[Any] | None]):
 
 @dataclass(frozen=True, slots=True)
 class _ListChunk:
-    """Offsets of the rows in `values`, and True for each row that is not null; None if no row, or each one, is null."""
+    """Offsets of the rows in `values`, and True for each row that is not null; None if no row, or each one, is null.
+
+    `is_empty` is True if every row is null; for lists of numbers, also if no list has a number.
+    """
 
     offsets: Int32
-    values: NDArray[Any]
+    values: NDArray[Any] | RaggedArray
     valid: NDArray[np.bool_] | None
     is_null: bool
+    is_empty: bool
 
     @classmethod
     def of(cls, chunk: pa.ListArray) -> _ListChunk:
-        some = 0 < chunk.null_count < len(chunk)
+        some, offsets = 0 < chunk.null_count < len(chunk), chunk.offsets.to_numpy()
         valid = chunk.is_valid().to_numpy(zero_copy_only=False) if some else None
+        is_null = 0 < chunk.null_count == len(chunk)
+        if pa.types.is_large_list(chunk.type.value_type):
+            lists = ragged_lists(chunk)
+            return cls(offsets, lists, valid, is_null, len(chunk.flatten().flatten()) == 0)
         values = chunk.values.to_numpy(zero_copy_only=False)
-        return cls(chunk.offsets.to_numpy(), values, valid, 0 < chunk.null_count == len(chunk))
+        return cls(offsets, values, valid, is_null, chunk.null_count == len(chunk))
 
-    def row(self, i: int) -> NDArray[Any] | None:
+    def row(self, i: int) -> NDArray[Any] | RaggedArray | None:
         if self.is_null or (self.valid is not None and not self.valid[i]):
             return None
         return self.values[self.offsets[i] : self.offsets[i + 1]]
@@ -97,33 +107,6 @@ class FilledView(Sequence[NDArray[Any] | None]):
     def __iter__(self) -> Iterator[NDArray[Any] | None]:
         for i, values in enumerate(self._lists):
             yield self._scalars[i : i + 1].reshape(()) if values is None and self._known[i] else values
-
-
-class RaggedView(Sequence[RaggedArray | None]):
-    """A nullable column of lists of numbers: `view[i]` are the lists of row i without a copy, or None for a null."""
-
-    def __init__(self, column: pa.ChunkedArray) -> None:
-        """View all chunks of `column`."""
-        self._starts = np.cumsum([0, *(len(chunk) for chunk in column.chunks)]).tolist()
-        self._chunks = column.chunks
-        self._offsets = [chunk.offsets.to_numpy() for chunk in column.chunks]
-        self._lists = [ragged_lists(chunk) for chunk in column.chunks]
-        self.is_missing = not any(len(chunk.flatten().flatten()) for chunk in column.chunks)
-
-    def __len__(self) -> int:
-        """Return the number of rows."""
-        length: int = self._starts[-1]
-        return length
-
-    def __getitem__(self, i: Any) -> Any:
-        """Return the lists of row `i`, which is an index from 0 on, not a slice."""
-        if not 0 <= i < self._starts[-1]:
-            raise IndexError(i)
-        k = bisect.bisect_right(self._starts, i) - 1
-        row = i - self._starts[k]
-        if not self._chunks[k][row].is_valid:
-            return None
-        return self._lists[k][self._offsets[k][row] : self._offsets[k][row + 1]]
 
 
 def ragged_lists(chunk: pa.ListArray | pa.ListScalar) -> RaggedArray:

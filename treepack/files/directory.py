@@ -133,7 +133,7 @@ def is_hidden_output(name: str) -> bool:
     return _HIDDEN.fullmatch(name) is not None
 
 
-def is_own_directory(path: Path) -> bool:
+def _is_own_directory(path: Path) -> bool:
     """Return True if treepack wrote the directory `path`: it has a manifest, a training run or a predictor."""
     for name in (MANIFEST, RUN, "train.json", "values.json"):
         try:
@@ -206,7 +206,7 @@ def _state(out: AnyPath, is_own_file: Callable[[Path], bool] | None, option: str
     if is_own_file is not None and out.is_dir():
         raise TreepackError(f"{out} is a directory; choose another {option}")
     exists = out.exists() and not (is_own_file is None and out.is_dir() and not any(out.iterdir()))
-    return exists, lambda: (is_own_file or is_own_directory)(out)
+    return exists, lambda: (is_own_file or _is_own_directory)(out)
 
 
 def _is_own_object(out: AnyPath, is_own_file: Callable[[Path], bool]) -> bool:
@@ -215,7 +215,7 @@ def _is_own_object(out: AnyPath, is_own_file: Callable[[Path], bool]) -> bool:
 
 
 def _is_own(path: AnyPath) -> bool:
-    return is_own_directory(path) if isinstance(path, Path) else is_own_prefix(path, output_state(path))
+    return _is_own_directory(path) if isinstance(path, Path) else is_own_prefix(path, output_state(path))
 
 
 def is_inside(path: AnyPath, folder: AnyPath) -> bool:

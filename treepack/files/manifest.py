@@ -164,7 +164,7 @@ _CONVERSATIONS = {
 _KINDS = {schema.TRIE_FORMAT: "trie", schema.PACKED_FORMAT: "packed directory"}
 
 _OWN_HASH = "sha256"
-MAX_NAME = 255  # bytes of a file name
+_MAX_NAME = 255  # bytes of a file name
 _OWN_LINE = b'  "sha256"'  # entries of objects inside are indented by more
 
 # Optional entries, which may also be null.
@@ -304,8 +304,8 @@ def _check_name(name: str, path: str) -> None:
     try:
         size = len(name.encode())
     except UnicodeEncodeError:  # half of a surrogate pair, which JSON can name
-        size = MAX_NAME + 1
-    if name in ("", ".", "..") or any(character in name for character in "/\\\0") or size > MAX_NAME:
+        size = _MAX_NAME + 1
+    if name in ("", ".", "..") or any(character in name for character in "/\\\0") or size > _MAX_NAME:
         raise TreepackError(
             f"{path}: names the part {quoted_value(name)}, which is not a file name of its directory; write it again"
         )

@@ -13,8 +13,8 @@ from typing import Any
 
 from treepack.errors import TreepackError, quoted_value
 
-MAX_ENTRY = 120  # characters of the name of an entry in an error
-MAX_TEXT = 1 << 12  # characters of a name or a path, as long as the longest path of Linux
+_MAX_ENTRY = 120  # characters of the name of an entry in an error
+_MAX_TEXT = 1 << 12  # characters of a name or a path, as long as the longest path of Linux
 _LIMIT = 1 << 63
 
 
@@ -55,7 +55,7 @@ def check_values(manifest: Mapping[str, Any], path: str) -> None:
 
 def _require(is_good: bool, path: str, name: str, value: Any) -> None:
     if not is_good:
-        name = name if len(name) <= MAX_ENTRY else f"{name[:MAX_ENTRY]}..."
+        name = name if len(name) <= _MAX_ENTRY else f"{name[:_MAX_ENTRY]}..."
         raise TreepackError(f"{path}: is damaged ({name} is {quoted_value(value)}); write the directory again")
 
 
@@ -68,7 +68,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_text(value: Any) -> bool:
-    return isinstance(value, str) and len(value) <= MAX_TEXT
+    return isinstance(value, str) and len(value) <= _MAX_TEXT
 
 
 def _one_of(*names: str) -> Callable[[Any], bool]:

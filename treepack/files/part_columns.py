@@ -22,7 +22,7 @@ from pyarrow import types
 
 from treepack.errors import TreepackError
 
-MAX_SHOWN = 80  # characters of a type in an error: a struct may have thousands of fields
+_MAX_SHOWN = 80  # characters of a type in an error: a struct may have thousands of fields
 
 
 def check_part_columns(found: pa.Schema, expected: pa.Schema, part: str, remedy: str) -> None:
@@ -86,7 +86,7 @@ def _has_wrong_null(column: pa.ChunkedArray, field: pa.Field) -> bool:
 def shown_type(kind: pa.DataType) -> str:
     """Return the name of a type as docs/format.md writes it: list<item: int32> -> list<int32>."""
     name = re.sub(r"(?<=<)\w+: | not null", "", str(kind)) if _is_list(kind) else str(kind)
-    return name if len(name) <= MAX_SHOWN else f"{name[:MAX_SHOWN]}..."
+    return name if len(name) <= _MAX_SHOWN else f"{name[:_MAX_SHOWN]}..."
 
 
 def _is_equivalent(found: pa.DataType, expected: pa.DataType) -> bool:

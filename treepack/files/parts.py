@@ -66,7 +66,7 @@ class ColumnEncoding:
         }
 
 
-TRIE_ENCODING = ColumnEncoding(dictionary=("group_id", "metadata", "source"))
+_TRIE_ENCODING = ColumnEncoding(dictionary=("group_id", "metadata", "source"))
 
 
 class PartWriter:
@@ -77,7 +77,7 @@ class PartWriter:
         directory: Path,
         stem: str,
         columns: pa.Schema,
-        encoding: ColumnEncoding = TRIE_ENCODING,
+        encoding: ColumnEncoding = _TRIE_ENCODING,
         *,
         first: int = 0,
     ) -> None:

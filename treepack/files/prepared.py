@@ -12,7 +12,7 @@ from pathlib import Path
 
 from treepack.files.directory import MANIFEST
 
-PARTS = ("trie", "packed", "advantages")
+_PARTS = ("trie", "packed", "advantages")
 
 
 def prepared_part(path: Path, *names: str, alone: bool = False) -> Path | None:
@@ -25,6 +25,6 @@ def prepared_part(path: Path, *names: str, alone: bool = False) -> Path | None:
         inside = {each.name for each in path.iterdir() if not each.name.startswith(".")}
     except OSError:  # no directory that can be read; the reader of the path gives the error
         return None
-    if MANIFEST in inside or (alone and not inside <= {*PARTS}):
+    if MANIFEST in inside or (alone and not inside <= {*_PARTS}):
         return None
     return next((path / name for name in names if name in inside and (path / name / MANIFEST).is_file()), None)

@@ -18,7 +18,7 @@ from treepack.errors import TreepackError
 from treepack.files import schema
 from treepack.trajectory import Routes
 
-NAMES = tuple(schema.ROUTES.names)
+_NAMES = tuple(schema.ROUTES.names)
 
 
 def route_bytes(routes: Routes) -> bytes:
@@ -66,10 +66,10 @@ def route_content(table: pa.Table, source: str) -> tuple[NDArray[np.uint8], tupl
     Raises:
         TreepackError: a column is missing, or rows have different layers or numbers of experts.
     """
-    missing = [name for name in NAMES if name not in table.column_names]
+    missing = [name for name in _NAMES if name not in table.column_names]
     if missing:
         raise TreepackError(f"{source}: has recorded routes and no column {missing[0]}; write it again")
-    layers, experts = (table[name].unique().to_pylist() for name in NAMES[:2])
+    layers, experts = (table[name].unique().to_pylist() for name in _NAMES[:2])
     if len(layers) != 1 or len(experts) != 1:
         raise TreepackError(f"{source}: has routes of {layers} layers and {experts} experts; write it again")
     parts = []

@@ -120,7 +120,7 @@ TRAJECTORIES = pa.schema(
 
 # Further columns of the trajectories of a trie; each exists only if a trajectory has such a value. Only commands write
 # those of CREDIT.
-TEMPERATURES = pa.schema(
+_TEMPERATURES = pa.schema(
     [
         _field("temperature", pa.float64(), "sampler's temperature for the whole trajectory", nullable=True),
         _field("temperatures", pa.list_(pa.float32()), "sampler's temperature per trained token", nullable=True),
@@ -193,8 +193,8 @@ RAGGED = pa.schema(
         ),
     ]
 )
-RECORDED = pa.schema([*TEMPERATURES, *ROLLOUTS, *TEACHER, *RAGGED])  # those that rollouts may have
-OPTIONAL = pa.schema([*TEMPERATURES, *CREDIT, *ROLLOUTS, *TEACHER, *RAGGED])
+RECORDED = pa.schema([*_TEMPERATURES, *ROLLOUTS, *TEACHER, *RAGGED])  # those that rollouts may have
+OPTIONAL = pa.schema([*_TEMPERATURES, *CREDIT, *ROLLOUTS, *TEACHER, *RAGGED])
 
 
 TRIE = {"nodes": pa.schema([*NODES, *NODE_OPTIONAL]), "trajectories": pa.schema([*TRAJECTORIES, *OPTIONAL])}

@@ -32,9 +32,9 @@ SEQUENCES, TOKENS, PAIRS, TARGETS, ABSENT = (
 # The trained turns of all conversations, the parts into which templates that rewrite earlier turns split them, and the
 # conversations with several parts.
 TURNS, PARTS, SPLIT = "turns", "parts", "split"
-REPLY = "treepack-reply"  # content of the assistant message before the new ones; no log contains it
-SAME_END = 24  # characters by which the ends of two texts are compared: longer than any end token
-MAX_OPENING = 64  # characters of a turn between its generation prompt and its trained text
+_REPLY = "treepack-reply"  # content of the assistant message before the new ones; no log contains it
+_SAME_END = 24  # characters by which the ends of two texts are compared: longer than any end token
+_MAX_OPENING = 64  # characters of a turn between its generation prompt and its trained text
 
 Message = dict[str, Any]
 Render = Callable[[list[Message], bool], str]  # messages, with the generation prompt or without -> text
@@ -96,7 +96,7 @@ def _new_messages(
 ) -> str | None:
     """Return the text between the body of `before` and the body of `turn`, or None if it cannot be separated."""
     replied = messages[before.message]
-    reply = {"role": "assistant", "content": REPLY}
+    reply = {"role": "assistant", "content": _REPLY}
     if replied.get("tool_calls"):  # without the call, templates refuse its result
         reply["tool_calls"] = replied["tool_calls"]
     base = [{"role": "user", "content": "-"}, reply]
@@ -108,7 +108,7 @@ def _new_messages(
     tail, rest = after
     # A marker of the next role at the end of the body belongs to the new messages, which print it too.
     stem = before.text.prefix(len(before.text) - len(before.marker))
-    size = _size_of_end(stem.slice(max(0, len(stem) - SAME_END)), tail)
+    size = _size_of_end(stem.slice(max(0, len(stem) - _SAME_END)), tail)
     if size == 0 and replied.get("tool_calls") and not before.marker:
         return None
     if rest.startswith(tail[:size]):
@@ -125,14 +125,14 @@ def _new_messages(
 
 def _after_reply(ended: str, continued: str) -> tuple[str, str] | None:
     """Return the text after the reply in the rendering that ends with it, and in the one with new messages."""
-    if REPLY in ended and REPLY in continued:
-        (before, _, tail), (before_new, _, rest) = ended.rpartition(REPLY), continued.rpartition(REPLY)
+    if _REPLY in ended and _REPLY in continued:
+        (before, _, tail), (before_new, _, rest) = ended.rpartition(_REPLY), continued.rpartition(_REPLY)
         # Some templates print a result before the content of the call: then `rest` lacks it.
         return (tail, rest) if len(before_new) <= len(before) else None
     # The template prints no content next to calls. Then the earlier text must be unchanged, and its last characters,
     # the end of the calls, are used in place of the reply.
     stem = ended.rstrip()
-    at = max(0, len(stem) - SAME_END)
+    at = max(0, len(stem) - _SAME_END)
     return (ended[at:], continued[at:]) if stem and continued.startswith(stem) else None
 
 
@@ -140,7 +140,7 @@ def _size_of_end(body: str, tail: str) -> int:
     """Return the number of characters of `tail`, the text after a reply, that belong to a body that ends like it."""
     # A body that ends with "<call><|end|>" and the tail "<call><|end|>\n": 13, because the newline is not trained.
     for size in range(len(tail), 0, -1):
-        end = tail[max(0, size - SAME_END) : size]
+        end = tail[max(0, size - _SAME_END) : size]
         if body.endswith(end):
             return size
     return 0
@@ -150,14 +150,14 @@ def _before_body(between: str, turn: RenderedTurn, generation_prompt: Callable[[
     """Change the end of `between`, a generation prompt, so that the body of `turn` can follow; None if that fails."""
     start = turn.spans[0][0]
     # The end of the prompt, in which everything that matters is found.
-    end, body = turn.text.slice(max(0, start - SAME_END), start), turn.text.slice(start)
-    if end.endswith(between[-SAME_END:]):
+    end, body = turn.text.slice(max(0, start - _SAME_END), start), turn.text.slice(start)
+    if end.endswith(between[-_SAME_END:]):
         return between
     generation = generation_prompt()
     if generation and body.startswith(generation):  # the template marks it as generated
         return between.removesuffix(generation)
     # Text of the turn that is not trained, such as an empty think block: generation prompt "<|assistant|><think>" and
     # prompt "...<|assistant|><think></think>" -> "</think>"
-    end = turn.text.slice(max(0, start - MAX_OPENING - len(generation)), start)
+    end = turn.text.slice(max(0, start - _MAX_OPENING - len(generation)), start)
     _, separator, opening = end.rpartition(generation or " ")
-    return between + opening if generation and separator and len(opening) <= MAX_OPENING else None
+    return between + opening if generation and separator and len(opening) <= _MAX_OPENING else None

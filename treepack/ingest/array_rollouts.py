@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -64,73 +64,67 @@ def trajectories_from_arrays(
     """
     if len(input_ids) != len(loss_mask):
         raise TreepackError(f"there are {len(input_ids)} input_ids and {len(loss_mask)} loss masks; give one for each")
-    given = {"group_ids": group_ids, "rewards": rewards, "advantages": advantages, "temperatures": temperatures}
+    given: dict[str, Sequence[Any] | None] = {"group_ids": group_ids, "rewards": rewards, "advantages": advantages}
     given |= {"sampling_logprobs": sampling_logprobs, "old_logprobs": old_logprobs, "ref_logprobs": ref_logprobs}
-    given["teacher_logprobs"] = teacher_logprobs
-    for name, values in (given | {"routes": routes, "kept_ids": kept_ids}).items():
-        if values is not None and not hasattr(values, "__len__"):
-            raise TreepackError(f"{name} is {values!r}; give a list with one for each of the input_ids")
-        if values is not None and len(values) != len(input_ids):
-            raise TreepackError(f"there are {len(input_ids)} input_ids and {len(values)} {name}; give one for each")
-    lists = {
-        "advantages": advantages if _are_lists(advantages) else None,
-        "sampling_logprobs": sampling_logprobs,
-        "old_logprobs": old_logprobs,
-        "ref_logprobs": ref_logprobs,
+    given |= {
         "teacher_logprobs": teacher_logprobs,
-        "temperatures": temperatures if _are_lists(temperatures) else None,
+        "temperatures": temperatures,
+        "routes": routes,
+        "kept_ids": kept_ids,
     }
-    trajectories = []
-    for i, (ids, mask) in enumerate(zip(input_ids, loss_mask, strict=True)):
-        source = f"trajectory {i}"
-        tokens = as_token_ids(ids, source=source, name="input_ids")
-        weights = np.array(mask, np.float64)
-        if weights.shape != tokens.shape:
-            raise TreepackError(f"{source}: loss_mask has {weights.size} values for {len(tokens)} tokens")
-        weights[:1] = 0
-        starts, ends, span_weights = spans_of_mask(weights)
-        if len(starts) == 0 or not all(is_weight(weight) for weight in span_weights.tolist()):
-            raise TreepackError(f"{source}: loss_mask trains no token, or has a weight that is not {WEIGHTS}")
-        trained = positions(starts, ends)
-        per_token: dict[str, Any] = {
-            name: _trained_values(values, i, tokens, trained, name) for name, values in lists.items()
-        }
-        own = None if routes is None or (rows := routes[i]) is None else np.asarray(rows)
-        recorded = None if own is None else as_routes(own, len(tokens), source=source, name="routes")
-        kept = (
-            None if kept_ids is None else sets_of_tokens(kept_ids[i], tokens, trained, source=source, name="kept_ids")
-        )
-        content = Tokens(tokens, starts, ends, span_weights, **per_token, kept_ids=known_sets(kept), routes=recorded)
-        if per_token["temperatures"] is not None:
-            check_temperatures(per_token["temperatures"], source=source, name="a temperature")
-        scalars: dict[str, Any] = {
-            name: float(values[i]) if values is not None and per_token[f"{name}s"] is None else None
-            for name, values in (("advantage", advantages), ("temperature", temperatures))
-        }
-        trajectory = Trajectory(
-            trajectory_id=str(i),
-            source=source,
-            content=content,
-            group_id=str(group_ids[i]) if group_ids is not None else derived_group(prompt_tokens(content)),
-            reward=None if rewards is None else float(rewards[i]),
-            **scalars,
-        )
-        trajectories.append(check_scalars(trajectory))
-    return trajectories
+    known = {name: values for name, values in given.items() if values is not None}
+    for name, values in known.items():
+        if not hasattr(values, "__len__"):
+            raise TreepackError(f"{name} is {values!r}; give a list with one for each of the input_ids")
+        if len(values) != len(input_ids):
+            raise TreepackError(f"there are {len(input_ids)} input_ids and {len(values)} {name}; give one for each")
+    # Advantages and temperatures may be one number for each trajectory.
+    lists = [
+        name
+        for name, values in known.items()
+        if name.endswith("logprobs")
+        or (name in ("advantages", "temperatures") and len(values) > 0 and np.ndim(values[0]) == 1)
+    ]
+    return [
+        _trajectory(i, ids, mask, {name: values[i] for name, values in known.items()}, lists)
+        for i, (ids, mask) in enumerate(zip(input_ids, loss_mask, strict=True))
+    ]
 
 
-def _are_lists(values: Sequence[Any] | None) -> bool:
-    """Return True if each trajectory has a list of values, and not one value."""
-    return values is not None and len(values) > 0 and np.ndim(values[0]) == 1
+def _trajectory(i: int, ids: Any, mask: Any, given: Mapping[str, Any], lists: Sequence[str]) -> Trajectory:
+    """Return trajectory `i` with its arguments `given`; the names in `lists` have one value per token."""
+    source = f"trajectory {i}"
+    tokens = as_token_ids(ids, source=source, name="input_ids")
+    weights = np.array(mask, np.float64)
+    if weights.shape != tokens.shape:
+        raise TreepackError(f"{source}: loss_mask has {weights.size} values for {len(tokens)} tokens")
+    weights[:1] = 0
+    starts, ends, span_weights = spans_of_mask(weights)
+    if len(starts) == 0 or not all(is_weight(weight) for weight in span_weights.tolist()):
+        raise TreepackError(f"{source}: loss_mask trains no token, or has a weight that is not {WEIGHTS}")
+    trained = positions(starts, ends)
+    per_token: dict[str, Any] = {name: _trained_values(given[name], i, tokens, trained, name) for name in lists}
+    if given.get("routes") is not None:
+        per_token["routes"] = as_routes(np.asarray(given["routes"]), len(tokens), source=source, name="routes")
+    if "kept_ids" in given:
+        sets = sets_of_tokens(given["kept_ids"], tokens, trained, source=source, name="kept_ids")
+        per_token["kept_ids"] = known_sets(sets)
+    if "temperatures" in per_token:
+        check_temperatures(per_token["temperatures"], source=source, name="a temperature")
+    content = Tokens(tokens, starts, ends, span_weights, **per_token)
+    # advantages=[0.5, -1] -> advantage 0.5 of trajectory 0
+    scalars: dict[str, Any] = {
+        name.removesuffix("s"): float(given[name])
+        for name in ("rewards", "advantages", "temperatures")
+        if name in given and name not in lists
+    }
+    group = str(given["group_ids"]) if "group_ids" in given else derived_group(prompt_tokens(content))
+    return check_scalars(Trajectory(str(i), source, content, group_id=group, **scalars))
 
 
-def _trained_values(
-    values: Sequence[Any] | None, i: int, tokens: Int32, trained: Int64, name: str
-) -> NDArray[Any] | None:
-    """Return the values of trajectory `i` at its trained positions, or None if there are no values."""
-    if values is None:
-        return None
-    array_of_tokens = np.asarray(values[i], np.float64 if name == "advantages" else np.float32)
+def _trained_values(values: Any, i: int, tokens: Int32, trained: Int64, name: str) -> NDArray[Any]:
+    """Return the values of trajectory `i` at its trained positions."""
+    array_of_tokens = np.asarray(values, np.float64 if name == "advantages" else np.float32)
     if array_of_tokens.shape != tokens.shape or not np.isfinite(array_of_tokens[trained]).all():
         raise TreepackError(f"trajectory {i}: {name} needs a finite value for each of the {len(tokens)} tokens")
     return array_of_tokens[trained]

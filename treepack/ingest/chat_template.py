@@ -35,8 +35,8 @@ from treepack.trajectory import Chat
 
 __all__ = ["ChatTemplate", "RenderedChat", "RenderedTurn", "TemplateFile", "Tools", "UnfaithfulError"]
 
-CLOCK = re.compile(r"\bstrftime_now\b")  # the only clock that transformers gives to a template
-OPENING_NOTE = "assistant turn before the first user message not trained, because the chat template refuses its prompt"
+_CLOCK = re.compile(r"\bstrftime_now\b")  # the only clock that transformers gives to a template
+_OPENING_NOTE = "assistant turn before the first user message not trained, because the chat template refuses its prompt"
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ class ChatTemplate:
                 if any(each["role"] == "user" for each in chat.messages[:k]) or k == len(messages) - 1:
                     raise
                 refusal = error
-                notes[OPENING_NOTE] = None
+                notes[_OPENING_NOTE] = None
                 continue
             notes |= dict.fromkeys(answer.notes)
             if answer.spans:
@@ -175,7 +175,7 @@ class ChatTemplate:
 
     def reads_clock(self, tools: Tools) -> bool:
         """Return True if the template for conversations with `tools` prints the date, so its text changes daily."""
-        return CLOCK.search(self._template(tools)) is not None
+        return _CLOCK.search(self._template(tools)) is not None
 
     def _template(self, tools: Tools) -> str:
         return self._plain if tools is None else self._with_tools

@@ -25,12 +25,12 @@ from treepack.errors import TreepackError
 # `prompt` is text as it was sent to the model, or messages; `question` is text, which becomes the message of a user.
 CONTENT = tuple("messages prompt question answer chosen rejected ids prompt_ids answer_ids".split())
 IN_MESSAGES = tuple("role content calls reasoning call_id name".split())  # paths inside of a message
-OTHERS = tuple("system_prompt tools mask logprobs advantage reward group step id weight temperature".split())
+_OTHERS = tuple("system_prompt tools mask logprobs advantage reward group step id weight temperature".split())
 ROLES = ("system", "user", "assistant", "tool")
-IGNORE = "ignore"
-KEYS = (*CONTENT, *IN_MESSAGES, *OTHERS, "finish_reason", *ROLES, IGNORE)
+_IGNORE = "ignore"
+_KEYS = (*CONTENT, *IN_MESSAGES, *_OTHERS, "finish_reason", *ROLES, _IGNORE)
 # Each of these is a complete content; further keys of CONTENT are refused, except keys that name a prompt.
-CONTENTS = tuple(
+_CONTENTS = tuple(
     frozenset(each.split())
     for each in (
         "messages",
@@ -43,10 +43,10 @@ CONTENTS = tuple(
         "prompt_ids answer_ids",
     )
 )
-JOINED = frozenset(
+_JOINED = frozenset(
     {"prompt", "question", "system_prompt"}
 )  # `question=instruction+input?`: the texts, one after another
-STEP = re.compile(r"([^\[\]]*)((?:\[(?:-?\d+)?\])*)")
+_STEP = re.compile(r"([^\[\]]*)((?:\[(?:-?\d+)?\])*)")
 WHERE = "--columns"
 
 Step = str | int | None  # a field, an element of a list, all elements of a list
@@ -87,7 +87,7 @@ class ColumnMap:
             if names := [name for name, named in self.roles.items() if named == role]:
                 pairs.append(f"{role}={'+'.join(names)}")
         if self.ignore:
-            pairs.append(f"{IGNORE}={'+'.join(path.text for path in self.ignore)}")
+            pairs.append(f"{_IGNORE}={'+'.join(path.text for path in self.ignore)}")
         return ",".join(pairs)
 
 
@@ -102,23 +102,23 @@ def column_map(given: Given) -> ColumnMap:
     roles: dict[str, str] = {}
     ignore: tuple[ColumnPath, ...] = ()
     for key, values in pairs:
-        if key not in KEYS:
-            similar = difflib.get_close_matches(key, KEYS, 1)
+        if key not in _KEYS:
+            similar = difflib.get_close_matches(key, _KEYS, 1)
             hint = f", did you mean {similar[0]}" if similar else ""
-            raise TreepackError(f"{WHERE}: has the unknown key '{key}'{hint}; expected one of {', '.join(KEYS)}")
+            raise TreepackError(f"{WHERE}: has the unknown key '{key}'{hint}; expected one of {', '.join(_KEYS)}")
         if key in ROLES:
             for name in values:
                 if roles.setdefault(name, key) != key:
                     raise TreepackError(f"{WHERE}: '{name}' is {roles[name]} and {key}; give each name one role")
             continue
-        if key in paths or (key == IGNORE and ignore):
+        if key in paths or (key == _IGNORE and ignore):
             raise TreepackError(f"{WHERE}: has the key {key} twice; give it once, several paths are joined by +")
-        parsed = tuple(column_path(key, value) for value in values)
-        if key == IGNORE:
+        parsed = tuple(_column_path(key, value) for value in values)
+        if key == _IGNORE:
             ignore = parsed
-        elif len(parsed) > 1 and key not in JOINED:
+        elif len(parsed) > 1 and key not in _JOINED:
             raise TreepackError(
-                f"{WHERE}: {key} has {len(parsed)} paths; only {' and '.join(sorted(JOINED))} join some"
+                f"{WHERE}: {key} has {len(parsed)} paths; only {' and '.join(sorted(_JOINED))} join some"
             )
         else:
             paths[key] = parsed
@@ -135,7 +135,7 @@ def as_record(given: Given) -> dict[str, list[str]]:
     return {key: list(values) for key, values in pairs}
 
 
-def column_path(key: str, text: str) -> ColumnPath:
+def _column_path(key: str, text: str) -> ColumnPath:
     """Return the path of `text`: "turns[].info.text" -> steps ("turns", None, "info", "text").
 
     Raises:
@@ -146,7 +146,7 @@ def column_path(key: str, text: str) -> ColumnPath:
     text = text.removesuffix("?")
     steps: list[Step] = []
     for number, part in enumerate(text.split(".")):
-        match = STEP.fullmatch(part)
+        match = _STEP.fullmatch(part)
         # "[0].text" begins with an element of the value itself, which only the first part may.
         if match is None or (not match[1] and (not match[2] or number > 0)):
             raise TreepackError(
@@ -208,14 +208,14 @@ def _in_messages(paths: dict[str, tuple[ColumnPath, ...]]) -> dict[str, tuple[Co
         at = path.steps.index(None)
         outer, inner = path.steps[:at], path.steps[at + 1 :]
         text, _, rest = path.text.partition("[].")
-        if "messages" not in paths and not CONTENTS_WITH_PROMPT & paths.keys() and outer and inner:
+        if "messages" not in paths and not _CONTENTS_WITH_PROMPT & paths.keys() and outer and inner:
             paths["messages"] = (ColumnPath(outer, text),)
         if inner and paths.get("messages", (None,))[0] == ColumnPath(outer, text):
             paths[key] = (ColumnPath(inner, rest, path.is_optional),)
     return paths
 
 
-CONTENTS_WITH_PROMPT = frozenset(CONTENT) - {"messages"}
+_CONTENTS_WITH_PROMPT = frozenset(CONTENT) - {"messages"}
 
 
 def _checked(columns: ColumnMap) -> ColumnMap:
@@ -225,8 +225,8 @@ def _checked(columns: ColumnMap) -> ColumnMap:
         TreepackError: the content is incomplete, or has two forms.
     """
     content = columns.content
-    if content and content not in CONTENTS:
-        forms = ", ".join(" and ".join(key for key in CONTENT if key in each) for each in CONTENTS)
+    if content and content not in _CONTENTS:
+        forms = ", ".join(" and ".join(key for key in CONTENT if key in each) for each in _CONTENTS)
         named = " and ".join(key for key in CONTENT if key in content)
         raise TreepackError(f"{WHERE}: names {named}; the content of a rollout is one of: {forms}")
     token_only = [key for key in ("logprobs", "advantage") if key in columns.paths]

@@ -28,10 +28,10 @@ TRAINED = " in text that is trained"  # the end of a note whose rollouts are nam
 REASON = "control tokens in the text of messages"
 MARK_REASON = "text with the noncharacter U+FDD0, which --control-tokens text uses as a mark"
 # Tags that logs of raw output and system prompts contain on purpose: of reasoning, and of calls if not special.
-REASONING = re.compile("think|thought", re.IGNORECASE)
-TAG = re.compile(r"</?[A-Za-z_]+>")
+_REASONING = re.compile("think|thought", re.IGNORECASE)
+_TAG = re.compile(r"</?[A-Za-z_]+>")
 # Fields of a message that are not text of it: names by which a template chooses a branch.
-FIXED_FIELDS = frozenset({"role", "type", "id", "tool_call_id"})
+_FIXED_FIELDS = frozenset({"role", "type", "id", "tool_call_id"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +80,8 @@ def control_tokens(tokenizer: Any, templates: tuple[str, ...]) -> frozenset[str]
     # Tags: <think> in both kinds, and <tool_call> if it is not special.
     tokens = set()
     for token in tokenizer.added_tokens_decoder.values():
-        is_printed = not TAG.fullmatch(token.content) and any(token.content in each for each in templates)
-        if token.content.strip() and (token.special or is_printed) and not REASONING.search(token.content):
+        is_printed = not _TAG.fullmatch(token.content) and any(token.content in each for each in templates)
+        if token.content.strip() and (token.special or is_printed) and not _REASONING.search(token.content):
             tokens.add(token.content)
     return frozenset(tokens)
 
@@ -119,7 +119,7 @@ def skip_sentence(spelled: SpelledToken, source: str) -> str:
 def _texts(value: Any, field: str = "") -> Iterator[str]:
     """Yield all text in a message, also the keys of arguments."""
     if isinstance(value, str):
-        if field not in FIXED_FIELDS:
+        if field not in _FIXED_FIELDS:
             yield value
     elif isinstance(value, dict):
         for key, part in value.items():
@@ -133,7 +133,7 @@ def _texts(value: Any, field: str = "") -> Iterator[str]:
 def _change_texts(value: Any, change: Callable[[str], str], field: str = "") -> Any:
     """Return `value` with `change` applied to all texts that `_texts` yields."""
     if isinstance(value, str):
-        return value if field in FIXED_FIELDS else change(value)
+        return value if field in _FIXED_FIELDS else change(value)
     if isinstance(value, dict):
         return {change(key): _change_texts(part, change, key) for key, part in value.items()}
     return [_change_texts(part, change) for part in value] if isinstance(value, list) else value

@@ -17,13 +17,13 @@ from treepack.option_fields import check_options, option
 if TYPE_CHECKING:
     from treepack.ingest.template.rendering import TemplateFile
 
-EXPANSIONS = ("trajectory", "turns")
+_EXPANSIONS = ("trajectory", "turns")
 SHARES = ("all", "group", "none")
 ROUTE_CONFLICTS = ("split", "first")
-CONTROL_TOKENS = ("keep", "text", "skip")
-TRUNCATED = ("keep", "drop")
+_CONTROL_TOKENS = ("keep", "text", "skip")
+_TRUNCATED = ("keep", "drop")
 MAX_RECORD_SIZE = 1 << 30  # bytes of one record, decompressed; as Python values it takes about four times as much
-MIN_RECORD_SIZE = 1 << 20  # a lower limit would be below the blocks in which files are read
+_MIN_RECORD_SIZE = 1 << 20  # a lower limit would be below the blocks in which files are read
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class BuildOptions:
     expand: str = option(
         "trajectory",
         "One sample per conversation, or one per assistant turn with the prompt rendered as it was then.",
-        choices=EXPANSIONS,
+        choices=_EXPANSIONS,
     )
     per_path: bool = option(
         False,
@@ -73,13 +73,13 @@ class BuildOptions:
         "keep",
         "Special tokens that messages spell out: keep them as an engine does, tokenise them as ordinary text, or skip "
         "the conversation.",
-        choices=CONTROL_TOKENS,
+        choices=_CONTROL_TOKENS,
     )
     truncated: str = option(
         "keep",
         "Rollouts whose last answer was cut: keep trains them without an end token, drop masks their loss and keeps "
         "their reward in the baseline of the group.",
-        choices=TRUNCATED,
+        choices=_TRUNCATED,
     )
     strict: bool = option(False, "Refuse the first rollout that would be skipped.")
     skip_bad: bool = option(False, "Skip and count damaged records and files, which are refused otherwise.")
@@ -110,8 +110,10 @@ class BuildOptions:
         check_options(self)
         if self.per_path and self.expand != "turns":
             raise TreepackError("per_path is for one sample per turn; set expand to 'turns' (--expand turns)")
-        if self.max_record_size < MIN_RECORD_SIZE:
-            raise TreepackError(f"max_record_size is {self.max_record_size}; expected at least {MIN_RECORD_SIZE} bytes")
+        if self.max_record_size < _MIN_RECORD_SIZE:
+            raise TreepackError(
+                f"max_record_size is {self.max_record_size}; expected at least {_MIN_RECORD_SIZE} bytes"
+            )
         if not self.keep_routes and self.route_conflicts != "split":
             raise TreepackError("route_conflicts is about kept routes; set keep_routes (--keep-routes)")
         if self.strict and self.skip_bad:

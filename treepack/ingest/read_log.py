@@ -22,10 +22,10 @@ from treepack.trajectory import Chat, Skipped, Trajectory
 
 T = TypeVar("T")
 
-MAX_NAMED = 100  # skipped rollouts and groups that a log names; all of them are counted
-UNUSED = "not used"  # in the notes on fields that no reader uses
+_MAX_NAMED = 100  # skipped rollouts and groups that a log names; all of them are counted
+_UNUSED = "not used"  # in the notes on fields that no reader uses
 PREFIX = "skipped: "  # begins the reasons for skipping among the counts
-RENAMED_NOTE = "id that several trajectories have, followed by @ and the source"
+_RENAMED_NOTE = "id that several trajectories have, followed by @ and the source"
 LARGE_SHARE = 0.05  # above this share of skipped rollouts, a summary begins with it
 
 
@@ -39,10 +39,10 @@ class ReadLog:
         num_conversations: the conversations among them, which a chat template renders.
         num_samples: samples of all rollouts: a conversation becomes several if the template rewrites earlier turns.
         num_skipped: rollouts that became no sample. Files and records that are not rollouts are only in `counts`.
-        skipped: the first `MAX_NAMED` skipped rollouts.
+        skipped: the first `_MAX_NAMED` skipped rollouts.
         groups: the groups that lost a rollout. A rollout that names no group counts in `num_without_group` instead.
         reasons: the number of skipped rollouts for each reason; unlike `counts`, without files and single turns.
-        trained_control: source and note of the first `MAX_NAMED` rollouts that train a control token of their text.
+        trained_control: source and note of the first `_MAX_NAMED` rollouts that train a control token of their text.
         totals: sums that other stages add, such as the tokens of a baseline.
         unused: notes on fields that are not used, of the rollouts that became no sample.
     """
@@ -66,8 +66,8 @@ class ReadLog:
             getattr(self, name).update(getattr(other, name))
         for name in ("num_rollouts", "num_conversations", "num_samples", "num_skipped", "num_without_group"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
-        self.skipped += other.skipped[: MAX_NAMED - len(self.skipped)]
-        self.trained_control += other.trained_control[: MAX_NAMED - len(self.trained_control)]
+        self.skipped += other.skipped[: _MAX_NAMED - len(self.skipped)]
+        self.trained_control += other.trained_control[: _MAX_NAMED - len(self.trained_control)]
         self.groups |= other.groups
 
     def add(self, item: Trajectory | Skipped, samples: Iterable[Trajectory | Skipped]) -> Iterator[Trajectory]:
@@ -92,21 +92,21 @@ class ReadLog:
         elif lost and lost[0].is_rollout:  # a rollout of several samples is lost only with the last of them
             self._lose(lost[0])
             if isinstance(item, Trajectory):
-                self.unused.update(note for note in item.notes if UNUSED in note)
+                self.unused.update(note for note in item.notes if _UNUSED in note)
 
     def count_renamed(self, number: int) -> None:
         """Count trajectories whose id is not unique."""
         if number:
-            self.counts[RENAMED_NOTE] += number
+            self.counts[_RENAMED_NOTE] += number
 
     def _name_control(self, sample: Trajectory) -> None:
         named = [(sample.source, note) for note in sample.notes if note.endswith(TRAINED)]
-        self.trained_control += named[: MAX_NAMED - len(self.trained_control)]
+        self.trained_control += named[: _MAX_NAMED - len(self.trained_control)]
 
     def _lose(self, skipped: Skipped) -> None:
         self.num_skipped += 1
         self.reasons[skipped.reason] += 1
-        if len(self.skipped) < MAX_NAMED:
+        if len(self.skipped) < _MAX_NAMED:
             self.skipped.append(skipped)
         if skipped.group_id is None:
             self.num_without_group += 1
@@ -142,7 +142,7 @@ class ReadLog:
             "num_groups": len(self.groups),
             "num_groups_lost": len(self.groups) - len(reduced),
             "num_without_group": self.num_without_group,
-            "groups": sorted(reduced)[:MAX_NAMED],
+            "groups": sorted(reduced)[:_MAX_NAMED],
         }
 
 

@@ -30,8 +30,8 @@ from treepack.trajectory import (
     with_temperatures,
 )
 
-SPLIT_NOTE = "split where the template rewrites earlier turns"
-TRAILING_NOTE = "messages after the last trained turn left out, because the template rewrites earlier turns"
+_SPLIT_NOTE = "split where the template rewrites earlier turns"
+_TRAILING_NOTE = "messages after the last trained turn left out, because the template rewrites earlier turns"
 
 
 def samples_of_turns(
@@ -41,27 +41,27 @@ def samples_of_turns(
     # Turns A, AB, XC -> runs [A, AB], [XC] -> texts AB and XC, samples <id>/part-0 and <id>/part-1.
     runs = _runs_of_turns(turns)
     texts = [run[-1].text for run in runs]
-    notes: tuple[str, ...] = () if len(runs) == 1 else (SPLIT_NOTE,)
+    notes: tuple[str, ...] = () if len(runs) == 1 else (_SPLIT_NOTE,)
     if whole and whole.startswith(str(texts[-1])):
         texts[-1] = texts[-1].plus(whole[len(texts[-1]) :])
     elif whole:
-        notes += (TRAILING_NOTE,)
+        notes += (_TRAILING_NOTE,)
     names = [item.trajectory_id] if len(runs) == 1 else [f"{item.trajectory_id}/part-{i}" for i in range(len(runs))]
-    spans = [[span for turn in run for span in trained_spans(turn)] for run in runs]
+    spans = [[span for turn in run for span in _trained_spans(turn)] for run in runs]
     prompts = PromptIds(encoder)
     sections = (prompts.sections(text, spans_of_text) for text, spans_of_text in zip(texts, spans, strict=True))
-    yield from samples_of_sections(replace(item, notes=item.notes + notes), names, sections, runs)
+    yield from _samples_of_sections(replace(item, notes=item.notes + notes), names, sections, runs)
 
 
 def samples_of_prompts(item: Trajectory, encoder: Encoder, turns: list[RenderedTurn]) -> Iterator[Trajectory | Skipped]:
     """Yield one sample for each turn, with its prompt."""
     names = [f"{item.trajectory_id}/turn-{turn.index}" for turn in turns]
     prompts = PromptIds(encoder)
-    sections = (prompts.sections(turn.text, trained_spans(turn)) for turn in turns)
-    yield from samples_of_sections(item, names, sections, [[turn] for turn in turns])
+    sections = (prompts.sections(turn.text, _trained_spans(turn)) for turn in turns)
+    yield from _samples_of_sections(item, names, sections, [[turn] for turn in turns])
 
 
-def samples_of_sections(
+def _samples_of_sections(
     item: Trajectory, names: list[str], sections: Iterable[list[tuple[Int32, float]]], runs: list[list[RenderedTurn]]
 ) -> Iterator[Trajectory | Skipped]:
     """Yield one sample per name, with the turns of one of `runs`.
@@ -95,7 +95,7 @@ def _runs_of_turns(turns: list[RenderedTurn]) -> list[list[RenderedTurn]]:
     return runs
 
 
-def trained_spans(turn: RenderedTurn) -> list[tuple[int, int, float]]:
+def _trained_spans(turn: RenderedTurn) -> list[tuple[int, int, float]]:
     """Return the trained spans of characters of a turn, each with the weight of the turn."""
     return [(start, end, turn.weight) for start, end in turn.spans]
 

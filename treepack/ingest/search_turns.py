@@ -24,7 +24,7 @@ from treepack.trajectory import ON_SEVERAL_PATHS, Chat, Skipped, Tokens, Traject
 # Sums in the log of reading: records that are search trees, their paths, the turns that several paths have, counted
 # once for each path, and the samples that these turns became.
 TREES, PATHS, TURNS_ON_PATHS, MERGED_TURNS = "trees", "paths", "turns_on_paths", "merged_turns"
-NUM_PATHS = "num_paths"  # metadata of a sample: the number of paths that contain its turn
+_NUM_PATHS = "num_paths"  # metadata of a sample: the number of paths that contain its turn
 
 Item = Trajectory | Skipped
 
@@ -113,7 +113,7 @@ def _merge(equal: list[Trajectory]) -> Trajectory:
         weight=sum(weights),
         reward=mean([sample.reward for sample in equal]),
         advantage=mean([sample.advantage for sample in equal]),
-        metadata=first.metadata | {NUM_PATHS: len(equal)},
+        metadata=first.metadata | {_NUM_PATHS: len(equal)},
         rollout_id=first.rollout_id or first.trajectory_id,
         rollout_part=ON_SEVERAL_PATHS,
         notes=tuple(note for sample in equal for note in sample.notes),

@@ -19,15 +19,15 @@ from typing import Any
 
 from treepack.trajectory import Chat, Trajectory
 
-UUID = re.compile(r"\b[0-9a-fA-F]{8}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{12}\b")
+_UUID = re.compile(r"\b[0-9a-fA-F]{8}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{12}\b")
 # Matches "2026-03-01 09:12", "2026-03-01T09:12:44.123Z" and "2026-03-01T09:12:44+02:00", but no date without a time.
-TIME = re.compile(
+_TIME = re.compile(
     r"\b\d{4}-\d{2}-\d{2}(?P<between>[T ])\d{2}:\d{2}"
     r"(?P<seconds>:\d{2})?(?P<fraction>\.\d+)?(?P<zone>Z|[+-]\d{2}:?\d{2})?"
 )
-START = datetime(2000, 1, 1)  # without a zone, because the zone of the text is kept
-SHORTEST_ID = 6  # characters; a shorter id, such as "1" or "a", occurs in text with other meanings
-NOTES = {"call": "tool call ids made stable", "uuid": "UUIDs made stable", "time": "times made stable"}
+_START = datetime(2000, 1, 1)  # without a zone, because the zone of the text is kept
+_SHORTEST_ID = 6  # characters; a shorter id, such as "1" or "a", occurs in text with other meanings
+_NOTES = {"call": "tool call ids made stable", "uuid": "UUIDs made stable", "time": "times made stable"}
 
 
 def with_stable_ids(item: Trajectory) -> Trajectory:
@@ -35,7 +35,7 @@ def with_stable_ids(item: Trajectory) -> Trajectory:
     if not isinstance(item.content, Chat):
         return replace(item, notes=(*item.notes, "no conversation, ids not made stable"))
     messages, kinds = stable_messages(item.content.messages)
-    notes = tuple(NOTES[kind] for kind in NOTES if kind in kinds)
+    notes = tuple(_NOTES[kind] for kind in _NOTES if kind in kinds)
     return replace(item, content=replace(item.content, messages=messages), notes=item.notes + notes)
 
 
@@ -61,7 +61,7 @@ class _Names:
         self._counts = {"uuid": 0, "time": 0}
         self.kinds = frozenset({"call"} if any(old != new for old, new in calls.items()) else ())
         # Longest first, so that the pattern does not match call_1 inside call_12.
-        long = sorted((re.escape(old) for old in calls if len(old) >= SHORTEST_ID), key=len, reverse=True)
+        long = sorted((re.escape(old) for old in calls if len(old) >= _SHORTEST_ID), key=len, reverse=True)
         self._in_text = re.compile("|".join(long)) if long else None
 
     def call(self, name: Any) -> str:
@@ -72,7 +72,7 @@ class _Names:
         """Replace every id and time in `text`."""
         if self._in_text is not None:
             text = self._in_text.sub(lambda match: self._calls[match[0]], text)
-        return TIME.sub(self._time, UUID.sub(self._uuid, text))
+        return _TIME.sub(self._time, _UUID.sub(self._uuid, text))
 
     def _uuid(self, match: re.Match[str]) -> str:
         # Version 4 and variant 8 keep it a valid UUID, for tools that validate.
@@ -84,7 +84,7 @@ class _Names:
         def name(number: int) -> str:
             # Number 1 is 2000-01-01T00:00:01 in the form with seconds, and 2000-01-01T00:01 in the form without.
             unit = timedelta(seconds=number) if seconds else timedelta(minutes=number)
-            stamp = (START + unit).strftime("%Y-%m-%d" + match["between"] + ("%H:%M:%S" if seconds else "%H:%M"))
+            stamp = (_START + unit).strftime("%Y-%m-%d" + match["between"] + ("%H:%M:%S" if seconds else "%H:%M"))
             return stamp + re.sub(r"\d", "0", fraction) + (match["zone"] or "")
 
         return self._number("time", match[0], name)

@@ -132,7 +132,7 @@ class _ReadWork:
             for item, tokenised in self._tokenise.record(record):
                 samples = [named_by_address(sample) for sample in tokenised]
                 if self._strict:
-                    refuse_skipped(samples)
+                    _refuse_skipped(samples)
                 yield named_by_address(item), samples
 
 
@@ -148,7 +148,7 @@ class ColumnsWork:
         return as_columns(trajectories) if trajectories else None, log
 
 
-def refuse_skipped(samples: Iterable[Trajectory | Skipped]) -> None:
+def _refuse_skipped(samples: Iterable[Trajectory | Skipped]) -> None:
     """Refuse the first rollout among `samples` that is skipped.
 
     Raises:

@@ -49,10 +49,10 @@ from treepack.trajectory import (
     prompt_tokens,
 )
 
-EXPANSIONS = ("trajectory", "turns")
-REFUSED_TRAILING_NOTE = "messages after the last trained turn left out, because the template refuses them"
+_EXPANSIONS = ("trajectory", "turns")
+_REFUSED_TRAILING_NOTE = "messages after the last trained turn left out, because the template refuses them"
 TRUNCATED_NOTE = "truncated rollout not trained, its reward counts in its group"
-CLOCK_NOTE = "the chat template prints today's date"
+_CLOCK_NOTE = "the chat template prints today's date"
 
 # One of them is in every folder of a tokenizer; the first is the format of fast tokenizers.
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -156,7 +156,7 @@ class TokenisationJob:
     `chat_template` replaces the template of the tokenizer; `control_tokens` and `truncated` are of `BuildOptions`.
 
     Raises:
-        TreepackError: `expand` is not one of `EXPANSIONS`.
+        TreepackError: `expand` is not one of `_EXPANSIONS`.
     """
 
     tokenizer: Any
@@ -171,8 +171,8 @@ class TokenisationJob:
 
     def __post_init__(self) -> None:
         """Refuse an unknown `expand`."""
-        if self.expand not in EXPANSIONS:
-            raise TreepackError(f"expand is '{self.expand}'; expected {' or '.join(EXPANSIONS)}")
+        if self.expand not in _EXPANSIONS:
+            raise TreepackError(f"expand is '{self.expand}'; expected {' or '.join(_EXPANSIONS)}")
 
     def by_name(self) -> TokenisationJob:
         """Return the same job for another process, which loads the tokenizer itself instead of receiving it."""
@@ -301,7 +301,7 @@ class TrajectoryTokeniser:
             item = replace(item, notes=item.notes + control_tokens.notes_of(spelled, self._job.control_tokens))
             chat = self._control.mark(chat) if self._job.control_tokens == "text" else chat
         if self._template.reads_clock(tools):
-            item = replace(item, notes=(*item.notes, CLOCK_NOTE))
+            item = replace(item, notes=(*item.notes, _CLOCK_NOTE))
         try:
             rendered = self._template.turns(chat, tools=tools, source=item.source)
         except UnfaithfulError as error:
@@ -320,7 +320,7 @@ class TrajectoryTokeniser:
                 try:
                     whole = self._template.whole(chat, tools=tools, source=item.source)
                 except UnfaithfulError:
-                    item = replace(item, notes=(*item.notes, REFUSED_TRAILING_NOTE))
+                    item = replace(item, notes=(*item.notes, _REFUSED_TRAILING_NOTE))
             samples = list(samples_of_turns(item, encoder, turns, whole))
         # The first usable sample carries the sums of the conversation, as the first one carries its notes.
         usable = [sample for sample in samples if isinstance(sample, Trajectory)]

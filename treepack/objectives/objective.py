@@ -196,6 +196,8 @@ class Objective:
             TreepackError: if a value is none of the choices, not finite or too small; the message names the option.
         """
         check_options(self)
+        if self.importance_cap == 0:
+            raise TreepackError("importance_cap is 0, so that no term has a weight; expected a number above 0")
         if self.importance_cap is not None and self.importance_cap < self.importance_floor:
             raise TreepackError(
                 f"importance_floor is {self.importance_floor:g} and importance_cap {self.importance_cap:g}; expected a "
@@ -257,6 +259,11 @@ class Objective:
         return self.importance_cap is not None or self.importance_mask is not None
 
     @property
+    def has_advantages(self) -> bool:
+        """True if terms have advantages, of the data or of a teacher; False for a divergence alone."""
+        return self.is_policy and (self.rewarded or self.teacher_kl > 0)
+
+    @property
     def reads_law(self) -> bool:
         """True if the loss compares the laws of student and teacher."""
         return self.distill > 0 or self.teacher_baseline
@@ -309,6 +316,8 @@ def choose_objective(name: str, **options: Any) -> Objective:
     if unknown:
         available = sorted(_OPTIONS[usual["loss"]])
         remedy = f"it has {', '.join(available)}" if available else "it has no options"
+        if name == "sft" and unknown[0] in DISTILLATION:
+            remedy = "take the loss distill, or a policy loss"
         raise TreepackError(f"{unknown[0]} is not an option of the loss {name}; {remedy}")
     if "distill_beta" in changes and not {**usual, **changes}.get("distill"):
         raise TreepackError("distill_beta is about the divergence, which has no weight; give distill too, or neither")
@@ -337,6 +346,10 @@ def _refuse_unused(objective: Objective, given: Mapping[str, Any]) -> None:
             "is the level of importance_mask, and of importance_cap except in vespo; give one of them too",
         ),
         "value_clip": (objective.has_values, "is about the value loss, which has no weight; give value_coef too"),
+        **dict.fromkeys(
+            ("importance_cap", "importance_mask", "sequence_mask"),
+            (objective.has_advantages, f"weighs advantages, which {objective.name} does not have; give teacher_kl too"),
+        ),
     }
     for name, (is_used, text) in uses.items():
         if name in given and not is_used:
@@ -346,5 +359,13 @@ def _refuse_unused(objective: Objective, given: Mapping[str, Any]) -> None:
             "old_logprobs is sampler, so ratios correct the sampler already; omit importance_cap and importance_mask, "
             "or take recorded"
         )
+    if objective.old_logprobs == "sampler" and not _reads_old(objective):
+        raise TreepackError(f"the loss {objective.name} has no ratio, so old_logprobs has no effect; omit it")
     if objective.has_values and objective.denominator == "edge":
         raise TreepackError("no estimator writes edges beside the returns of values; choose another denominator")
+
+
+def _reads_old(objective: Objective) -> bool:
+    """Return whether a policy loss depends on the old log-probabilities."""
+    has_ratio = objective.has_advantages and objective.loss != "reinforce"
+    return has_ratio or objective.teacher_kl > 0 or (objective.kl > 0 and objective.kl_estimator == "unbiased")

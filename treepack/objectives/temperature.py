@@ -5,12 +5,13 @@
 
 Losses of reinforcement learning are about the distribution that was sampled, softmax(logits / temperature). sft and dpo
 have nothing to do with the sampler and compute at 1. A column with old or reference log-probabilities is useful only if
-the loss computes its own ones at the same temperature, so `treepack logprobs` records it in the manifest.
+the loss computes its own ones at the same temperature, over the same words, so `treepack logprobs` records both in the
+manifest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -84,27 +85,41 @@ def temperature_of_terms(dataset: PackedDataset, temperature: float | None) -> f
 
 
 def check_scored_columns(dataset: PackedDataset, objective: Objective) -> None:
-    """Refuse a column of `treepack logprobs` that was computed at another temperature than the loss computes at.
+    """Refuse a column of `treepack logprobs` at another temperature, or over other words, than the loss computes.
 
     Raises:
-        TreepackError: naming the column and both temperatures.
+        TreepackError: naming the column and the difference.
     """
     entries: dict[str, Any] = dataset.manifest.get("logprobs") or {}
-    used = [column for column in ("old", "ref") if column in entries and _reads(objective, column)]
+    used = [column for column in ("old", "ref", "teacher") if column in entries and _reads(objective, column)]
     if not used:
         return
     expected = 1.0 if objective.loss == "dpo" else temperature_of_terms(dataset, objective.temperature)
+    has_sets = "term_kept_ids" in dataset.term_columns
     for column in used:
-        recorded = entries[column].get("temperature", 1.0)
-        if recorded != expected:
-            remedy = (
-                "--ignore-temperature" if objective.loss == "dpo" else "the --temperature of train, if there is one"
-            )
+        for entry in _writers(entries[column]):
+            recorded, over_sets = entry.get("temperature", 1.0), entry.get("kept_sets", False)
+            if recorded != expected:
+                found = f"at the temperature {_phrase(recorded)}", f"at {_phrase(expected)}"
+                remedy = "and the --temperature of train, if there is one"
+                remedy = "with --ignore-temperature" if objective.loss == "dpo" else remedy
+            elif has_sets and over_sets != objective.is_policy:
+                found = "over kept sets", "over the whole vocabulary"
+                found = found if over_sets else found[::-1]
+                remedy = f"{'with' if over_sets else 'without'} --ignore-temperature"
+            else:
+                continue
             raise TreepackError(
-                f"{dataset.path}: term_{column}_logprob was computed at the temperature {_phrase(recorded)}, and the "
-                f"loss {objective.name} computes at {_phrase(expected)}; write it again with `treepack logprobs "
-                f"--column {column}` and {remedy}"
+                f"{dataset.path}: term_{column}_logprob was computed {found[0]}, and the loss {objective.name} "
+                f"computes {found[1]}; write it again with `treepack logprobs --column {column}` {remedy}"
             )
+
+
+def _writers(entry: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the entry of each model that wrote a part of a column, by `--groups`."""
+    yield entry
+    if isinstance(others := entry.get("others"), dict):
+        yield from _writers(others)
 
 
 def _reads(objective: Objective, column: str) -> bool:

@@ -65,7 +65,7 @@ def trajectory_ratios(
             mismatch = old - part.sampling_logprob.double()
             lag = part.sampling_logprob.double() - current
         total = shift.clamp(-_TOKEN_BOUND, _TOKEN_BOUND)
-        if objective.importance_cap:
+        if objective.importance_cap is not None:
             total = total + mismatch.exp().clamp(objective.importance_floor, objective.importance_cap).log()
         trained = (part.weight > 0).double()
         columns = [shift, clip_log_ratio(shift, part.advantage, objective), total, mismatch, lag, trained]

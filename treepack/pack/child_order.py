@@ -22,7 +22,7 @@ import numpy as np
 from treepack.trajectory import Int32, Int64
 
 BLOCK = 128  # side of a tile of the attention kernels, in tokens
-CANDIDATES = 24  # small siblings from which a filling is made; each is one shift of `BLOCK` bits
+_CANDIDATES = 24  # small siblings from which a filling is made; each is one shift of `BLOCK` bits
 
 
 def tile_counts(subtree_end: Int32 | Int64) -> tuple[int, int]:
@@ -118,7 +118,7 @@ def _align(siblings: list[int], subtree: list[int], at: int) -> list[int]:
     ordered = [waiting.pop()]
     at += subtree[ordered[0]]
     while waiting and subtree[waiting[-1]] >= BLOCK:
-        filling = _filling([subtree[node] for node in waiting[:-1][:CANDIDATES]], at % BLOCK)
+        filling = _filling([subtree[node] for node in waiting[:-1][:_CANDIDATES]], at % BLOCK)
         if filling is None:
             chosen = [waiting.pop(0)]  # the smallest sibling is partial along the shortest way
         else:

@@ -39,7 +39,7 @@ from treepack.trie.storage import PageReleaser
 from treepack.trie.trie import Trie
 
 # Tokens of a page and its neighbours: the system maps 64 KB around the first token of a trajectory.
-MAPPED_TOKENS = 1 << 14
+_MAPPED_TOKENS = 1 << 14
 
 
 class IdIndex:
@@ -155,7 +155,7 @@ class ExpectedTrajectories:
                 weights[path[start:end]] += share if counts is None else share / counts[start:end]
             if row.terms is not None:
                 known.check_terms(row.terms, order, path)
-            self.releaser.count(len(path) + MAPPED_TOKENS)
+            self.releaser.count(len(path) + _MAPPED_TOKENS)
         if len(unknown):
             self._refuse(row, int(unknown[0]), "which the trie does not have")
         return weights

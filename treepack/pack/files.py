@@ -43,13 +43,13 @@ GROUP_TOKENS = 1 << 18
 # Terms that end a row group early. A list column has offsets of 32 bits, so it cannot contain 2^31 values.
 GROUP_TERMS = 1 << 26
 # Bytes of recorded routes that do: some hundred for each token, so that a row of random order is read fast.
-GROUP_ROUTE_BYTES = 1 << 26
+_GROUP_ROUTE_BYTES = 1 << 26
 # Token ids are 97 % of the bytes, the other columns take 80 % of the time; so only token ids are worth a higher level.
 # On real rollouts they are 12 % larger at level 1 of zstd than at level 3, and 5 % at level 2; on random ones level 3
 # takes twice the time of level 2. Measured for each other column: differences, a dictionary, or nothing but zstd, which
 # is the fastest where long runs repeat one value. BYTE_STREAM_SPLIT of integers is faster still, but many readers of
 # Parquet lack it.
-ENCODING = ColumnEncoding(
+_ENCODING = ColumnEncoding(
     level=1,
     levels={"input_ids": 2},
     delta=("position_ids", "parent", "trajectory_ends", "term_token"),
@@ -58,7 +58,7 @@ ENCODING = ColumnEncoding(
 )
 COLUMNS = frozenset(schema.PACKED.names)
 # Columns that have a value, and in a list only values, in each row. In the others, null means a missing value.
-WITHOUT_NULLS = frozenset(field.name for field in schema.PACKED if not field.nullable)
+_WITHOUT_NULLS = frozenset(field.name for field in schema.PACKED if not field.nullable)
 
 
 def write_packed(
@@ -171,7 +171,7 @@ def _write_parts(
     with BackgroundThread() as background:
         for group in _row_groups(rows, counted, columns):
             if parts is None:
-                parts = PartWriter(directory, "part", group.columns, ENCODING, first=first_part)
+                parts = PartWriter(directory, "part", group.columns, _ENCODING, first=first_part)
             table = group.table()
             max_token_id = max(max_token_id, pc.max(pc.list_flatten(table["input_ids"])).as_py())
             background.call(parts.write, table, tokens=group.num_tokens)
@@ -209,7 +209,7 @@ def _row_groups(rows: Iterable[Row], counted: Counter[str], columns: pa.Schema |
         group.append(row)
         counted.update(row_counts(row))
         is_full = group.num_tokens >= GROUP_TOKENS or group.num_terms >= GROUP_TERMS
-        if is_full or group.num_route_bytes >= GROUP_ROUTE_BYTES:
+        if is_full or group.num_route_bytes >= _GROUP_ROUTE_BYTES:
             yield group
             group, other = other or RowGroup(group.columns), group
             group.clear()
@@ -244,7 +244,7 @@ def row_of_table(table: pa.Table, i: int) -> Row:
     """
     has_terms = any(name in schema.TERMS.names for name in table.column_names)
     has_routes = any(name in schema.ROUTES.names for name in table.column_names)
-    required = schema.ROWS.names + [name for name in schema.TERMS.names if name in WITHOUT_NULLS and has_terms]
+    required = schema.ROWS.names + [name for name in schema.TERMS.names if name in _WITHOUT_NULLS and has_terms]
     required += schema.ROUTES.names if has_routes else []
     missing = [name for name in required if name not in table.column_names]
     if missing:
@@ -279,7 +279,7 @@ def _cell(table: pa.Table, name: str, i: int) -> Any:
     is_list = pa.types.is_list(cell.type)
     has_null = not cell.is_valid or (is_list and cell.values.null_count > 0)
     is_index = is_list and cell.is_valid and pa.types.is_integer(cell.type.value_type)
-    if has_null and (name in WITHOUT_NULLS or is_index):
+    if has_null and (name in _WITHOUT_NULLS or is_index):
         raise TreepackError(f"its row {i} has a null in {name}; pack the trie again")
     if not is_list or not cell.is_valid:
         return cell.as_py()

@@ -29,8 +29,8 @@ from treepack.pack.plan.problem import path_pairs
 from treepack.trajectory import Int32, Int64
 from treepack.trie.nodes import shared_with_previous, sorted_by_tokens
 
-LIMITS_TO_TRY = 16  # limits on the work of a micro-batch, if there are several ranks
-HIDDEN_SIZE = 4096  # of a model of 7 to 8 billion parameters
+_LIMITS_TO_TRY = 16  # limits on the work of a micro-batch, if there are several ranks
+_HIDDEN_SIZE = 4096  # of a model of 7 to 8 billion parameters
 
 Sequences = Sequence[NDArray[Any]] | tuple[NDArray[Any], NDArray[Any]]
 
@@ -49,7 +49,7 @@ class _SortedSequences:
 
 
 def micro_batches(
-    sequences: Sequences, capacity: int, ranks: int = 1, *, flat: bool = False, hidden_size: int = HIDDEN_SIZE
+    sequences: Sequences, capacity: int, ranks: int = 1, *, flat: bool = False, hidden_size: int = _HIDDEN_SIZE
 ) -> list[list[int]]:
     """Divide sequences of token ids into micro-batches, and return the indices of the sequences of each one.
 
@@ -143,7 +143,7 @@ def _limits(batch: _SortedSequences, ranks: int) -> list[int]:
         max(work.amount(k, k + 1) for k in range(num)),
         -(-work.total[-1] // (-(-len(plan) // ranks) * ranks)),
     )
-    ladder = np.linspace(highest, min(lowest, highest), LIMITS_TO_TRY).astype(np.int64).tolist()
+    ladder = np.linspace(highest, min(lowest, highest), _LIMITS_TO_TRY).astype(np.int64).tolist()
     return [work.limit, *dict.fromkeys(ladder)]
 
 

@@ -31,7 +31,7 @@ from treepack.trie.trie import Trie
 
 # Peak memory of the trie's nodes and of planning by any method but "exact", which has no limit. Measured over groups
 # of 16, one tree of all trajectories, and trees of one: at most 460 bytes for a trajectory and its one or two nodes.
-NODE_BYTES, TRAJECTORY_BYTES = 150, 400
+_NODE_BYTES, _TRAJECTORY_BYTES = 150, 400
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def plan_packing(
 
 def planning_bytes(num_nodes: int, num_trajectories: int) -> int:
     """Return about how much memory packing needs besides the tokens: the nodes, the trajectories and their plan."""
-    return NODE_BYTES * num_nodes + TRAJECTORY_BYTES * num_trajectories
+    return _NODE_BYTES * num_nodes + _TRAJECTORY_BYTES * num_trajectories
 
 
 def refuse_too_many(num_nodes: int, num_trajectories: int, *, memory: int | None) -> None:

@@ -13,7 +13,7 @@ from treepack.errors import TreepackError
 from treepack.pack.row import PER_TRAJECTORY, Row, RowTerms
 from treepack.trajectory import Int32
 
-PER_TOKEN = ("position_ids", "parent", "subtree_end", "scale", "loss_weight")
+_PER_TOKEN = ("position_ids", "parent", "subtree_end", "scale", "loss_weight")
 
 
 def check_shape(row: Row) -> None:
@@ -25,7 +25,7 @@ def check_shape(row: Row) -> None:
     num = row.num_tokens
     if num < 1:
         raise TreepackError(f"row {row.row_id}: has no token; pack the trie again")
-    for name in PER_TOKEN:
+    for name in _PER_TOKEN:
         if (size := len(getattr(row, name))) != num:
             raise TreepackError(f"row {row.row_id}: {name} has {size} values for {num} tokens; pack the trie again")
     if row.routes is not None and len(row.routes) != num:

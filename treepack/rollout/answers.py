@@ -13,7 +13,7 @@ from typing import Any
 from treepack.errors import TreepackError
 from treepack.trajectory import Int32
 
-BOXED = "boxed"
+_BOXED = "boxed"
 _OPENING = "\\boxed{"
 
 
@@ -29,7 +29,7 @@ def answer_test(pattern: str, tokenizer: Any) -> Callable[[Int32], bool]:
     """
     backend = tokenizer.backend_tokenizer
     try:
-        search: Callable[[str], Any] = has_boxed if pattern == BOXED else re.compile(pattern).search
+        search: Callable[[str], Any] = has_boxed if pattern == _BOXED else re.compile(pattern).search
     except re.error as error:
         raise TreepackError(
             f"answer is {pattern!r}, which is not a regular expression ({error}); correct it"

@@ -142,7 +142,7 @@ def _write_settings(options: Path, record: Mapping[str, Any]) -> None:
             os.close(descriptor)
 
 
-def prompt_hash(prompt: Int32) -> bytes:
+def _prompt_hash(prompt: Int32) -> bytes:
     """Return a hash of token ids."""
     return hashlib.sha256(np.asarray(prompt, "<i4").tobytes()).digest()
 
@@ -167,7 +167,7 @@ def waiting_queries(queries: list[Query], file: RolloutFile) -> list[Query]:
                 f"{file.path}: has rollouts of {name}, which the prompts lack; resume with the prompts of its run"
             )
         # An environment makes the prompt later, so it cannot be compared here.
-        if len(found.prompt) and prompt_hash(found.prompt) != digest:
+        if len(found.prompt) and _prompt_hash(found.prompt) != digest:
             raise TreepackError(
                 f"{file.path}: has rollouts of {name} with another prompt than {found.source or 'its query'}; resume "
                 "with the prompts of its run"
@@ -227,7 +227,7 @@ def _recovered(path: Path) -> RolloutFile:
             position += len(line)
             seen, num_lines = seen + 1, num_lines + 1
             if seen == record["num_leaves"]:
-                finished[name] = prompt_hash(record["prompt_token_ids"])
+                finished[name] = _prompt_hash(record["prompt_token_ids"])
                 seen, num_lines, begin = 0, 0, position
     if begin < path.stat().st_size:
         os.truncate(path, begin)

@@ -26,9 +26,9 @@ from treepack.ingest.readers.fields.values import is_messages
 from treepack.ingest.readers.files.records import Record
 from treepack.trajectory import Chat, Int32, as_token_ids, derived_group, prompt_messages
 
-TALK_FIELDS = ("messages", "prompt", "system", "tools", "chat_template_kwargs")
+_TALK_FIELDS = ("messages", "prompt", "system", "tools", "chat_template_kwargs")
 # Beside ids without a name for prompts, these fields mean a whole rollout, or padding.
-NOT_A_PROMPT = {tf.RESPONSE, tf.MASK, tf.LABELS, tf.RESPONSE_LENGTH, tf.LENGTHS, tf.ATTENTION, tf.PROMPT_MASK}
+_NOT_A_PROMPT = {tf.RESPONSE, tf.MASK, tf.LABELS, tf.RESPONSE_LENGTH, tf.LENGTHS, tf.ATTENTION, tf.PROMPT_MASK}
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class PromptReader:
         return PromptTokens(np.concatenate([encoder.prefix, encoder.encode(text)]), derived_group(text.encode()))
 
     def _of_chat(self, record: Record) -> PromptTokens:
-        given = {name: record.value[name] for name in TALK_FIELDS if record.value.get(name) is not None}
+        given = {name: record.value[name] for name in _TALK_FIELDS if record.value.get(name) is not None}
         # {"prompt": [...]} is read as {"messages": [...]}, because the reader expects a completion beside a prompt.
         given.setdefault("messages", given.pop("prompt", None))
         (item,) = read_chat(Record(record.source, record.path, given), ReadOptions())
@@ -112,7 +112,7 @@ def _token_ids(fields: tf.Fields, source: str) -> Int32:
         TreepackError: ids that are malformed or padded, two fields that differ, or a rollout without its prompt.
     """
     names = fields.get(tf.PROMPT) or fields[tf.IDS]
-    unclear = NOT_A_PROMPT if tf.PROMPT not in fields else {tf.ATTENTION, tf.PROMPT_MASK}
+    unclear = _NOT_A_PROMPT if tf.PROMPT not in fields else {tf.ATTENTION, tf.PROMPT_MASK}
     if marks := sorted(name for kind in unclear & fields.keys() for name in fields[kind]):
         raise TreepackError(
             f"{source}: has {next(iter(names))} and {marks[0]}, so it is a rollout or padded; give the ids of the "

@@ -34,8 +34,8 @@ from treepack.trajectory import derived_group
 from treepack.trie.store.trie_files import read_trie
 from treepack.trie.trie import Trie
 
-PROMPTS, AUGMENTED, SELECTED, ROOTS, PREFIXES = "prompts", "augmented", "selected", "roots", "prefixes"
-COUNTS = {ROOTS: "num_rollouts", PREFIXES: "num_continuations"}
+PROMPTS, _AUGMENTED, _SELECTED, _ROOTS, PREFIXES = "prompts", "augmented", "selected", "roots", "prefixes"
+_COUNTS = {_ROOTS: "num_rollouts", PREFIXES: "num_continuations"}
 NO_IDS = np.zeros(0, np.int32)
 
 
@@ -77,12 +77,12 @@ def read_queries(path: str | AnyPath, sources: QuerySources = QuerySources()) ->
     records = list(read_records(str(path)))
     kind = _kind(records[0], sources)
     known = _GroupPrompts(sources)
-    if kind in COUNTS:
-        counts = [_integer(record, COUNTS[kind], minimum=0) for record in records]
+    if kind in _COUNTS:
+        counts = [_integer(record, _COUNTS[kind], minimum=0) for record in records]
         used = [(record, count) for record, count in zip(records, counts, strict=True) if count > 0]
         make = _prefix_queries if kind == PREFIXES else _root_queries
         queries, num_unused = make(used, known), len(records) - len(used)
-    elif kind == SELECTED:
+    elif kind == _SELECTED:
         queries, num_unused = _with_parents(_selected_queries(records, known), known), 0
     else:
         queries, num_unused = [_query_of_record(record, sources) for record in records], 0
@@ -93,14 +93,14 @@ def read_queries(path: str | AnyPath, sources: QuerySources = QuerySources()) ->
 
 def _kind(record: Record, sources: QuerySources) -> str:
     value = record.value
-    for kind, name in COUNTS.items():
+    for kind, name in _COUNTS.items():
         if name in value:
             return kind
     has_prompt = any(value.get(name) is not None for name in ("messages", "prompt", *tf.NAMES[tf.PROMPT]))
     if "query_id" in value and "pass_rate" in value and not has_prompt:
-        return SELECTED
+        return _SELECTED
     if value.get(UNTRAINED_PREFIX) is not None:
-        return AUGMENTED
+        return _AUGMENTED
     if has_prompt or sources.has_environment or any(value.get(name) is not None for name in tf.NAMES[tf.IDS]):
         return PROMPTS
     raise TreepackError(

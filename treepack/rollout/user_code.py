@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from treepack.errors import TreepackError
 
-LONGEST_MESSAGE = 300  # characters of a foreign exception's message in ours
+_LONGEST_MESSAGE = 300  # characters of a foreign exception's message in ours
 
 Result = TypeVar("Result")
 
@@ -45,7 +45,7 @@ def load_callable(name: str) -> Callable[..., Any]:
             raise TreepackError(
                 f"{name}: there is no module {error.name}; run treepack in the folder that contains it, or install it"
             ) from error
-        raise TreepackError(f"{name}: importing {module_name} raised {described(error)}") from error
+        raise TreepackError(f"{name}: importing {module_name} raised {_described(error)}") from error
     for part in attribute.split("."):
         if not hasattr(value, part):
             public = [each for each in vars(value) if not each.startswith("_") and callable(getattr(value, each))]
@@ -69,11 +69,11 @@ def name_of_code(function: Any) -> str:
     return f"{named.__module__}:{named.__qualname__}"
 
 
-def described(error: BaseException) -> str:
+def _described(error: BaseException) -> str:
     """Return the type and the message of an exception in one line."""
     message = " ".join(str(error).split())
-    if len(message) > LONGEST_MESSAGE:
-        message = message[: LONGEST_MESSAGE - 3] + "..."
+    if len(message) > _LONGEST_MESSAGE:
+        message = message[: _LONGEST_MESSAGE - 3] + "..."
     return f"{type(error).__name__}: {message}" if message else type(error).__name__
 
 
@@ -96,7 +96,7 @@ async def call(function: Callable[..., Any], *arguments: Any, where: str, **keyw
     except TreepackError as error:
         raise TreepackError(f"{where}: {error}") from error
     except Exception as error:
-        raise TreepackError(f"{where}: {name_of_code(function)} raised {described(error)}") from error
+        raise TreepackError(f"{where}: {name_of_code(function)} raised {_described(error)}") from error
 
 
 async def uninterrupted(work: Coroutine[Any, Any, Result]) -> Result:

@@ -23,7 +23,7 @@ from treepack.rollout.prompts import PromptReader
 from treepack.rollout.query import Query
 from treepack.trajectory import Int32
 
-REMEDY = "sample it with verifiers itself, and give its traces to treepack build-trie"
+_REMEDY = "sample it with verifiers itself, and give its traces to treepack build-trie"
 
 
 def task_records(taskset: Any) -> Iterator[dict[str, Any]]:
@@ -217,7 +217,7 @@ def _check_task(task: Any, taskset: Any) -> None:
     elif kind.toolsets(task.config) or type(taskset).toolsets(taskset.config):
         problem = "has tools, which verifiers runs as servers"
     if problem is not None:
-        raise TreepackError(f"{kind.__module__}:{kind.__qualname__} {problem}; {REMEDY}")
+        raise TreepackError(f"{kind.__module__}:{kind.__qualname__} {problem}; {_REMEDY}")
 
 
 def _needs_runtime(score: Any) -> bool:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from treepack.costs.model_cost import language_model, num_experts
 from treepack.data.packed_header import PackedHeader, join_manifests, read_header
 from treepack.files import schema
 from treepack.files.directory import RUN
@@ -28,6 +29,7 @@ from treepack.model.accept.vocabulary import (
     find_config,
     vocabulary_size,
 )
+from treepack.model.experts.division import check_share
 from treepack.objectives.needed_columns import check_needed_columns
 from treepack.train.input_checks import check_device_name, check_launched, check_mix, check_terms
 from treepack.train.options import TrainOptions
@@ -51,7 +53,7 @@ def check_training(
     if options.init_from is not None and not is_address(options.init_from):
         refuse_missing(options.init_from, kind="model", files=(CONFIG_FILE, RUN, "checkpoint.json", ADAPTER_FILE))
     max_token_id = max(each.manifest["max_token_id"] for each in (*headers, *others))
-    size, teacher = _check_model(model, max_token_id), options.objective.teacher
+    size, teacher = _check_model(model, max_token_id, expert_ranks=options.expert_ranks), options.objective.teacher
     if teacher is not None and (words := _check_model(teacher, max_token_id)) and size:
         check_same_words(teacher, words, model, size)
     return headers, others
@@ -106,8 +108,10 @@ def _read_headers(paths: Sequence[str | AnyPath]) -> list[PackedHeader]:
     return headers
 
 
-def _check_model(model: str, max_token_id: int) -> int | None:
-    """Refuse a path without a model, and a vocabulary without `max_token_id`; return the size of the vocabulary.
+def _check_model(model: str, max_token_id: int, *, expert_ranks: int = 1) -> int | None:
+    """Refuse a path without a model, a vocabulary without `max_token_id`, and experts that the ranks cannot share.
+
+    Return the size of the vocabulary.
 
     It is None if this machine does not have the config.
     """
@@ -115,4 +119,6 @@ def _check_model(model: str, max_token_id: int) -> int | None:
     size = None if config is None else vocabulary_size(config)
     if size is not None:
         check_vocabulary(model, max_token_id, size)
+    if expert_ranks > 1 and config is not None and (experts := num_experts(language_model(config))):
+        check_share(experts, expert_ranks, model)
     return size

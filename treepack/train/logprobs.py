@@ -35,6 +35,7 @@ from treepack.files.manifest import Provenance
 from treepack.files.schema import ragged_dtype
 from treepack.memory.shortage import LOADING, memory_errors
 from treepack.model.adapters.lora_options import LoraOptions
+from treepack.model.head.output_head import find_head
 from treepack.model.head.token_loss import filled_temperature
 from treepack.model.load import load_model
 from treepack.model.loaded import LoadedModel
@@ -110,6 +111,9 @@ def open_scoring(packed: str | Path, model: str | Path, options: ScoreOptions) -
         notes = (f"the column {name} of {packed} is replaced{kept}",)
     if options.column == "ref" and temperature != 1:
         notes = (*notes, "the reference is computed at the sampler's temperature; for dpo add --ignore-temperature")
+    if (words := find_head(loaded.causal).out_features) < (options.top_k or 0):
+        notes = (*notes, f"the model has {words:,} words, so --top-k {options.top_k:,} writes all of them")
+        options = replace(options, top_k=words)
     options = replace(options, dtype=compute.dtype)
     return Scoring(dataset, loaded, options, (*loaded.notes, *notes), temperature)
 
@@ -224,6 +228,8 @@ def scored_provenance(scoring: Scoring) -> Provenance:
         model["routes"] = options.routes
     if scoring.temperature != 1:
         model["temperature"] = scoring.temperature
+    if "term_kept_ids" in scoring.dataset.term_columns and not options.ignore_temperature:
+        model["kept_sets"] = True
     # Pieces change the order of sums, as dtype and attention do, but only of rows that are cut.
     limit = options.piece_size
     if limit is not None and int(scoring.dataset.num_tokens.max(initial=0)) > limit:

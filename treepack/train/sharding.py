@@ -33,7 +33,8 @@ from treepack.memory.shortage import memory_errors
 from treepack.model.adapters.adapter import assign, base_of, is_adapted, put_adapter
 from treepack.model.adapters.four_bits import quantization
 from treepack.model.experts.active import stacked_experts
-from treepack.model.experts.over_ranks import check_share, share_experts, whole_experts
+from treepack.model.experts.division import check_share
+from treepack.model.experts.over_ranks import share_experts, whole_experts
 from treepack.model.head.value_head import value_head_of, without_value_head
 from treepack.model.layers import adapt_layers, find_layers
 from treepack.model.load import (

@@ -91,7 +91,7 @@ def build_trie_directory(
             names, options, tokenizer=tokenizer, input_hash=digest, folder=temporary, memory=memory
         ) as builder:
             trie = builder.read(log, progress)
-            totals = trie_totals(trie) if isinstance(trie, Trie) else totals_of_runs(trie)
+            totals = trie_totals(trie) if isinstance(trie, Trie) else _totals_of_runs(trie)
             conversations = conversations_of_log(log, totals)
             provenance = Provenance(
                 options=recorded,
@@ -140,7 +140,7 @@ def skipped_record(log: ReadLog, trie: Trie | MergedRuns) -> dict[str, Any] | No
     return log.skipped_record(trajectories["group_id"].unique().to_pylist())
 
 
-def totals_of_runs(merged: MergedRuns) -> dict[str, Any]:
+def _totals_of_runs(merged: MergedRuns) -> dict[str, Any]:
     """Return the totals of a trie on disk, as `trie_totals`."""
     return totals_of(
         merged.columns(COLUMNS),

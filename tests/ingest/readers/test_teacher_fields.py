@@ -79,6 +79,9 @@ def test_logits_of_nemo_rl_are_normalised_over_their_words(tmp_path: Path) -> No
         ({"teacher_topk_ids": [[1, 2]] * 4, "teacher_topk_logprobs": [[-1]] * 4}, "not tables of one shape"),
         ({"teacher_topk_ids": [[1, 2]] * 4, "teacher_topk_logprobs": [[2, -1]] * 4}, "impossible value"),
         ({"teacher_topk_ids": [[1, -2]] * 4, "teacher_topk_logprobs": [[-2, -1]] * 4}, "impossible value"),
+        ({"teacher_topk_ids": [[1, 1]] * 4, "teacher_topk_logprobs": [[-2, -1]] * 4}, "repeats an id"),
+        ({"teacher_topk_ids": [[1, 2]] * 4, "teacher_topk_logprobs": [[-0.1, -0.2]] * 4}, "more than 1 together"),
+        ({"teacher_topk_ids": [[9]] * 4, "teacher_topk_logprobs": [[-1]] * 4}, "not the sampled one"),
     ],
 )
 def test_wrong_words_are_refused(tmp_path: Path, fields: dict[str, Any], message: str) -> None:

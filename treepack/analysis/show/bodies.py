@@ -24,11 +24,11 @@ from treepack.analysis.show.wrapping import ESCAPE, FAINT, SPECIAL, TRAINED, Tex
 
 # Tokens drawn at the head and the tail of a stretch of text without special tokens: some four rows and some two. A
 # stretch that would lose FEW tokens or fewer is drawn whole, because the line about the rest takes a row itself.
-HEAD, TAIL, FEW = 64, 32, 32
-MAX_WEIGHTS = 8  # segments of a trained run; one with a weight for every token would be cut everywhere
-TRAINED_MARK, UNTRAINED_MARK = "+ ", "  "
+_HEAD, _TAIL, _FEW = 64, 32, 32
+_MAX_WEIGHTS = 8  # segments of a trained run; one with a weight for every token would be cut everywhere
+TRAINED_MARK, _UNTRAINED_MARK = "+ ", "  "
 
-Word = tuple[str, str]  # a token id, perhaps with a bracket, and its style
+_Word = tuple[str, str]  # a token id, perhaps with a bracket, and its style
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class WeightSegment:
         return self.high > 0
 
 
-def segments(forest: DrawnForest, node: int, *, most: int = MAX_WEIGHTS) -> list[WeightSegment]:
+def segments(forest: DrawnForest, node: int, *, most: int = _MAX_WEIGHTS) -> list[WeightSegment]:
     """Return the maximal runs of equal loss weight in a node; more than `most` trained runs in sequence are joined."""
     first, stop = forest.start[node : node + 2].tolist()
     weight = forest.loss_weight[first:stop]
@@ -104,7 +104,7 @@ def segment_text(
 
 def _add_mark(row: TextRow, segment: WeightSegment) -> TextRow:
     """Return `row` after the mark of its segment."""
-    mark = (TRAINED_MARK, TRAINED) if segment.trained else UNTRAINED_MARK
+    mark = (TRAINED_MARK, TRAINED) if segment.trained else _UNTRAINED_MARK
     return TextRow(row.place, Text.assemble(mark, row.text))
 
 
@@ -133,9 +133,9 @@ def _ranges(ids: list[int], look: DrawingOptions) -> list[tuple[int, int]]:
     # 300 ids, the one at 200 special -> (0, 64), (168, 300): the middle of 0-199 is out, 201-299 is short enough
     start_of_stretch = start_of_range = 0
     for stop in [*special, len(ids)]:
-        if not look.full and stop - start_of_stretch > HEAD + TAIL + FEW:
-            ranges.append((start_of_range, start_of_stretch + HEAD))
-            start_of_range = stop - TAIL
+        if not look.full and stop - start_of_stretch > _HEAD + _TAIL + _FEW:
+            ranges.append((start_of_range, start_of_stretch + _HEAD))
+            start_of_range = stop - _TAIL
         start_of_stretch = stop + 1
     return [*ranges, (start_of_range, len(ids))]
 
@@ -148,7 +148,7 @@ class _StyledTokens:
     weights: list[float]
     style: str = ""
 
-    def within(self, first: int, stop: int) -> list[Word]:
+    def within(self, first: int, stop: int) -> list[_Word]:
         """Return the ids `first .. stop - 1` as words, with brackets around the runs of one weight that is not 0."""
         # ids [7, 8, 9, 4], weights [0, 1, 1, .5] -> 7 [8 9] [4]*0.5
         words = []
@@ -180,7 +180,7 @@ def _id_rows(words: _StyledTokens, first: int, look: DrawingOptions, width: int)
     yield TextRow(first, Text.assemble(_join(head), left_out, _join(tail)))
 
 
-def _full_rows(words: list[Word], first: int, width: int) -> Iterator[TextRow]:
+def _full_rows(words: list[_Word], first: int, width: int) -> Iterator[TextRow]:
     """Yield rows of all `words`, each row as full as its width allows."""
     start = used = 0
     for i, (word, _) in enumerate(words):
@@ -191,7 +191,7 @@ def _full_rows(words: list[Word], first: int, width: int) -> Iterator[TextRow]:
     yield TextRow(first + start, _join(words[start:]))
 
 
-def _take(words: list[Word], room: int) -> list[Word]:
+def _take(words: list[_Word], room: int) -> list[_Word]:
     """Return the first of `words` that fit `room` columns, at least one."""
     used = -1
     for i, (word, _) in enumerate(words):
@@ -201,7 +201,7 @@ def _take(words: list[Word], room: int) -> list[Word]:
     return words
 
 
-def _join(words: list[Word]) -> Text:
+def _join(words: list[_Word]) -> Text:
     """Return `words` with blanks between them; neighbours of one style are one span."""
     runs = groupby(words, key=itemgetter(1))
     return Text(" ").join(Text(" ".join(word for word, _ in run), style) for style, run in runs)

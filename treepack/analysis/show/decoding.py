@@ -16,8 +16,8 @@ from typing import Any
 # Tokens before a run that are decoded with it. A character has at most four bytes, so one ends within so many tokens.
 CONTEXT = 12
 # Tokens that may wait for the end of a character: twice the four bytes of the longest one. More cannot be one.
-MAX_PENDING = 8
-REPLACEMENT = "\ufffd"
+_MAX_PENDING = 8
+_REPLACEMENT = "\ufffd"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class TokenDecoder:
                 run.append(token)
                 new = self._added(run, done)
                 # A text that ends with U+FFFD waits for more bytes: 226 -> "\ufffd", 226 130 172 -> "\u20ac"
-                if not new.endswith(REPLACEMENT) or len(run) - done > MAX_PENDING:
+                if not new.endswith(_REPLACEMENT) or len(run) - done > _MAX_PENDING:
                     if index >= 0 and new:
                         yield DecodedToken(index, new)
                     run = run[done:]

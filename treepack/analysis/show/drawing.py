@@ -30,7 +30,7 @@ from treepack.analysis.show.nodes import NodeLines
 # rich.tree.Tree cannot replace this: it indents every child, so a chain of a thousand turns would be drawn a thousand
 # levels deep, it has no gutter for places, and it holds and walks the whole tree before the first line.
 
-MAX_INDENT = 12  # levels by which the nodes of a row are indented: 24 columns, a quarter of a usual terminal
+_MAX_INDENT = 12  # levels by which the nodes of a row are indented: 24 columns, a quarter of a usual terminal
 
 
 def draw_trees(forest: DrawnForest, look: DrawingOptions) -> Iterator[Text]:
@@ -101,7 +101,7 @@ def row_lines(forest: DrawnForest, look: DrawingOptions) -> Iterator[Text]:
         level[node] = 0 if up < 0 else level[up] + (children[up] > 1)
     node = 0
     while node < forest.num_nodes:
-        indent = "  " * min(level[node], MAX_INDENT)
+        indent = "  " * min(level[node], _MAX_INDENT)
         if nodes.shown[node]:
             yield from nodes.node(node, indent, indent + "  ", notes=_notes(forest, node))
             node += 1

@@ -31,7 +31,7 @@ from treepack.trajectory import Int64
 
 NODES = 100  # nodes drawn of a large forest: some 250 lines, a few screens
 ENDINGS = 4  # lines about trajectories at one node: all of them, or three and the number of the others
-MIN_BODY = 24  # columns of a body, even if a deep tree leaves fewer: such lines are wider than the terminal
+_MIN_BODY = 24  # columns of a body, even if a deep tree leaves fewer: such lines are wider than the terminal
 
 
 class NodeLines:
@@ -67,7 +67,7 @@ class NodeLines:
 
     def room(self, prefix: str) -> int:
         """Return the number of columns to the right of the gutter and `prefix`."""
-        return max(MIN_BODY, self.look.width - self.gutter - 2 - len(prefix))
+        return max(_MIN_BODY, self.look.width - self.gutter - 2 - len(prefix))
 
     def node(self, node: int, first: str, below: str, *, notes: Iterable[str] = ()) -> Iterator[Text]:
         """Yield all lines of a node, the first one after the text `first`, the others after `below`."""

@@ -29,8 +29,8 @@ from treepack.trie.trie import Trie
 
 # Sorted names on each side of an unknown name that are compared with it: 10,000 comparisons take half a second. The
 # right name is among them unless its first letters are wrong.
-NUM_COMPARED = 5000
-SAMPLE = re.compile(r"/(turn|part)-\d+")  # the suffix that tokenisation adds to the id of a conversation
+_NUM_COMPARED = 5000
+_SAMPLE = re.compile(r"/(turn|part)-\d+")  # the suffix that tokenisation adds to the id of a conversation
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,11 +90,11 @@ def members(trie: Trie, group_id: str, *, where: str) -> list[int]:
     return indices
 
 
-def names_trajectory(wanted: str, trajectory_id: str, source: str) -> bool:
+def _names_trajectory(wanted: str, trajectory_id: str, source: str) -> bool:
     """Return whether `wanted` names a trajectory: by its id, the id of its conversation, or its file and line."""
     if wanted in (trajectory_id, source, f"{trajectory_id}@{source}"):
         return True
-    return trajectory_id.startswith(wanted) and SAMPLE.fullmatch(trajectory_id, len(wanted)) is not None
+    return trajectory_id.startswith(wanted) and _SAMPLE.fullmatch(trajectory_id, len(wanted)) is not None
 
 
 def trajectories(trie: Trie, wanted: str, *, where: str) -> list[int]:
@@ -105,7 +105,7 @@ def trajectories(trie: Trie, wanted: str, *, where: str) -> list[int]:
     """
     ids, sources = trie.trajectories["trajectory_id"].to_pylist(), trie.trajectories["source"].to_pylist()
     indices = [i for i, name in enumerate(ids) if name == wanted]
-    indices = indices or [i for i, name in enumerate(ids) if names_trajectory(wanted, name, sources[i])]
+    indices = indices or [i for i, name in enumerate(ids) if _names_trajectory(wanted, name, sources[i])]
     if not indices:
         raise unknown(wanted, ids, noun="trajectory", where=where)
     return sorted(indices, key=lambda i: (len(ids[i]), ids[i]))  # by length first: turn-9, turn-10
@@ -124,7 +124,7 @@ def first_named(
     for rollout in rollouts:
         if source is not None and rollout.source != source:  # samples of one record are consecutive
             return
-        if names_trajectory(wanted, rollout.trajectory_id, rollout.source):
+        if _names_trajectory(wanted, rollout.trajectory_id, rollout.source):
             source = rollout.source
             yield rollout
         elif source is None:
@@ -141,7 +141,7 @@ def unknown(wanted: str, names: Iterable[str], *, noun: str, where: str) -> Tree
         return TreepackError(f"{where}: has no {noun} to show; give other rollouts")
     # known [a1, a10, a2, b], wanted a15 -> at 2: neighbours in the sorted list share a prefix with the wanted name
     at = bisect_left(known, wanted)
-    compared = known[max(0, at - NUM_COMPARED) : at + NUM_COMPARED]
+    compared = known[max(0, at - _NUM_COMPARED) : at + _NUM_COMPARED]
     # 0.5, not the 0.6 of difflib: a short id with half of its letters wrong still finds its neighbour.
     near = get_close_matches(wanted, compared, n=3, cutoff=0.5) or known[:3]
     listed = ", ".join(f"'{escape_text(name)}'" for name in near)
@@ -182,7 +182,7 @@ def row_with(directory: Path, manifest: Manifest, wanted: str) -> tuple[Row, int
         part = open_part(directory, entry, schema.PACKED)
         for row_ids in part.read(["trajectory_ids"])["trajectory_ids"].to_pylist():
             for i, name in enumerate(row_ids):
-                if names_trajectory(wanted, name, name):
+                if _names_trajectory(wanted, name, name):
                     return read_row(directory, manifest, number), i
             ids += row_ids
             number += 1

@@ -38,10 +38,10 @@ from treepack.trajectory import Trajectory
 from treepack.trie.builders.in_memory import build_trie
 from treepack.trie.trie import Trie, trajectories_of
 
-GROUPS = 10  # groups listed below the first one, which leaves room for its tree on a screen
-NAMES = ("trajectory_id", "group_id", "source")  # never shortened, because a user copies them for the next command
-MIN_FACT = 10  # columns of a value, even if its name leaves fewer
-GAP = "   "  # between two facts on a line
+_GROUPS = 10  # groups listed below the first one, which leaves room for its tree on a screen
+_NAMES = ("trajectory_id", "group_id", "source")  # never shortened, because a user copies them for the next command
+_MIN_FACT = 10  # columns of a value, even if its name leaves fewer
+_GAP = "   "  # between two facts on a line
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,14 +172,14 @@ def _fact_lines(facts: dict[str, Any], look: DrawingOptions) -> Iterator[Text]:
         if value is None or (name, value) == ("weight", 1):  # unknown, or the default
             continue
         text = _text(name, value)
-        if name not in NAMES:
-            text = shorten(text, max(MIN_FACT, look.width - len(name) - 1))
+        if name not in _NAMES:
+            text = shorten(text, max(_MIN_FACT, look.width - len(name) - 1))
         # rich.columns.Columns would align the facts in a grid, which is as wide as the longest id.
         fact = Text.assemble((f"{name} ", FAINT), (text, NAME))
-        if line and line.cell_len + len(GAP) + fact.cell_len > look.width:
+        if line and line.cell_len + len(_GAP) + fact.cell_len > look.width:
             yield line
             line = Text()
-        line = Text(GAP).join([line, fact]) if line else fact
+        line = Text(_GAP).join([line, fact]) if line else fact
     yield line
 
 
@@ -198,7 +198,7 @@ def _text(name: str, value: Any) -> str:
 
 def group_lines(groups: list[selection.SelectedGroup], look: DrawingOptions) -> Iterator[Text]:
     """Yield a table of groups: the first of them, or all if `look.full` is set. 0.3 ms a group."""
-    groups_drawn = groups if look.full else groups[:GROUPS]
+    groups_drawn = groups if look.full else groups[:_GROUPS]
     table = Table(box=None, padding=(0, 2, 0, 0), header_style=FAINT)
     for name in "por trajectories tokens_flat tokens_tree rewards".split():
         table.add_column(name, justify="right", no_wrap=True)

@@ -22,9 +22,9 @@ from rich.text import Text
 # Style names of rich. Colour never carries information alone: `+` and brackets mark trained tokens, too.
 NAME, FAINT, SPECIAL, ESCAPE, TRAINED = "bold", "dim", "cyan", "yellow", "bold green"
 
-BREAK_WINDOW = 24  # characters at the end of a full row in which a blank is a place to break: longer words are cut
-BLANK = "\\x20"
-MAX_TABLE_WIDTH = 1 << 16  # columns: wider than any table, so that rich never shortens an id, which a user may copy
+_BREAK_WINDOW = 24  # characters at the end of a full row in which a blank is a place to break: longer words are cut
+_BLANK = "\\x20"
+_MAX_TABLE_WIDTH = 1 << 16  # columns: wider than any table, so that rich never shortens an id, which a user may copy
 _SHORT = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
 _LINE = re.compile(r"[^\n]*\n|[^\n]+")  # "a\nb\r" -> "a\n", "b\r": splitlines would break at the "\r", too
 # "a\\x1bb" -> "a", "\\x1b", "b": an escape is one unit, which no row break may split.
@@ -60,7 +60,7 @@ def shorten(text: str, width: int) -> str:
 def table_lines(table: Table) -> Iterator[Text]:
     """Yield the lines of a rich table, as wide as its cells need."""
     # rich ignores the width on a terminal that is called dumb, unless it gets a height too.
-    console = Console(width=MAX_TABLE_WIDTH, height=1, color_system=None)
+    console = Console(width=_MAX_TABLE_WIDTH, height=1, color_system=None)
     for segments in console.render_lines(table, pad=False):
         line = Text.assemble(*((segment.text, segment.style or "") for segment in segments))
         line.rstrip()
@@ -115,14 +115,14 @@ def _lines_of_text(chunks: Iterable[TokenText], *, trained: bool, begins: bool) 
             is_hidden = begins and part[0] == " "
             begins = False
             if is_hidden:
-                line.append(BLANK, "" if trained else ESCAPE)
+                line.append(_BLANK, "" if trained else ESCAPE)
             _append(line, part[is_hidden:], chunk.style)
             if part.endswith("\n"):
                 yield TextRow(place, line)
                 line, place = Text(style=style), None
     if line.plain.endswith(" "):
         line.right_crop()
-        line.append(BLANK, "" if trained else ESCAPE)
+        line.append(_BLANK, "" if trained else ESCAPE)
     if line:
         yield TextRow(place, line)
 
@@ -145,7 +145,7 @@ def _breaks(text: str, width: int) -> Iterator[int]:
         if size and used + size > width and offset > start:
             # Columns:  0123456789        width 8: the blank at 5 is near, so "world" moves to the next row
             #           hello world  ->   "hello " and "world"
-            blank = text.rfind(" ", max(offset - BREAK_WINDOW, start + 1), offset)
+            blank = text.rfind(" ", max(offset - _BREAK_WINDOW, start + 1), offset)
             start = offset if blank < 0 else blank + 1
             used = cell_len(text[start:offset])
             yield start

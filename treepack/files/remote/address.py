@@ -25,7 +25,7 @@ from treepack.errors import TreepackError
 READ_ONLY = frozenset({"hf"})
 # memory:// is the store of fsspec in this process, which only tests use.
 SCHEMES = ("s3", "gs", "hf", "memory")
-ACCEPTED = "expected a local path, file://, s3:// or gs://, or hf:// for inputs"
+_ACCEPTED = "expected a local path, file://, s3:// or gs://, or hf:// for inputs"
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 _LOST_SLASH = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:")
@@ -112,7 +112,7 @@ def as_path(value: OnePath) -> Path | RemotePath:
             raise TreepackError(f"{value}: is no path on this machine; write file:///PATH")
         return Path(f"/{unquote(path)}")
     if scheme not in SCHEMES:
-        raise TreepackError(f"{value}: {match[1]}:// is not supported; {ACCEPTED}")
+        raise TreepackError(f"{value}: {match[1]}:// is not supported; {_ACCEPTED}")
     path = rest.strip("/")
     if not path:
         raise TreepackError(f"{value}: names no bucket; write {scheme}://BUCKET/NAME")

@@ -30,7 +30,7 @@ from treepack.files.remote.address import AnyPath
 from treepack.files.remote.cache_room import locked
 from treepack.files.remote.retries import patiently
 
-OWNER = "owner.json"
+_OWNER = "owner.json"
 KEPT = ".kept"  # marks a folder whose files could not be uploaded
 _INTERVAL = 60.0  # seconds from one upload of changed files to the next
 _MAX_SHARE = 0.05  # of the time is spent on these uploads, because a store cannot append to a file
@@ -54,7 +54,7 @@ class FolderUploads:
 
     def claim(self, continued: str) -> None:
         """Become the owner, copy the object `continued` to the folder if there is one, and start the thread."""
-        object_store.write(self.out / OWNER, self._owner)
+        object_store.write(self.out / _OWNER, self._owner)
         content = object_store.read_object(self.out / continued)
         if content is not None:
             (self.folder / continued).write_bytes(content)
@@ -63,7 +63,7 @@ class FolderUploads:
 
     def check_owner(self) -> None:
         """Refuse to write a run that another process has continued; the message names that process."""
-        content = object_store.read_object(self.out / OWNER)
+        content = object_store.read_object(self.out / _OWNER)
         if content == self._owner:
             return
         try:
@@ -154,8 +154,8 @@ class FolderUploads:
 
     def leave(self) -> None:
         """Remove owner.json if this process is the owner."""
-        if self._thread is not None and object_store.read_object(self.out / OWNER) == self._owner:
-            object_store.delete([self.out / OWNER])
+        if self._thread is not None and object_store.read_object(self.out / _OWNER) == self._owner:
+            object_store.delete([self.out / _OWNER])
 
     def stop(self) -> None:
         """Stop the thread."""

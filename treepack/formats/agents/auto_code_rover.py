@@ -29,19 +29,21 @@ from treepack.ingest.readers.messages.normal_form import normalise_messages
 from treepack.trajectory import Chat, Skipped, Trajectory
 
 # "conversation_round_12.json.gz" -> 12, and "sympy__sympy-1_2024-04-06_13-51-50" -> "sympy__sympy-1"
-ROUND = re.compile(r"conversation_round_(\d+)\.json(\.gz|\.zst)?")
-TIME = re.compile(r"_\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d$")
+_ROUND = re.compile(r"conversation_round_(\d+)\.json(\.gz|\.zst)?")
+_TIME = re.compile(r"_\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d$")
 # A record with any other field is in a different format.
-FIELDS = frozenset({"role", "content", "tool_calls", "tool_call_id", "name"})
+_FIELDS = frozenset({"role", "content", "tool_calls", "tool_call_id", "name"})
 
 
-def is_rover_message(record: dict[str, Any]) -> bool:
+def _is_rover_message(record: dict[str, Any]) -> bool:
     """Return whether `record` is nothing but a message."""
     role, content = record.get("role"), record.get("content")
-    return record.keys() <= FIELDS and isinstance(role, str) and "content" in record and isinstance(content, str | None)
+    return (
+        record.keys() <= _FIELDS and isinstance(role, str) and "content" in record and isinstance(content, str | None)
+    )
 
 
-def read_auto_code_rover(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def _read_auto_code_rover(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     """Read the one trajectory of a file, named after its folder, and after the file too if it is not a round.
 
     The group is the name of the folder without the time at its end.
@@ -54,7 +56,7 @@ def read_auto_code_rover(records: Iterator[Record], options: ReadOptions) -> Ite
     record = Record(path, path, {})
     messages = [row.value for row in rows]
     rounds = _rounds(path)
-    this_round = ROUND.fullmatch(Path(path).name)
+    this_round = _ROUND.fullmatch(Path(path).name)
     # Round 2 of rounds 0, 1, 2, 3 -> the path of round 3.
     later = next((each for number, each in rounds if this_round is not None and number > int(this_round[1])), None)
     if later is not None and _num_shared(messages, later) == len(messages):
@@ -69,7 +71,7 @@ def read_auto_code_rover(records: Iterator[Record], options: ReadOptions) -> Ite
     # <task>_<time>/conversation_round_3.json -> "<task>_<time>", other files -> "<task>_<time>/<file>"
     folder, stem = folder_and_document(record)
     name = "/".join(part for part in (folder, "" if this_round is not None and folder else stem) if part)
-    value = {"trajectory_id": name, "group_id": TIME.sub("", folder) or stem}
+    value = {"trajectory_id": name, "group_id": _TIME.sub("", folder) or stem}
     content = Chat(done.messages, weights, message_cuts=done.cuts)
     yield describe(Record(path, path, value), content, used=(), options=options, notes=done.notes)
 
@@ -78,7 +80,7 @@ def _rounds(path: str) -> list[tuple[int, Path]]:
     """Return the number and the path of each round in the folder of the file at `path`, in order."""
     if path == STDIN:
         return []
-    named = ((ROUND.fullmatch(each.name), each) for each in Path(path).parent.iterdir())
+    named = ((_ROUND.fullmatch(each.name), each) for each in Path(path).parent.iterdir())
     return sorted((int(match[1]), each) for match, each in named if match is not None)
 
 
@@ -94,10 +96,10 @@ FORMAT = Format(
     rank=50,
     program="AutoCodeRover",
     recognised_by="an array of messages, or one message per line: `role` and `content`, perhaps a tool call",
-    requires=is_rover_message,
+    requires=_is_rover_message,
     checked="first",
     used="role content tool_calls tool_call_id".split(),
     dropped=("rounds before the last (beginnings of it)",),
     keeps={MASKS, LINEAGE},
-    read_file=read_auto_code_rover,
+    read_file=_read_auto_code_rover,
 )

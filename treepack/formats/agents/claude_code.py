@@ -53,7 +53,7 @@ CONTEXT_NOTE = "system prompt, tools and some reminders are not in sessions of C
 INTERRUPTED_NOTE = "interrupted turn not trained"
 SUB_AGENT = "description of a sub-agent, whose session is another file"
 
-Message = dict[str, Any]
+_Message = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class _SessionEntry:
     uuid: str
     parent: str | None
     kind: str
-    message: Message
+    message: _Message
     value: dict[str, Any]
     key: str | None
 
@@ -88,11 +88,11 @@ class _SessionTree:
 class _CallPrompt:
     """The messages before a call, and the reason if they cannot be read as text."""
 
-    messages: list[Message]
+    messages: list[_Message]
     reason: str | None = None
 
 
-def read_claude_code(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def _read_claude_code(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     """Read the trajectories of a session, named after it, or after it and its sub-agent.
 
     Their group is derived from the first prompt of the session, so that sessions with the same task are a group.
@@ -188,12 +188,12 @@ def _add_kept(session: _SessionTree, entry: _SessionEntry) -> None:
         session.kept[anchor] = uuids[::-1]
 
 
-def _ids(message: Message, kind: str, name: str) -> set[str]:
+def _ids(message: _Message, kind: str, name: str) -> set[str]:
     """Return the field `name` of the blocks of type `kind`."""
     return {str(part.get(name)) for part in _parts(message) if part.get("type") == kind}
 
 
-def _parts(message: Message) -> list[dict[str, Any]]:
+def _parts(message: _Message) -> list[dict[str, Any]]:
     content = message.get("content")
     return [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
 
@@ -234,7 +234,7 @@ def _prompt(session: _SessionTree, last: str | None, prompts: dict[str | None, _
         path.append(session.entries[uuid])
         uuid = session.entries[uuid].parent
     before = prompts.get(uuid, prompts[None])
-    between: list[Message] = []
+    between: list[_Message] = []
     done: set[str] = set()
     for entry in reversed(path):
         between += _messages(session, entry, done)
@@ -244,7 +244,7 @@ def _prompt(session: _SessionTree, last: str | None, prompts: dict[str | None, _
     return prompts.setdefault(last, prompt)
 
 
-def _messages(session: _SessionTree, entry: _SessionEntry, done: set[str]) -> list[Message]:
+def _messages(session: _SessionTree, entry: _SessionEntry, done: set[str]) -> list[_Message]:
     """Return the messages that `entry` adds to a prompt; `done` are the messages of the model that are in it."""
     if entry.key is not None:
         # The path has several blocks of a message: the first one adds the whole message, with its results.
@@ -268,11 +268,11 @@ def _messages(session: _SessionTree, entry: _SessionEntry, done: set[str]) -> li
     return []
 
 
-def _user(entry: _SessionEntry) -> list[Message]:
+def _user(entry: _SessionEntry) -> list[_Message]:
     return split_blocks([{"role": "user", "content": entry.message.get("content")}])
 
 
-def _answer(blocks: list[_SessionEntry]) -> list[Message]:
+def _answer(blocks: list[_SessionEntry]) -> list[_Message]:
     """Return the message of the model whose lines are `blocks`: a list of one, or of none if it is empty."""
     content: list[Any] = []
     for block in blocks:
@@ -322,5 +322,5 @@ FORMAT = Format(
     ),
     keeps={MASKS},
     links="uuid parentUuid sessionId message.id".split(),
-    read_file=read_claude_code,
+    read_file=_read_claude_code,
 )

@@ -28,52 +28,52 @@ from treepack.ingest.readers.format import MASKS, Format
 from treepack.ingest.readers.messages.content_blocks import skip_reason
 from treepack.trajectory import Skipped, Trajectory
 
-HISTORY = "api_conversation_history"
-CONTEXT_NOTE = "system prompt and tools are not in tasks of Cline"
-TOOLS_NOTE = "tools are not in sessions of Cline"
+_HISTORY = "api_conversation_history"
+_CONTEXT_NOTE = "system prompt and tools are not in tasks of Cline"
+_TOOLS_NOTE = "tools are not in sessions of Cline"
 INTERRUPTED_NOTE = "interrupted turn not trained"
 PROGRAM_NOTE = "turn that the program wrote not trained"
 SUMMARY_NOTE = "summary of the history not trained"
 REASONING_NOTE = "encrypted reasoning not used"
-NO_CALL = "task without a turn of the model"
+_NO_CALL = "task without a turn of the model"
 EMPTY_NOTE = "turn without text or calls not trained"
 SHOWN = "messages as the program showed them, which its api_conversation_history.json contains"
 # The program adds this to a text that it stopped.
-INTERRUPTED = re.compile(r"\[Response interrupted by [^\]]*\]\s*$")
+_INTERRUPTED = re.compile(r"\[Response interrupted by [^\]]*\]\s*$")
 BY_PROGRAM = "Failure: I did not provide a response."
-KEPT = ("role", "content", "reasoning_content", "finish_reason")
+_KEPT = ("role", "content", "reasoning_content", "finish_reason")
 # Fields of a message: the fields that are read, and the fields about it.
-ABOUT = frozenset(
+_ABOUT = frozenset(
     """
     ts id modelInfo metrics isSummary condenseId condenseParent truncationId truncationParent isTruncationMarker type
     summary encrypted_content text reasoning_details
     """.split()
 )
-IDS = frozenset({"sessionId", "agent"})
+_IDS = frozenset({"sessionId", "agent"})
 
 Message = dict[str, Any]
 
 
-def is_cline_message(value: dict[str, Any]) -> bool:
+def _is_cline_message(value: dict[str, Any]) -> bool:
     """Return whether `value` is a message of a task, and nothing else: any other field makes it another format."""
     is_content = isinstance(value.get("content"), str | list) or value.get("type") == "reasoning"
-    return value.get("role") in ("user", "assistant") and is_content and value.keys() <= {*KEPT, *ABOUT}
+    return value.get("role") in ("user", "assistant") and is_content and value.keys() <= {*_KEPT, *_ABOUT}
 
 
-def is_session(value: dict[str, Any]) -> bool:
+def _is_session(value: dict[str, Any]) -> bool:
     """Return whether `value` is a session of a newer version of Cline."""
     messages = value.get("messages")
-    return value.keys() >= {"version", *IDS} and is_messages(messages) and len(messages) > 0
+    return value.keys() >= {"version", *_IDS} and is_messages(messages) and len(messages) > 0
 
 
-def is_shown(value: dict[str, Any]) -> bool:
+def _is_shown(value: dict[str, Any]) -> bool:
     """Return whether `value` is from `ui_messages.json` or is a `task_metadata.json`, which a task has next to it."""
     return (value.keys() >= {"ts", "type"} and value["type"] in ("say", "ask")) or "files_in_context" in value
 
 
-def is_cline_record(value: dict[str, Any]) -> bool:
+def _is_cline_record(value: dict[str, Any]) -> bool:
     """Return whether `value` is the first record of a file of Cline."""
-    return is_cline_message(value) or is_session(value) or is_shown(value)
+    return _is_cline_message(value) or _is_session(value) or _is_shown(value)
 
 
 @dataclass(slots=True)
@@ -87,7 +87,7 @@ class _TaskState:
     log: CallLog = field(default_factory=CallLog)
 
 
-def read_cline(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def _read_cline(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     """Read the trajectories of a task, named after its folder, or of each session, named after its id.
 
     Their group is derived from the first prompt.
@@ -96,12 +96,12 @@ def read_cline(records: Iterator[Record], options: ReadOptions) -> Iterator[Traj
         TreepackError: `readers.messages` refuses a message.
     """
     rows = list(records)
-    if is_shown(rows[0].value):
+    if _is_shown(rows[0].value):
         yield Skipped(rows[0].path, SHOWN, is_rollout=False)
         return
-    if not is_session(rows[0].value):
+    if not _is_session(rows[0].value):
         folder, stem = folder_and_document(rows[0])
-        value: dict[str, Any] = {"trajectory_id": folder if stem == HISTORY and folder else rows[0].label}
+        value: dict[str, Any] = {"trajectory_id": folder if stem == _HISTORY and folder else rows[0].label}
         record = replace(rows[0], source=rows[0].path, value=value)
         yield from _read_task(record, [row.value for row in rows], [], options)
         return
@@ -131,15 +131,15 @@ def _read_task(
             _add_call(task, message, chat, reason)
         task.prompt.append((message, chat))
     record = replace(record, value=record.value | {"model": task.log.model})
-    context = (TOOLS_NOTE if system else CONTEXT_NOTE,)
-    yield from task.log.read(record, options, context=context, empty=NO_CALL)
+    context = (_TOOLS_NOTE if system else _CONTEXT_NOTE,)
+    yield from task.log.read(record, options, context=context, empty=_NO_CALL)
 
 
 def _add_call(task: _TaskState, message: Message, chat: Message, reason: str | None) -> None:
     texts = _texts(message.get("content"))
     if message.get("isSummary"):
         task.log.note(SUMMARY_NOTE)
-    elif any(map(INTERRUPTED.search, texts)):
+    elif any(map(_INTERRUPTED.search, texts)):
         task.log.note(INTERRUPTED_NOTE)
     elif texts == [BY_PROGRAM]:
         task.log.note(PROGRAM_NOTE)
@@ -203,7 +203,7 @@ def _texts(content: Any) -> list[str]:
 
 def _chat(message: Message, source: str) -> Message:
     """Return `message` without the fields of the program, with its reasoning and files in known forms."""
-    chat = {name: message[name] for name in KEPT if message.get(name) is not None}
+    chat = {name: message[name] for name in _KEPT if message.get(name) is not None}
     details = as_objects(message.get("reasoning_details"), source=source, name="reasoning_details")
     if "reasoning_content" not in chat:
         texts = [detail["text"] for detail in details if detail.get("text") is not None]
@@ -241,7 +241,7 @@ FORMAT = Format(
     rank=150,
     program="Cline, Roo Code, Kilo Code",
     recognised_by="a list of messages of `role` and `content`, often with `ts`; or `sessionId`, `agent` and `messages`",
-    requires=is_cline_record,
+    requires=_is_cline_record,
     checked="first",
     used="""
         role reasoning_content finish_reason reasoning_details.text modelInfo.modelId modelInfo.id isSummary condenseId
@@ -256,5 +256,5 @@ FORMAT = Format(
     ),
     ignored="ts id metrics version updated_at messages.id messages.ts messages.metrics".split(),
     keeps={MASKS},
-    read_file=read_cline,
+    read_file=_read_cline,
 )

@@ -25,9 +25,9 @@ from treepack.ingest.readers.kinds import ANY
 from treepack.trajectory import Skipped, Trajectory
 
 # The tree, and the bookkeeping of the search, which repeats it.
-USED = frozenset({"root", "node_count", "iterations", "current_node_id", "node_id_stack"})
-CHECKPOINTS = (".cur", ".prev")  # `x.cur.root` and `x.prev.root` are copies of an unfinished `x.root`
-BY_PROGRAM = "Auto-submitting"  # the thought in a submission by the program, not by the model
+_USED = frozenset({"root", "node_count", "iterations", "current_node_id", "node_id_stack"})
+_CHECKPOINTS = (".cur", ".prev")  # `x.cur.root` and `x.prev.root` are copies of an unfinished `x.root`
+_BY_PROGRAM = "Auto-submitting"  # the thought in a submission by the program, not by the model
 
 
 def read_dars(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
@@ -39,7 +39,7 @@ def read_dars(record: Record, options: ReadOptions) -> Iterator[Trajectory | Ski
     folder, stem = folder_and_document(record)
     task = stem
     # "sympy-1.prev" -> "sympy-1"
-    for ending in CHECKPOINTS:
+    for ending in _CHECKPOINTS:
         task = task.removesuffix(ending)
     if stem != task and (whole := _whole_file(record, stem, task)) is not None:
         yield Skipped(record.source, f"checkpoint of {whole}", is_rollout=False)
@@ -71,7 +71,7 @@ def _is_alternative(node: dict[str, Any]) -> bool:
 def _message(node: dict[str, Any]) -> dict[str, Any]:
     message = {"role": node.get("role"), "content": node.get("content")}
     # Every other assistant message on a path is a real turn of that path.
-    trained = not node.get("is_demo") and node.get("thought") != BY_PROGRAM and not _is_alternative(node)
+    trained = not node.get("is_demo") and node.get("thought") != _BY_PROGRAM and not _is_alternative(node)
     return message if trained else message | {"loss": False}
 
 
@@ -92,7 +92,7 @@ def _asking_messages(path: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _trajectory(
     record: Record, messages: list[dict[str, Any]], name: str, task: str, options: ReadOptions
 ) -> Trajectory:
-    return replace(conversation(record, messages, options, used=USED), trajectory_id=name, group_id=task)
+    return replace(conversation(record, messages, options, used=_USED), trajectory_id=name, group_id=task)
 
 
 FORMAT = Format(

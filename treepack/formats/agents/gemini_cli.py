@@ -40,18 +40,18 @@ from treepack.ingest.readers.messages.gemini_parts import (
 )
 from treepack.trajectory import Skipped, Trajectory
 
-CONTEXT_NOTE = "system prompt and tools are not in sessions of Gemini CLI"
+_CONTEXT_NOTE = "system prompt and tools are not in sessions of Gemini CLI"
 THOUGHTS_NOTE = "thoughts without an answer not used"
 RESULT_NOTE = "tool call without a result"
-MODEL = frozenset({"gemini", "model"})  # types of a message of the model
+_MODEL = frozenset({"gemini", "model"})  # types of a message of the model
 
 # Fields of a message that the model never sees.
-SHOWN = """
+_SHOWN = """
     timestamp tokens displayContent thoughts.timestamp toolCalls.status toolCalls.timestamp toolCalls.agentId
     toolCalls.displayName toolCalls.description toolCalls.resultDisplay toolCalls.renderOutputAsMarkdown
 """.split()
 
-Message = dict[str, Any]
+_Message = dict[str, Any]
 
 
 @dataclass(slots=True)
@@ -60,12 +60,12 @@ class _SessionState:
 
     source: str
     facts: dict[str, Any] = field(default_factory=dict)
-    history: dict[str, Message] = field(default_factory=dict)
+    history: dict[str, _Message] = field(default_factory=dict)
     trained: set[str] = field(default_factory=set)
     log: CallLog = field(default_factory=CallLog)
 
 
-def read_gemini_cli(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def _read_gemini_cli(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     """Read the trajectories of a session, named after its id; their group is derived from the first prompt.
 
     Raises:
@@ -91,12 +91,12 @@ def read_gemini_cli(records: Iterator[Record], options: ReadOptions) -> Iterator
         **about,
     }
     record = replace(rows[0], source=rows[0].path, value=value)
-    yield from session.log.read(record, options, context=(CONTEXT_NOTE,))
+    yield from session.log.read(record, options, context=(_CONTEXT_NOTE,))
 
 
-def _of_contents(record: Record, contents: list[Message], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def _of_contents(record: Record, contents: list[_Message], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     """Read one history in the form of the API."""
-    messages: list[Message] = []
+    messages: list[_Message] = []
     log = CallLog()
     reason = None
     for number, content in enumerate(contents, 1):
@@ -109,7 +109,7 @@ def _of_contents(record: Record, contents: list[Message], options: ReadOptions) 
                 log.note(EMPTY_NOTE)
         messages += added
     named = replace(record, source=record.path, value={"trajectory_id": record.label})
-    yield from log.read(named, options, context=(CONTEXT_NOTE,))
+    yield from log.read(named, options, context=(_CONTEXT_NOTE,))
 
 
 def _apply(session: _SessionState, row: Record) -> None:
@@ -146,18 +146,18 @@ def _add(session: _SessionState, messages: Any, source: str) -> None:
 
 def _flush(session: _SessionState) -> None:
     """Add a call for each message of the model that is not trained yet."""
-    prompt: list[Message] = []
+    prompt: list[_Message] = []
     reason: str | None = None
     for name, message in session.history.items():
         where = f"{session.source}: message {name}"
         kind = message.get("type")
         if not isinstance(kind, str):
             raise TreepackError(f"{where} has the type {shown(kind)}; expected text, such as user or gemini")
-        answer = _answer(session, message, where) if kind in MODEL else None
+        answer = _answer(session, message, where) if kind in _MODEL else None
         added = [answer, *_results(session, message, where)] if answer else []
         if kind == "user":
             added = list(user_messages(parts_or_text(message.get("content"), where=where), where=where))
-        elif kind not in MODEL:
+        elif kind not in _MODEL:
             session.log.note(f"message of type '{kind[:40]}' not used")
         if answer is not None and name not in session.trained:
             session.trained.add(name)
@@ -166,7 +166,7 @@ def _flush(session: _SessionState) -> None:
         prompt += added
 
 
-def _answer(session: _SessionState, message: Message, where: str) -> Message | None:
+def _answer(session: _SessionState, message: _Message, where: str) -> _Message | None:
     # Content may be text, but parts are a list.
     said, listed = parts_or_text(message.get("content"), where=where), _objects(message.get("parts"), where, "parts")
     is_said = not is_empty(message.get("content"))
@@ -206,7 +206,7 @@ def _thought(thought: dict[str, Any], where: str) -> str:
     return "\n\n".join(text for text in (f"**{subject}**" if subject else None, description) if text is not None)
 
 
-def _results(session: _SessionState, message: Message, where: str) -> Iterator[Message]:
+def _results(session: _SessionState, message: _Message, where: str) -> Iterator[_Message]:
     """Yield the results of the tools that a message called."""
     for call in _objects(message.get("toolCalls"), where, "toolCalls"):
         parts = parts_or_text(call.get("result"), where=where)
@@ -247,8 +247,8 @@ FORMAT = Format(
     ignored=(
         *"projectHash startTime lastUpdated directories memoryScratchpad commitHash authType messageId".split(),
         *"toolCall".split(),
-        *(f"{prefix}{name}" for prefix in ("", "messages.") for name in SHOWN),
+        *(f"{prefix}{name}" for prefix in ("", "messages.") for name in _SHOWN),
     ),
     keeps={MASKS},
-    read_file=read_gemini_cli,
+    read_file=_read_gemini_cli,
 )

@@ -33,10 +33,12 @@ from treepack.ingest.readers.kinds import ANY, OBJECTS, starting
 from treepack.ingest.readers.messages.response_items import messages_of_items
 from treepack.trajectory import Skipped, Trajectory
 
-EXIT = "exit"  # the role of the last message, which no model read
+_EXIT = "exit"  # the role of the last message, which no model read
 # Fields of the agent and of LiteLLM that no model read.
-BOOKKEEPING = frozenset({"extra", "timestamp", "provider_specific_fields", "thinking_blocks", "annotations", "refusal"})
-UNREADABLE_NOTE = "refused reply in an unknown form not used"
+_BOOKKEEPING = frozenset(
+    {"extra", "timestamp", "provider_specific_fields", "thinking_blocks", "annotations", "refusal"}
+)
+_UNREADABLE_NOTE = "refused reply in an unknown form not used"
 
 
 def read_mini_swe_agent(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
@@ -54,7 +56,7 @@ def read_mini_swe_agent(record: Record, options: ReadOptions) -> Iterator[Trajec
     tools = next((message["tools"] for message in value["messages"] if message.get("tools")), None)
     # [system, user, assistant, user] -> one call, with 2 messages of prompt
     for message in value["messages"]:
-        if message.get("role") == EXIT:
+        if message.get("role") == _EXIT:
             continue
         # The refused reply answered the same prompt as the next accepted reply.
         if (refused := _refused_reply(message, record.source, notes)) is not None:
@@ -99,7 +101,7 @@ def _chat_message(message: dict[str, Any], source: str, notes: dict[str, None]) 
         return done.messages[0] if done.messages else None
     if message.get("role") is None and message.get("type") == "function_call_output":
         return messages_of_items([message], source=source).messages[0]
-    kept = without(message, BOOKKEEPING | {"type"})
+    kept = without(message, _BOOKKEEPING | {"type"})
     if isinstance(kept.get("content"), list) and message.get("type") == "message":
         return messages_of_items([message], source=source).messages[0]
     return kept
@@ -120,7 +122,7 @@ def _refused_reply(message: dict[str, Any], source: str, notes: dict[str, None])
             return _chat_message(said, source, notes)
     if isinstance(extra.get("model_response"), str):
         return {"role": "assistant", "content": extra["model_response"]}
-    notes[UNREADABLE_NOTE] = None
+    notes[_UNREADABLE_NOTE] = None
     return None
 
 

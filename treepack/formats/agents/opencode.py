@@ -45,21 +45,21 @@ FAILED_NOTE = "answer that failed not used"
 SUMMARY_NOTE = "summary for a compaction not trained"
 SYNTHETIC_NOTE = "turn that the program wrote not trained"
 RESULT_NOTE = "tool call without a result"
-CLEARED_NOTE = "result of a tool that later prompts do not contain any more"
-SYSTEM_NOTE = "later system prompt not used"
+_CLEARED_NOTE = "result of a tool that later prompts do not contain any more"
+_SYSTEM_NOTE = "later system prompt not used"
 NO_TEXT_NOTE = "step of an answer without text or calls not used"
-EMPTY_NOTE = "message without parts not used"
+_EMPTY_NOTE = "message without parts not used"
 PART_OF_SESSION = "message or part of a message, which is read with its session"
 # What opencode sends in place of parts without text.
 COMPACTION, SUBTASK = "What did we do so far?", "The following tool was executed by the user"
 ABORTED, TOO_LONG = "MessageAbortedError", "MessageOutputLengthError"
 # Files whose text opencode sends in a text part of its own.
-TEXT_FILES = ("text/", "application/x-directory")
+_TEXT_FILES = ("text/", "application/x-directory")
 # Parts that are not messages of the model, but mark the start or end of a step, or the state before it.
-MARKS = frozenset({"step-start", "step-finish", "compaction", "subtask"})
-READ = MARKS | {"text", "reasoning", "tool", "file"}
+_MARKS = frozenset({"step-start", "step-finish", "compaction", "subtask"})
+_READ = _MARKS | {"text", "reasoning", "tool", "file"}
 
-PART_FIELDS = (
+_PART_FIELDS = (
     ("type", str, "text"),
     ("text", str | None, "text"),
     ("state", dict | None, "an object"),
@@ -68,20 +68,20 @@ PART_FIELDS = (
     ("tail_start_id", str | None, "text"),
 )
 
-Message = dict[str, Any]
+_Message = dict[str, Any]
 
 
 @dataclass(slots=True)
 class _SessionState:
     """The history before the next call, and the calls so far."""
 
-    prompt: list[Message] = field(default_factory=list)
+    prompt: list[_Message] = field(default_factory=list)
     reason: str | None = None
     indices: dict[str, int] = field(default_factory=dict)  # of each message of the session in `prompt`
     log: CallLog = field(default_factory=CallLog)
 
 
-def read_opencode(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def _read_opencode(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     """Read the trajectories of a session, named after its id; their group is derived from the first prompt.
 
     Raises:
@@ -131,10 +131,10 @@ def _read_session(
         parts = as_objects(message.get("parts"), source=where, name="parts")
         for part in parts:
             _check_part(part, where)
-            if part["type"] not in READ:
+            if part["type"] not in _READ:
                 session.log.note(f"part of type '{part['type'][:40]}' not used")
         if not parts:
-            session.log.note(EMPTY_NOTE)
+            session.log.note(_EMPTY_NOTE)
         session.indices[str(about.get("id"))] = len(session.prompt)
         if about.get("role") == "assistant":
             _add_answer(session, about, parts, where)
@@ -159,17 +159,17 @@ def _check_part(part: dict[str, Any], where: str) -> None:
     Raises:
         TreepackError: its type is not text, or a different field has a wrong kind.
     """
-    for name, kind, expected in PART_FIELDS:
+    for name, kind, expected in _PART_FIELDS:
         if not isinstance(part.get(name), kind):
             raise TreepackError(f"{where} has a part with the {name} {shown(part.get(name))}; expected {expected}")
 
 
-def _add(session: _SessionState, messages: list[Message]) -> None:
+def _add(session: _SessionState, messages: list[_Message]) -> None:
     session.prompt = [*session.prompt, *messages]
     session.reason = session.reason or skip_reason(messages)
 
 
-def _user(session: _SessionState, info: dict[str, Any], parts: list[dict[str, Any]]) -> list[Message]:
+def _user(session: _SessionState, info: dict[str, Any], parts: list[dict[str, Any]]) -> list[_Message]:
     """Return the messages for a message of the user: the system prompt that the user set, and the content."""
     content: list[dict[str, Any]] = []
     for part in parts:
@@ -178,14 +178,14 @@ def _user(session: _SessionState, info: dict[str, Any], parts: list[dict[str, An
             content.append({"type": "text", "text": part.get("text")})
         elif kind in ("compaction", "subtask"):
             content.append({"type": "text", "text": COMPACTION if kind == "compaction" else SUBTASK})
-        elif kind == "file" and not str(part.get("mime")).startswith(TEXT_FILES):
+        elif kind == "file" and not str(part.get("mime")).startswith(_TEXT_FILES):
             content.append({"type": "image"})
     if "compaction" in [part.get("type") for part in parts]:
         _compact(session, parts)
     has_system = any(message["role"] == "system" for message in session.prompt)
     system = [{"role": "system", "content": info["system"]}] if info.get("system") and not has_system else []
     if has_system and info.get("system") and {"role": "system", "content": info["system"]} not in session.prompt:
-        session.log.note(SYSTEM_NOTE)
+        session.log.note(_SYSTEM_NOTE)
     return [*system, *([{"role": "user", "content": content}] if content else [])]
 
 
@@ -248,10 +248,10 @@ def _steps(parts: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     return steps
 
 
-def _step(session: _SessionState, step: list[dict[str, Any]], where: str) -> tuple[Message | None, list[Message]]:
+def _step(session: _SessionState, step: list[dict[str, Any]], where: str) -> tuple[_Message | None, list[_Message]]:
     """Return the message of a step and the results of its calls; no message if the step is empty."""
     texts, thoughts, calls = [], [], []
-    results: list[Message] = []
+    results: list[_Message] = []
     for part in step:
         kind, text = part.get("type"), part.get("text")
         if kind == "text" and not part.get("ignored") and text:
@@ -262,23 +262,23 @@ def _step(session: _SessionState, step: list[dict[str, Any]], where: str) -> tup
             state = part.get("state") or {}
             calls.append({"id": part.get("callID"), "name": part.get("tool"), "arguments": state.get("input")})
             results += _result(session, part, state, where)
-        elif kind == "file" and not str(part.get("mime")).startswith(TEXT_FILES):
+        elif kind == "file" and not str(part.get("mime")).startswith(_TEXT_FILES):
             texts.append({"type": "image"})
     if not texts and not calls:
         return None, []
-    answer: Message = {"role": "assistant", "content": texts}
+    answer: _Message = {"role": "assistant", "content": texts}
     answer |= {"reasoning_content": "\n\n".join(thoughts)} if thoughts else {}
     return answer | ({"tool_calls": calls} if calls else {}), results
 
 
-def _result(session: _SessionState, part: dict[str, Any], state: dict[str, Any], where: str) -> list[Message]:
+def _result(session: _SessionState, part: dict[str, Any], state: dict[str, Any], where: str) -> list[_Message]:
     """Return the message with the result of a call, none if it did not end."""
     output = state.get("output") if state.get("output") is not None else state.get("error")
     if output is None:
         session.log.note(RESULT_NOTE)
         return []
     if isinstance(state.get("time"), dict) and state["time"].get("compacted"):
-        session.log.note(CLEARED_NOTE)
+        session.log.note(_CLEARED_NOTE)
     content = [{"type": "text", "text": output}]
     # An image in a result cannot be read as text, as in messages.
     content += [{"type": "image"} for _ in as_objects(state.get("attachments"), source=where, name="attachments")]
@@ -316,5 +316,5 @@ FORMAT = Format(
         summary share revert permission
     """.split(),
     keeps={MASKS},
-    read_file=read_opencode,
+    read_file=_read_opencode,
 )

@@ -35,20 +35,20 @@ from treepack.ingest.readers.kinds import ANY, one_of
 from treepack.trajectory import Skipped, Trajectory
 
 # The parent session is the path of a file, whose name ends with the id: "../2026-01-01_<uuid>.jsonl" -> "<uuid>"
-UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+_UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 # Stop reasons of an incomplete message.
-FAILED = frozenset({"aborted", "error"})
+_FAILED = frozenset({"aborted", "error"})
 # Entries of these types add nothing to a prompt.
-NO_CONTEXT = frozenset({"session", "model_change", "thinking_level_change", "custom", "label", "session_info"})
-IMAGE_NOTE = "call after an image not used"
-FAILED_NOTE = "interrupted or failed turn not used"
-COPIED_NOTE = "turns that were copied from another session not trained"
+_NO_CONTEXT = frozenset({"session", "model_change", "thinking_level_change", "custom", "label", "session_info"})
+_IMAGE_NOTE = "call after an image not used"
+_FAILED_NOTE = "interrupted or failed turn not used"
+_COPIED_NOTE = "turns that were copied from another session not trained"
 
 
-Entry = dict[str, Any]
+_Entry = dict[str, Any]
 
 
-def read_pi(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def _read_pi(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     """Read the trajectories of a session, named after its id.
 
     Their group is that id, or the id of the session from which this session was forked.
@@ -63,7 +63,7 @@ def read_pi(records: Iterator[Record], options: ReadOptions) -> Iterator[Traject
     if not chains:
         yield Skipped(header.source, "no turn of the model")
     name = str(header.value.get("id") or header.label)
-    parent = UUID.search(PurePath(str(header.value.get("parentSession") or "")).name)
+    parent = _UUID.search(PurePath(str(header.value.get("parentSession") or "")).name)
     group, model = parent[0] if parent else name, ", ".join(models) or None
     if len(chains) > 1:
         notes = (SPLIT_NOTE, *notes)
@@ -114,11 +114,11 @@ def _chains(
             continue
         # No later prompt contains an incomplete message.
         if not _is_call(record):
-            notes[FAILED_NOTE] = None
+            notes[_FAILED_NOTE] = None
             continue
         num_calls += 1
         if copied.get(name) == message:
-            notes[COPIED_NOTE] = None
+            notes[_COPIED_NOTE] = None
             continue
         # Without a chain to extend, the prompt is the whole path.
         between, before = _since_last_call(entries, record)
@@ -127,7 +127,7 @@ def _chains(
         prompt = _prompt(entries, record) if chain is None else between
         if before in after_image or any(map(_has_image, prompt)):
             after_image.add(name)
-            notes[IMAGE_NOTE] = None
+            notes[_IMAGE_NOTE] = None
             continue
         if chain is None:
             chain = _CallChain(num_calls, prompt, len(prompt))
@@ -146,7 +146,7 @@ def _is_call(record: Record) -> bool:
     message = record.value.get("message")
     if record.value.get("type") != "message" or not isinstance(message, dict) or message.get("role") != "assistant":
         return False
-    return bool(message.get("content")) and str(message.get("stopReason")) not in FAILED
+    return bool(message.get("content")) and str(message.get("stopReason")) not in _FAILED
 
 
 def _since_last_call(entries: dict[str, Record], record: Record) -> tuple[list[dict[str, Any]], str | None]:
@@ -228,7 +228,7 @@ def _messages_of(record: Record) -> list[dict[str, Any]]:
         return [_summary("Summary of another branch of the conversation", record)]
     if kind == "custom_message":
         return [{"role": "user", "content": record.value.get("content")}]
-    if isinstance(kind, str) and (kind in NO_CONTEXT or kind == "compaction"):
+    if isinstance(kind, str) and (kind in _NO_CONTEXT or kind == "compaction"):
         return []
     raise TreepackError(f"{record.source}: has the type {quoted(kind)}; expected an entry of a pi session")
 
@@ -301,5 +301,5 @@ FORMAT = Format(
     ),
     keeps={MASKS, LINEAGE},
     links="id parentId".split(),
-    read_file=read_pi,
+    read_file=_read_pi,
 )

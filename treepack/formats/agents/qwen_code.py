@@ -37,13 +37,13 @@ from treepack.ingest.readers.messages.gemini_parts import (
 )
 from treepack.trajectory import Skipped, Trajectory
 
-CONTEXT_NOTE = "system prompt and tools are not in sessions of Qwen Code"
+_CONTEXT_NOTE = "system prompt and tools are not in sessions of Qwen Code"
 PARENT_NOTE = "message before it is not in the file"
 ROOT_NOTE = "message without a parent, which begins another history"
 COMPRESSION, BOOTSTRAP = "chat_compression", "agent_bootstrap"
 
 # Fields of payloads that never reach the model: what the program showed, counted or restores.
-PAYLOAD = """
+_PAYLOAD = """
     displayText hookContext inputAnnotations attachmentReferences resourceLinks backgroundTask kind attempt callId
     subagentSessionReady notes info promptIds completedToolCallIds toolCallId phase rawCommand sentToModel
     hiddenInvocation outputHistoryItems filesRead status message userText customTitle titleSource parentSessionId
@@ -51,7 +51,7 @@ PAYLOAD = """
     truncatedCount targetUuid snapshots content textElements summary
 """.split()
 
-Message = dict[str, Any]
+_Message = dict[str, Any]
 
 
 @dataclass(slots=True)
@@ -61,7 +61,7 @@ class _SessionEntry:
     source: str
     parent: str | None
     kind: str
-    content: Message
+    content: _Message
     history: list[Any] | None
 
 
@@ -69,11 +69,11 @@ class _SessionEntry:
 class _CallPrompt:
     """The messages up to an entry, and the reason if they cannot be read as text."""
 
-    messages: list[Message]
+    messages: list[_Message]
     reason: str | None = None
 
 
-def read_qwen_code(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def _read_qwen_code(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     """Read the trajectories of a session, named after it, or after it and its sub-agent.
 
     Their group is derived from the first prompt. A sub-agent belongs to the rollout of its session.
@@ -103,7 +103,7 @@ def read_qwen_code(records: Iterator[Record], options: ReadOptions) -> Iterator[
     about = {name: first.value.get(name) for name in ("cwd", "version", "gitBranch")}
     value = {"trajectory_id": name, "model": ", ".join(map(str, models)) or None} | about
     record = replace(first, source=first.path, value=value)
-    for item in log.read(record, options, context=() if system and tools else (CONTEXT_NOTE,)):
+    for item in log.read(record, options, context=() if system and tools else (_CONTEXT_NOTE,)):
         yield of_agent(item, session, agent) if isinstance(session, str) and isinstance(agent, str) else item
 
 
@@ -156,7 +156,7 @@ def _history(value: dict[str, Any], source: str) -> list[Any] | None:
     return None if name is None else list(as_objects(payload.get(name), source=source, name=name))
 
 
-def _launch(rows: list[Record]) -> tuple[list[Message], Any]:
+def _launch(rows: list[Record]) -> tuple[list[_Message], Any]:
     """Return the system prompt and the tools of a sub-agent; older versions wrote them into the file."""
     payloads = [row.value.get("systemPayload") for row in rows if row.value.get("subtype") == BOOTSTRAP]
     payload = next((each for each in payloads if isinstance(each, dict)), {})
@@ -221,8 +221,8 @@ FORMAT = Format(
         *"timestamp usageMetadata contextWindowSize daemonPromptId promptId provenance goalContext".split(),
         *"backgroundTurn deliveredTurn agentName agentColor isSidechain agentRunId agentRound".split(),
         *"externalInputKind forkedFrom toolCallResult".split(),
-        *(f"systemPayload.{name}" for name in PAYLOAD),
+        *(f"systemPayload.{name}" for name in _PAYLOAD),
     ),
     keeps={MASKS},
-    read_file=read_qwen_code,
+    read_file=_read_qwen_code,
 )

@@ -32,13 +32,13 @@ from treepack.ingest.readers.kinds import ANY, FILLED, OBJECT, OBJECTS, Fields, 
 from treepack.trajectory import Skipped, Trajectory
 
 # Parts of the content, or bookkeeping of the agent that no model saw.
-REDUNDANT = frozenset({"agent", "thought", "action", "message_type", "is_demo", "tags", "cache_control"})
+_REDUNDANT = frozenset({"agent", "thought", "action", "message_type", "is_demo", "tags", "cache_control"})
 # Fields of `info` that repeat the edits, or belong to another model.
-REPEATED = frozenset({"submission", "edited_files30", "edited_files50", "edited_files70", "review", "chooser"})
+_REPEATED = frozenset({"submission", "edited_files30", "edited_files50", "edited_files70", "review", "chooser"})
 # The first words of a message that the program wrote in the model's name.
-GAVE_UP = ("Exit due to", "Exiting due to")
-UNKNOWN_PROMPT = "call without its prompt in the file not used"
-UNKNOWN_REPLY = "refused reply without its tool calls in the file not used"
+_GAVE_UP = ("Exit due to", "Exiting due to")
+_UNKNOWN_PROMPT = "call without its prompt in the file not used"
+_UNKNOWN_REPLY = "refused reply without its tool calls in the file not used"
 
 
 def read_swe_agent(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
@@ -59,7 +59,7 @@ def read_swe_agent(record: Record, options: ReadOptions) -> Iterator[Trajectory 
 
 def _read_run(record: Record, name: str, task: str, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     run = record.value
-    info = without(run["info"], REPEATED)
+    info = without(run["info"], _REPEATED)
     rest = without(run, ("history", "trajectory", "replay_config", "info"))
     facts = {"info": info, "trajectory_id": name, "group_id": task, "temperature": _temperature(run)}
     slim = replace(record, value=rest | facts)
@@ -91,7 +91,7 @@ def _temperature(run: dict[str, Any]) -> float | None:
 
 def _message(item: dict[str, Any]) -> dict[str, Any]:
     """Return an item of the history in chat form."""
-    kept = without(item, REDUNDANT)
+    kept = without(item, _REDUNDANT)
     if ids := kept.pop("tool_call_ids", None):
         kept["tool_call_id"] = ids[0] if isinstance(ids, list) else ids
     if blocks := kept.pop("thinking_blocks", None):
@@ -103,7 +103,7 @@ def _message(item: dict[str, Any]) -> dict[str, Any]:
 def _gave_up(item: dict[str, Any]) -> bool:
     """Return whether the program wrote `item` in the model's name, because a limit or an error ended the run."""
     content, action = item.get("content"), item.get("action")
-    said = isinstance(content, str) and content.startswith(GAVE_UP)
+    said = isinstance(content, str) and content.startswith(_GAVE_UP)
     return said and item.get("role") == "assistant" and (not action or str(action).startswith("exit_"))
 
 
@@ -130,9 +130,9 @@ def _calls(
             reply = None
         prompt = _prompt(steps, number, source)
         if prompt is None:
-            notes[UNKNOWN_PROMPT] = None
+            notes[_UNKNOWN_PROMPT] = None
         elif reply is None:
-            notes[UNKNOWN_REPLY] = None
+            notes[_UNKNOWN_REPLY] = None
         elif prompt and not _gave_up(reply):
             calls.append(ChatCall([_message(item) for item in prompt], [_message(reply)]))
     return calls, tuple(notes)
@@ -163,13 +163,13 @@ def _ends_with_step(messages: list[dict[str, Any]], step: dict[str, Any]) -> boo
     return len(messages) > 1 and messages[-2].get("role") == "assistant" and _is_reply(messages[-2], step)
 
 
-RUN: Fields = {"history": OBJECTS, "trajectory": ANY, "info": OBJECT}
+_RUN: Fields = {"history": OBJECTS, "trajectory": ANY, "info": OBJECT}
 FORMAT = Format(
     name="swe-agent",
     rank=30,
     program="SWE-agent",
     recognised_by="`history`, a list of messages, beside `trajectory` and `info`; or `attempts` of these",
-    requires=[{"attempts": each(RUN, minimum=1)}, {"attempts": no(FILLED), **RUN}],
+    requires=[{"attempts": each(_RUN, minimum=1)}, {"attempts": no(FILLED), **_RUN}],
     used="""
         history history.is_demo history.tool_calls history.tool_call_ids trajectory.query trajectory.messages
         trajectory.response trajectory.action environment replay_config history.role history.content

@@ -22,11 +22,11 @@ from treepack.ingest.readers.messages.sft_messages import read_conversation, rea
 from treepack.trajectory import Skipped, Trajectory
 
 # The fields that become messages. `tools` and `kto_tag` are read by `sft_messages`, as for every format of chats.
-USED = frozenset({"instruction", "input", "output", "history", "system"})
-PAIR = frozenset({"chosen", "rejected"})
+_USED = frozenset({"instruction", "input", "output", "history", "system"})
+_PAIR = frozenset({"chosen", "rejected"})
 
 
-def read_alpaca(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def _read_alpaca(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     """Read the one conversation of `record`, or the two of a pair.
 
     Raises:
@@ -42,12 +42,12 @@ def read_alpaca(record: Record, options: ReadOptions) -> Iterator[Trajectory | S
     if isinstance(value.get("chosen"), str) and isinstance(value.get("rejected"), str):
         # Without tools, a pair of texts becomes a pair of one message each.
         chosen, rejected = ([{"role": "assistant", "content": value[name]}] for name in ("chosen", "rejected"))
-        yield from read_pair(record, prompt, chosen, rejected, options, used=USED | PAIR)
+        yield from read_pair(record, prompt, chosen, rejected, options, used=_USED | _PAIR)
         return
     if not value["output"]:
         yield Skipped(source, "no output")
         return
-    yield read_conversation(record, [*prompt, {"role": "assistant", "content": value["output"]}], options, used=USED)
+    yield read_conversation(record, [*prompt, {"role": "assistant", "content": value["output"]}], options, used=_USED)
 
 
 FORMAT = Format(
@@ -58,5 +58,5 @@ FORMAT = Format(
     requires=[{"instruction": TEXT, "output": TEXT}, {"instruction": TEXT, "chosen": TEXT, "rejected": TEXT}],
     used="instruction input output history system tools chosen rejected kto_tag".split(),
     keeps={REWARDS},
-    read=read_alpaca,
+    read=_read_alpaca,
 )

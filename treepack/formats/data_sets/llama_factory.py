@@ -22,7 +22,7 @@ from treepack.ingest.readers.kinds import ANY, SET, first, no
 from treepack.ingest.readers.messages.sft_messages import Message, calls_of_text, read_conversation, read_whole_pair
 from treepack.trajectory import Skipped, Trajectory
 
-PAIR = ("chosen_messages", "rejected_messages")
+_PAIR = ("chosen_messages", "rejected_messages")
 
 
 def read_llama_factory(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
@@ -32,9 +32,9 @@ def read_llama_factory(record: Record, options: ReadOptions) -> Iterator[Traject
         TreepackError: a message whose content is not made of parts, or a call that is not JSON.
     """
     value, source = record.value, record.source
-    if all(value.get(name) is not None for name in PAIR):
-        chosen, rejected = (_messages(value[name], f"{source}: {name}") for name in PAIR)
-        yield from read_whole_pair(record, chosen, rejected, options, used=PAIR)
+    if all(value.get(name) is not None for name in _PAIR):
+        chosen, rejected = (_messages(value[name], f"{source}: {name}") for name in _PAIR)
+        yield from read_whole_pair(record, chosen, rejected, options, used=_PAIR)
         return
     yield read_conversation(record, _messages(value["messages"], source), options, used={"messages"})
 
@@ -63,15 +63,15 @@ def _messages(messages: list[dict[str, Any]], source: str) -> list[Message]:
 
 
 # The first message decides: plain chat has text there, or parts with `text` in place of `value`.
-IN_PARTS = first({"content": first({"type": ANY, "value": ANY})})
+_IN_PARTS = first({"content": first({"type": ANY, "value": ANY})})
 FORMAT = Format(
     name="llama-factory",
     rank=320,
     program="LLaMA-Factory (version 1)",
     recognised_by="`messages`, or `chosen_messages` and `rejected_messages`, whose content is parts with a `value`",
     requires=[
-        {"chosen_messages": IN_PARTS, "rejected_messages": IN_PARTS},
-        {("chosen_messages", "rejected_messages"): no(SET), "messages": IN_PARTS},
+        {"chosen_messages": _IN_PARTS, "rejected_messages": _IN_PARTS},
+        {("chosen_messages", "rejected_messages"): no(SET), "messages": _IN_PARTS},
     ],
     used="""
         messages.content.value messages.loss_weight tools chosen_messages rejected_messages messages.role

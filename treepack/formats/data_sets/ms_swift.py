@@ -27,13 +27,13 @@ from treepack.ingest.readers.messages.turn_weights import WEIGHT_FIELDS
 from treepack.trajectory import Skipped, Trajectory
 
 # Roles that ms-swift adds to chat.
-CALL, RESULTS = "tool_call", ("tool_response", "tool")
+_CALL, _RESULTS = "tool_call", ("tool_response", "tool")
 # Fields that become messages; without `messages`, also the others. `label` is the reward, which `sft_messages` reads.
-USED = frozenset({"messages", "rejected_response", "rejected_messages", "system"})
-ROUNDS = frozenset({"query", "response", "history", "conversation"})
+_USED = frozenset({"messages", "rejected_response", "rejected_messages", "system"})
+_ROUNDS = frozenset({"query", "response", "history", "conversation"})
 
 
-def read_ms_swift(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def _read_ms_swift(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     """Read the one conversation of `record`, or the two of a pair.
 
     Raises:
@@ -41,7 +41,7 @@ def read_ms_swift(record: Record, options: ReadOptions) -> Iterator[Trajectory |
     """
     value, source = record.value, record.source
     messages = _messages(value, source)
-    used = USED if is_messages(value.get("messages")) else USED | ROUNDS
+    used = _USED if is_messages(value.get("messages")) else _USED | _ROUNDS
     rejected = _rejected_side(value, messages, source)
     sides = [messages] if rejected is None else [messages, rejected]
     sides_in_turns = [done for side in sides if (done := _merge_turns(side, source)) is not None]
@@ -102,17 +102,17 @@ def _merge_turns(messages: list[dict[str, Any]], source: str) -> list[dict[str, 
     before = None
     for number, message in enumerate(messages, 1):
         role = message.get("role")
-        if role == CALL:
+        if role == _CALL:
             calls = calls_of_text(message.get("content"), where=f"{source}: message {number}")
             part: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": calls}
             part |= _marks(message) | {name: message[name] for name in message if endings.kind_of(name)}
         else:
-            part = message | {"role": "tool"} if role in RESULTS else message
+            part = message | {"role": "tool"} if role in _RESULTS else message
         last = done[-1] if done and part.get("role") == done[-1].get("role") == "assistant" else None
         if last is None:
             done.append(part)
         # Parts of one turn become one message, which has one weight.
-        elif not role == CALL == before and _marks(last) != _marks(part):
+        elif not role == _CALL == before and _marks(last) != _marks(part):
             return None
         else:
             # "I look. " and "" with a call -> "I look. " with this call
@@ -152,5 +152,5 @@ FORMAT = Format(
     """.split(),
     dropped=("images, videos, audios (records that have some are skipped)",),
     keeps={MASKS, REWARDS},
-    read=read_ms_swift,
+    read=_read_ms_swift,
 )

@@ -30,9 +30,9 @@ from treepack.ingest.readers.format import LINEAGE, MASKS, Format
 from treepack.ingest.readers.kinds import ANY, OBJECTS, TEXT, one_of
 from treepack.trajectory import Skipped, Trajectory
 
-ROLES = {"prompter": "user", "assistant": "assistant", "system": "system"}
+_ROLES = {"prompter": "user", "assistant": "assistant", "system": "system"}
 # Fields of a message that are read, or that are about its author and its export.
-KNOWN = frozenset(
+_KNOWN = frozenset(
     """
     message_id parent_id text role rank labels deleted review_result replies lang tree_state message_tree_id model_name
     synthetic user_id created_date created_at review_count
@@ -50,7 +50,7 @@ REPEATED = "message that the file repeats"
 Node = dict[str, Any]
 
 
-def read_openassistant(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def _read_openassistant(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     """Read the trees of a file, each as the trajectories `<tree>/leaf-<k>` of one group.
 
     Raises:
@@ -112,9 +112,9 @@ def _read_tree(record: Record, root: Node, tree: Node, options: ReadOptions) -> 
     """Read the paths of the tree below `root`; `tree` has the fields of the whole tree."""
     source = record.source
     # Trajectories have the notes on the fields of the file.
-    unknown = unused_fields(nodes_of(root, name="replies"), KNOWN, source=source)
+    unknown = unused_fields(nodes_of(root, name="replies"), _KNOWN, source=source)
     if tree is not root:
-        unknown += unused_fields([tree], {*KNOWN, "prompt", "thread", "thread_id", "origin"}, source=source)
+        unknown += unused_fields([tree], {*_KNOWN, "prompt", "thread", "thread_id", "origin"}, source=source)
     nodes = list(nodes_of(root, name="replies"))
     for node, name in ((node, name) for node in nodes for name in ("deleted", "review_result")):
         if not isinstance(node.get(name), bool | None):
@@ -158,11 +158,11 @@ def _trajectory(record: Record, path: list[Node], tree: Node, options: ReadOptio
     messages: list[dict[str, Any]] = []
     for node in path:
         role, text = node.get("role"), node.get("text")
-        if not isinstance(role, str) or role not in ROLES:
+        if not isinstance(role, str) or role not in _ROLES:
             raise TreepackError(f"{source}: a message has the role {quoted(role)}; expected prompter or assistant")
         if not isinstance(text, str):
             raise TreepackError(f"{source}: a message has the text {shown(text)}; expected text")
-        messages.append({"role": ROLES[role], "content": text} | ({"loss": False} if _is_rejected(node) else {}))
+        messages.append({"role": _ROLES[role], "content": text} | ({"loss": False} if _is_rejected(node) else {}))
     value = {
         "reward": _label(last.get("labels"), options.reward_key, source),
         "rank": last.get("rank"),
@@ -200,10 +200,10 @@ FORMAT = Format(
     program="Open Assistant",
     recognised_by="`message_id`, `text` and `role`, in `prompt` or in the record; or `thread_id` and `thread`",
     requires=[
-        {"prompt.message_id": ANY, "prompt.text": TEXT, "prompt.role": one_of(*ROLES)},
+        {"prompt.message_id": ANY, "prompt.text": TEXT, "prompt.role": one_of(*_ROLES)},
         {"thread_id": ANY, "thread": OBJECTS},
-        {"message_id": TEXT, "parent_id": ANY, "text": TEXT, "role": one_of(*ROLES)},
-        {"message_id": TEXT, "replies": OBJECTS, "text": TEXT, "role": one_of(*ROLES)},
+        {"message_id": TEXT, "parent_id": ANY, "text": TEXT, "role": one_of(*_ROLES)},
+        {"message_id": TEXT, "replies": OBJECTS, "text": TEXT, "role": one_of(*_ROLES)},
     ],
     checked="first",
     used="""
@@ -216,5 +216,5 @@ FORMAT = Format(
     ),
     ignored="synthetic user_id created_date created_at review_count".split(),
     keeps={MASKS, LINEAGE},
-    read_file=read_openassistant,
+    read_file=_read_openassistant,
 )

@@ -22,7 +22,7 @@ from treepack.ingest.readers.kinds import ANY, first, no
 from treepack.ingest.readers.messages.sft_messages import calls_of_text, read_conversation, read_pair
 from treepack.trajectory import Skipped, Trajectory
 
-ROLES = {
+_ROLES = {
     "system": "system",
     "human": "user",
     "user": "user",
@@ -36,16 +36,16 @@ ROLES = {
     "bard": "assistant",
     "model": "assistant",
 }
-CALL = "function_call"
-PAIRS = ({"from", "value"}, {"role", "content"})
-USED = frozenset({"conversations", "system"})
+_CALL = "function_call"
+_PAIRS = ({"from", "value"}, {"role", "content"})
+_USED = frozenset({"conversations", "system"})
 # A pair has these two fields besides the common conversation.
-PAIR = frozenset({"chosen", "rejected"})
+_PAIR = frozenset({"chosen", "rejected"})
 # Rows with both fields have the format harbor-traces: each row repeats the start of one conversation.
-FIELDS_OF_HARBOR = ("trial_name", "episode")
+_FIELDS_OF_HARBOR = ("trial_name", "episode")
 
 
-def read_sharegpt(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def _read_sharegpt(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     """Read the one conversation of `record`, or the two of a pair.
 
     Raises:
@@ -59,24 +59,24 @@ def read_sharegpt(record: Record, options: ReadOptions) -> Iterator[Trajectory |
         turns = [{"role": "system", "content": system}, *turns] if system else turns
     if value.get("chosen") is not None and value.get("rejected") is not None:
         chosen, rejected = ([_message(value[name], f"{source}: {name}")] for name in ("chosen", "rejected"))
-        yield from read_pair(record, turns, chosen, rejected, options, used=USED | PAIR)
+        yield from read_pair(record, turns, chosen, rejected, options, used=_USED | _PAIR)
         return
-    yield read_conversation(record, turns, options, used=USED)
+    yield read_conversation(record, turns, options, used=_USED)
 
 
 def _message(turn: Any, where: str) -> dict[str, Any]:
     if isinstance(turn, dict) and "from" not in turn and "role" in turn:
         return turn
     speaker = turn.get("from") if isinstance(turn, dict) else None
-    if not isinstance(speaker, str) or (speaker != CALL and speaker not in ROLES):
-        known = ", ".join([*ROLES, CALL])
+    if not isinstance(speaker, str) or (speaker != _CALL and speaker not in _ROLES):
+        known = ", ".join([*_ROLES, _CALL])
         raise TreepackError(f"{where} is from {quoted(speaker)}; expected one of {known}")
     # `normalise_messages` reads the marks among the other fields, and counts the marks that are not known.
     kept = without(turn, ("from", "value"))
-    if speaker == CALL:
+    if speaker == _CALL:
         calls = calls_of_text(turn.get("value"), where=where)
         return kept | {"role": "assistant", "content": "", "tool_calls": calls}
-    return kept | {"role": ROLES[speaker], "content": turn.get("value")}
+    return kept | {"role": _ROLES[speaker], "content": turn.get("value")}
 
 
 FORMAT = Format(
@@ -85,7 +85,10 @@ FORMAT = Format(
     program="ShareGPT; LLaMA-Factory, Axolotl and others read it",
     recognised_by="`conversations`, a list of objects with `from` and `value`, or `role` and `content`",
     requires=[
-        {"conversations": first({"from": ANY, "value": ANY}, {"role": ANY, "content": ANY}), FIELDS_OF_HARBOR: no(ANY)},
+        {
+            "conversations": first({"from": ANY, "value": ANY}, {"role": ANY, "content": ANY}),
+            _FIELDS_OF_HARBOR: no(ANY),
+        },
     ],
     used="""
         conversations.from conversations.value system tools chosen.value rejected.value kto_tag chosen.from
@@ -93,5 +96,5 @@ FORMAT = Format(
     """.split(),
     dropped=("images, videos, audios (records that have some are skipped)",),
     keeps={MASKS, REWARDS},
-    read=read_sharegpt,
+    read=_read_sharegpt,
 )

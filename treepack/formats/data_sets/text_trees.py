@@ -39,25 +39,25 @@ from treepack.ingest.readers.messages.content_blocks import skip_reason
 from treepack.ingest.readers.messages.conversation_settings import normalise_template_kwargs
 from treepack.trajectory import Chat, PromptCompletion, Skipped, Trajectory
 
-ROOTS = ("tree", "root")  # fields that may have the root, if it is not the record itself
-ASKED = ("prompt", "messages", "question", "problem", "query", "instruction")  # the prompt, in this order
-SAID = ("message", "messages", "text", "content", "completion", "response")
-ROLES = {"human": "user", "prompter": "user", "gpt": "assistant", "ai": "assistant", "model": "assistant"}
+_ROOTS = ("tree", "root")  # fields that may have the root, if it is not the record itself
+_ASKED = ("prompt", "messages", "question", "problem", "query", "instruction")  # the prompt, in this order
+_SAID = ("message", "messages", "text", "content", "completion", "response")
+_ROLES = {"human": "user", "prompter": "user", "gpt": "assistant", "ai": "assistant", "model": "assistant"}
 # Fields of a node that belong to its message.
-OF_MESSAGE = frozenset(
+_OF_MESSAGE = frozenset(
     """
     name tool_call_id tool_calls function_call reasoning reasoning_content loss loss_scale trainable weight
     """.split()
 )
-ENDINGS = (*endings.FIELDS, *endings.FLAGS)
+_ENDINGS = (*endings.FIELDS, *endings.FLAGS)
 # Numbers and names of the search, and fields that are read elsewhere; the rest of a node is noted.
-OF_TREE = frozenset(["children", "role", "id", "node_id", "parent", "parent_id", "depth", "advantage", *REWARD_NAMES])
-ROOT = (*SAID, "role", *(OF_MESSAGE - {"weight"}))  # fields of a record that is the root itself
+_OF_TREE = frozenset(["children", "role", "id", "node_id", "parent", "parent_id", "depth", "advantage", *REWARD_NAMES])
+_ROOT = (*_SAID, "role", *(_OF_MESSAGE - {"weight"}))  # fields of a record that is the root itself
 NO_ANSWER = "tree without a path that has text of the assistant"
 NO_ANSWER_PATH = "path of a tree without text of the assistant"
 INNER_NOTE = "reward of a node above another node with a reward not used"
 
-Message = dict[str, Any]
+_Message = dict[str, Any]
 Node = dict[str, Any]
 
 
@@ -72,10 +72,10 @@ def read_text_trees(record: Record, options: ReadOptions) -> Iterator[Trajectory
     root, inside = _root(value, source)
     nodes = list(nodes_of(root))
     prompt, asked = _prompt(value, root, inside, source)
-    notes = unused_fields(nodes[1:], {*SAID, *OF_MESSAGE, *ENDINGS, *OF_TREE}, source=source)
+    notes = unused_fields(nodes[1:], {*_SAID, *_OF_MESSAGE, *_ENDINGS, *_OF_TREE}, source=source)
     if inside:
-        notes += unused_fields([root], {*SAID, *OF_MESSAGE, *ENDINGS, *OF_TREE, *ASKED, "tools"}, source=source)
-    taken = {inside, asked, "children", "system", "advantage", *REWARD_NAMES, *(() if inside else ROOT)}
+        notes += unused_fields([root], {*_SAID, *_OF_MESSAGE, *_ENDINGS, *_OF_TREE, *_ASKED, "tools"}, source=source)
+    taken = {inside, asked, "children", "system", "advantage", *REWARD_NAMES, *(() if inside else _ROOT)}
     rest = without(value, taken)
     built = unanswered = 0
     for leaf, path in enumerate(leaf_paths(root, source=source)):
@@ -99,7 +99,7 @@ def _root(value: dict[str, Any], source: str) -> tuple[dict[str, Any], str | Non
     """Return the root, and the field of the record that has it; None if the record is the root."""
     if value.get("children") is not None:
         return value, None
-    for name in ROOTS:
+    for name in _ROOTS:
         if isinstance(value.get(name), dict):
             return value[name], name
     raise TreepackError(f"{source}: has no children; expected a tree, whose nodes have children")
@@ -107,15 +107,15 @@ def _root(value: dict[str, Any], source: str) -> tuple[dict[str, Any], str | Non
 
 def _prompt(
     value: dict[str, Any], root: dict[str, Any], inside: str | None, source: str
-) -> tuple[str | list[Message], str | None]:
+) -> tuple[str | list[_Message], str | None]:
     """Return the prompt as text or messages, and the field of the record that has it, None if the root's text is it."""
     fields = value if inside is None else root | value
-    names = [each for each in ASKED if fields.get(each) is not None]
+    names = [each for each in _ASKED if fields.get(each) is not None]
     if {"prompt", "messages"} <= set(names):
         raise TreepackError(f"{source}: has prompt and messages; keep the one that is the prompt")
     name = names[0] if names else None
     asked: Any = fields[name] if name is not None else ""
-    own = [each for each in SAID if root.get(each) is not None and each != name]
+    own = [each for each in _SAID if root.get(each) is not None and each != name]
     # {"prompt": .., "tree": {"text": "the prompt again", ..}}: the same text twice is not a second text.
     if name is not None and any(root[each] != asked for each in own):
         raise TreepackError(f"{source}: has {name}, and its root has {own[0]}; keep the one that is the prompt")
@@ -132,18 +132,18 @@ def _prompt(
     return asked, name if name is not None and value.get(name) is not None else None
 
 
-def _as_messages(prompt: str | list[Message]) -> list[Message]:
+def _as_messages(prompt: str | list[_Message]) -> list[_Message]:
     if isinstance(prompt, str):
         return [{"role": "user", "content": prompt}] if prompt else []
     return prompt
 
 
-def _said(node: dict[str, Any], where: str) -> list[Message]:
+def _said(node: dict[str, Any], where: str) -> list[_Message]:
     """Return the messages of a node; a text without a role is a message without a role."""
-    names = [name for name in SAID if node.get(name) is not None]
+    names = [name for name in _SAID if node.get(name) is not None]
     if len(names) > 1 and any(node[name] != node[names[0]] for name in names[1:]):
         raise TreepackError(f"{where} has {names[0]} and {names[1]}; keep the one that is the node's text")
-    about = {name: node[name] for name in ("role", *OF_MESSAGE) if node.get(name) is not None}
+    about = {name: node[name] for name in ("role", *_OF_MESSAGE) if node.get(name) is not None}
     if "role" not in about:
         about.pop("name", None)  # the name of the node, not of who speaks
     end = endings.raw_of(node)
@@ -172,26 +172,27 @@ def _said(node: dict[str, Any], where: str) -> list[Message]:
 def _refuse_text(node: dict[str, Any], where: str) -> None:
     """Refuse a node without known content that has text, a list or an object."""
     # {"reward": 1} only ends a path; {"state": "x = 4"} has text under a name that is not known.
-    known = {*OF_TREE, *OF_MESSAGE, *ENDINGS}
+    known = {*_OF_TREE, *_OF_MESSAGE, *_ENDINGS}
     other = [name for name, field in node.items() if name not in known and isinstance(field, str | list | dict)]
     if other:
         raise TreepackError(
-            f"{where} has no {', '.join(SAID[:-1])} or {SAID[-1]}, but {', '.join(other)}; rename the field of its text"
+            f"{where} has no {', '.join(_SAID[:-1])} or {_SAID[-1]}, but {', '.join(other)}; "
+            "rename the field of its text"
         )
 
 
-def _renamed(message: Message) -> Message:
+def _renamed(message: _Message) -> _Message:
     role = message.get("role")
-    return message | {"role": ROLES.get(role, role)} if isinstance(role, str) else message
+    return message | {"role": _ROLES.get(role, role)} if isinstance(role, str) else message
 
 
-def _is_text(message: Message) -> bool:
+def _is_text(message: _Message) -> bool:
     """Return whether `message` is a text without a role, which continues another such text."""
     return message.keys() <= {"content", "finish_reason"}
 
 
 def _trajectory(
-    record: Record, prompt: str | list[Message], path: list[Node], options: ReadOptions, notes: tuple[str, ...]
+    record: Record, prompt: str | list[_Message], path: list[Node], options: ReadOptions, notes: tuple[str, ...]
 ) -> Trajectory | Skipped | None:
     """Return the trajectory of the nodes `path` below the root, or None if they contain no text of the assistant."""
     value = record.value
@@ -218,10 +219,10 @@ def _trajectory(
     return replace(item, content=replace(item.content, chat_template_kwargs=variables))
 
 
-def _turns(said: list[Message]) -> list[Message]:
+def _turns(said: list[_Message]) -> list[_Message]:
     """Return the messages of a path; texts without a role that follow each other are one message of the assistant."""
     # "a" "b" user "c" -> assistant "ab", user, assistant "c"
-    turns: list[Message] = []
+    turns: list[_Message] = []
     is_open = False  # the last turn consists of texts without a role
     for message in said:
         if is_open and _is_text(message):

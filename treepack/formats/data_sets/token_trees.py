@@ -29,7 +29,7 @@ from treepack.ingest.readers.tokens.token_records import read_tokens
 from treepack.trajectory import Skipped, Trajectory
 
 
-def read_token_trees(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def _read_token_trees(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     """Read the trajectories of a tree, `<record>/leaf-<k>` from 0 in the order of the leaves, which form one group.
 
     Raises:
@@ -102,5 +102,5 @@ FORMAT = Format(
     ],
     used="nodes.parent nodes.token_ids nodes.loss_mask nodes.advantage prompt_ids completions".split(),
     keeps={TOKEN_IDS, MASKS, LINEAGE},
-    read=read_token_trees,
+    read=_read_token_trees,
 )

@@ -30,12 +30,12 @@ from treepack.ingest.readers.format import LINEAGE, MASKS, REWARDS, Format
 from treepack.ingest.readers.kinds import ANY, OBJECTS
 from treepack.trajectory import Skipped, Trajectory
 
-FIRST = "episode-0"
-MAIN = "main"
-POSITION = re.compile(r"(:\d+|\[\d+\])$")  # of a row in its file
-TOOLS_MARK = "<tools>"  # the first message starts with it if the export embedded the tools
+_FIRST = "episode-0"
+_MAIN = "main"
+_POSITION = re.compile(r"(:\d+|\[\d+\])$")  # of a row in its file
+_TOOLS_MARK = "<tools>"  # the first message starts with it if the export embedded the tools
 # Fields that are read under another name, or that `FORMAT.dropped` lists.
-KNOWN = frozenset(
+_KNOWN = frozenset(
     """
     conversations conversations_sharegpt task trial_name episode result tool_definitions trace_source run_id date
     model_provider instruction verifier_output
@@ -43,7 +43,7 @@ KNOWN = frozenset(
 )
 
 
-def read_harbor_traces(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def _read_harbor_traces(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     """Read the trajectories of each trial, `<trial>` or `<trial>/<trace_source>`, in the group of its task.
 
     Raises:
@@ -80,7 +80,7 @@ def _in_trial(item: Trajectory | Skipped, trial: str, number: int, reward: float
 
 def _file(item: Trajectory) -> str:
     # "runs/rows.jsonl:17" -> "runs/rows.jsonl", "runs/rows.parquet[3]" -> "runs/rows.parquet"
-    return POSITION.sub("", item.source)
+    return _POSITION.sub("", item.source)
 
 
 def _trial(record: Record) -> str:
@@ -92,7 +92,7 @@ def _trial(record: Record) -> str:
 
 def _agent(record: Record) -> str:
     name, origin = _trial(record), record.value.get("trace_source")
-    return name if origin in (None, MAIN) else f"{name}/{origin}"
+    return name if origin in (None, _MAIN) else f"{name}/{origin}"
 
 
 def _read_agent(name: str, rows: list[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
@@ -100,7 +100,7 @@ def _read_agent(name: str, rows: list[Record], options: ReadOptions) -> Iterator
     value = last.value
     talks = [row.value["conversations"] for row in rows]
     # An export of last calls has one row, of a later episode, per trial; its earlier answers are in no other row.
-    if len(rows) == 1 and value["episode"] != FIRST and value.get("trace_source") in (None, MAIN):
+    if len(rows) == 1 and value["episode"] != _FIRST and value.get("trace_source") in (None, _MAIN):
         calls = [_call(value, end) for end, message in enumerate(talks[0], 1) if message.get("role") == "assistant"]
     else:
         calls = [_call(row.value, len(talk)) for row, talk in zip(rows, talks, strict=True) if talk]
@@ -111,7 +111,7 @@ def _read_agent(name: str, rows: list[Record], options: ReadOptions) -> Iterator
     calls[-1] = replace(calls[-1], ending=result if endings.is_cut(result := value.get("result")) else None)
     # Only the last row has the result of the trial.
     facts = {
-        **without(value, KNOWN),
+        **without(value, _KNOWN),
         "trajectory_id": name,
         "group_id": value["task"],
         **_result(value.get("result")),
@@ -123,7 +123,7 @@ def _call(row: dict[str, Any], end: int) -> ChatCall:
     """Return the call that wrote the message before `end`."""
     messages = row["conversations"][:end]
     # Tools in the first message and in `tools` would appear twice in the prompt.
-    embedded = any(str(message.get("content")).startswith(TOOLS_MARK) for message in messages[:1])
+    embedded = any(str(message.get("content")).startswith(_TOOLS_MARK) for message in messages[:1])
     return ChatCall(messages[:-1], messages[-1:], None if embedded else row.get("tool_definitions") or None)
 
 
@@ -152,5 +152,5 @@ FORMAT = Format(
         "conversations_sharegpt (the same)",
     ),
     keeps={MASKS, REWARDS, LINEAGE},
-    read_file=read_harbor_traces,
+    read_file=_read_harbor_traces,
 )

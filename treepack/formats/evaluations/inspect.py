@@ -32,15 +32,15 @@ from treepack.ingest.readers.kinds import OBJECT, OBJECTS, TEXT
 from treepack.ingest.readers.messages.content_blocks import skip_reason
 from treepack.trajectory import Skipped, Trajectory
 
-ATTACHMENT = "attachment://"
-VALUES = {"C": 1.0, "P": 0.5, "I": 0.0, "N": 0.0}
-SCORERS = frozenset({"scorer", "scorers"})
+_ATTACHMENT = "attachment://"
+_VALUES = {"C": 1.0, "P": 0.5, "I": 0.0, "N": 0.0}
+_SCORERS = frozenset({"scorer", "scorers"})
 MESSAGES_NOTE = "log without model events, read from its messages"
 SCORES_NOTE = "several scores, none of them used; choose one with --reward-key"
 NO_CALL = "sample without a response of the model"
 ERROR = "sample that ended in an error"
 
-Sample = dict[str, Any]
+_Sample = dict[str, Any]
 
 
 def read_inspect(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
@@ -58,7 +58,7 @@ def read_inspect(record: Record, options: ReadOptions) -> Iterator[Trajectory | 
         yield from _read_sample(replace(record, source=source), _resolved(sample), options)
 
 
-def _read_sample(record: Record, sample: Sample, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def _read_sample(record: Record, sample: _Sample, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     task = record.value["eval"]["task"]
     group = f"{task}/{sample.get('id')}"
     if sample.get("error") is not None:
@@ -88,13 +88,13 @@ def _read_sample(record: Record, sample: Sample, options: ReadOptions) -> Iterat
     yield conversation(one, endings.mark(messages, ending), options, notes=(MESSAGES_NOTE, *notes))
 
 
-def _resolved(sample: Sample) -> Sample:
+def _resolved(sample: _Sample) -> _Sample:
     """Return `sample` with the texts of its attachments in their places."""
     attachments = object_or_empty(sample.get("attachments"))
 
     def resolve(value: Any) -> Any:
-        if isinstance(value, str) and value.startswith(ATTACHMENT):
-            return attachments.get(value.removeprefix(ATTACHMENT), value)
+        if isinstance(value, str) and value.startswith(_ATTACHMENT):
+            return attachments.get(value.removeprefix(_ATTACHMENT), value)
         if isinstance(value, dict):
             return {name: resolve(field) for name, field in value.items()}
         return [resolve(each) for each in value] if isinstance(value, list) else value
@@ -103,7 +103,7 @@ def _resolved(sample: Sample) -> Sample:
     return sample | {name: resolve(sample.get(name)) for name in ("messages", "events", "events_data")}
 
 
-def _calls(sample: Sample, source: str) -> CallLog:
+def _calls(sample: _Sample, source: str) -> CallLog:
     """Return the calls of the model that is evaluated."""
     events = as_objects(sample.get("events"), source=source, name="events")
     stored = object_or_empty(sample.get("events_data")).get("messages")
@@ -147,7 +147,7 @@ def _scoring_spans(events: list[dict[str, Any]]) -> set[str]:
     """Return the ids of the spans of scorers and of the spans inside of them."""
     spans: set[str] = set()
     for event in events:
-        is_scorer = str(event.get("type")) in SCORERS or str(event.get("parent_id")) in spans
+        is_scorer = str(event.get("type")) in _SCORERS or str(event.get("parent_id")) in spans
         if event.get("event") == "span_begin" and is_scorer:
             spans.add(str(event.get("id")))
     return spans
@@ -180,7 +180,7 @@ def _message(message: dict[str, Any]) -> dict[str, Any]:
     return chat
 
 
-def _reward(sample: Sample, reward_key: str | None) -> tuple[float | None, tuple[str, ...]]:
+def _reward(sample: _Sample, reward_key: str | None) -> tuple[float | None, tuple[str, ...]]:
     """Return the score of `sample` as a number, and a note if there are several and none is selected."""
     scores: dict[str, Any] = {}
     for name, score in object_or_empty(sample.get("scores")).items():
@@ -197,7 +197,7 @@ def _reward(sample: Sample, reward_key: str | None) -> tuple[float | None, tuple
 def _number(value: Any) -> float | None:
     if isinstance(value, int | float):  # true is 1
         return float(value)
-    return VALUES.get(value) if isinstance(value, str) else None
+    return _VALUES.get(value) if isinstance(value, str) else None
 
 
 FORMAT = Format(

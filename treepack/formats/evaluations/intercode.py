@@ -26,13 +26,13 @@ from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import LINEAGE, REWARDS, Format
 from treepack.trajectory import Skipped, Trajectory
 
-BLOCKED = "blocked"  # the action if the model gave no reply; it has no observation
-OUT_OF_TURNS = "EXCEEDED MAX TURNS: submit"  # the thought in a submission by the program, not by the model
+_BLOCKED = "blocked"  # the action if the model gave no reply; it has no observation
+_OUT_OF_TURNS = "EXCEEDED MAX TURNS: submit"  # the thought in a submission by the program, not by the model
 # Fields of an episode that are read under another name, and `info`, which repeats the reward.
-USED = frozenset({"query", "turn_history", "summary", "task_id", "dataset", "info"})
+_USED = frozenset({"query", "turn_history", "summary", "task_id", "dataset", "info"})
 
 
-def has_episodes(record: dict[str, Any]) -> bool:
+def _has_episodes(record: dict[str, Any]) -> bool:
     """Return whether `record` contains episodes with a query and the history of their turns."""
     episodes = _episodes(record)
     first = next(iter(episodes.values()), None)
@@ -60,7 +60,7 @@ def read_intercode(record: Record, options: ReadOptions) -> Iterator[Trajectory 
             yield Skipped(part.source, "no turn of the model")
             continue
         value = {
-            **without(episode, USED),
+            **without(episode, _USED),
             "trajectory_id": f"{stem}/{number}",
             "group_id": _group(episode, number),
             "reward": object_or_empty(episode.get("summary")).get("max_reward"),
@@ -78,7 +78,7 @@ def _messages(episode: dict[str, Any], source: str) -> list[dict[str, Any]]:
     for turn, action in enumerate(actions):
         thought = thoughts[turn] if turn < len(thoughts) else None
         # After these turns the program acts alone.
-        if thought == OUT_OF_TURNS or (action == BLOCKED and turn >= len(observations)):
+        if thought == _OUT_OF_TURNS or (action == _BLOCKED and turn >= len(observations)):
             break
         content = action if thought is None else f"Thought {turn + 1}: {thought}\nAction {turn + 1}: {action}"
         messages.append({"role": "assistant", "content": content})
@@ -104,7 +104,7 @@ FORMAT = Format(
     rank=90,
     program="InterCode",
     recognised_by="objects with `query` and `turn_history`, by number or under `logs`",
-    requires=has_episodes,
+    requires=_has_episodes,
     used="""
         *.query *.turn_history.actions *.turn_history.observations *.turn_history.thoughts *.summary.max_reward
         *.dataset *.task_id *.environment *.hardness logs.*.query logs.*.turn_history.actions

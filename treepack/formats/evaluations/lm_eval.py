@@ -35,16 +35,16 @@ from treepack.ingest.readers.kinds import ANY, LIST, ValueKind
 from treepack.ingest.readers.messages.content_blocks import MEDIA_REASON, skip_reason
 from treepack.trajectory import PromptCompletion, Skipped, Trajectory
 
-LIKELIHOOD_NOTE = "loglikelihood sample, in which the model has written nothing"
-FILTER_NOTE = "sample under another filter, read with the first one"
-NO_RESPONSE_NOTE = "sample without a response"
-CONTINUED_NOTE = "response that continues a message of the prompt"
-SEVERAL_NOTE = "metrics of several responses together not used"
-NO_NUMBER_NOTE = "metrics that are no numbers not used"
+_LIKELIHOOD_NOTE = "loglikelihood sample, in which the model has written nothing"
+_FILTER_NOTE = "sample under another filter, read with the first one"
+_NO_RESPONSE_NOTE = "sample without a response"
+_CONTINUED_NOTE = "response that continues a message of the prompt"
+_SEVERAL_NOTE = "metrics of several responses together not used"
+_NO_NUMBER_NOTE = "metrics that are no numbers not used"
 # The prompt hash and the row of the data set describe the prompt; the filtered responses are parts of the responses.
-NOT_KEPT = frozenset("doc arguments resps filtered_resps metrics doc_hash prompt_hash target_hash".split())
-PERPLEXITIES = frozenset({"word_perplexity", "byte_perplexity", "bits_per_byte", "perplexity"})
-FIELDS = NOT_KEPT | {"doc_id", "target", "filter"}
+_NOT_KEPT = frozenset("doc arguments resps filtered_resps metrics doc_hash prompt_hash target_hash".split())
+_PERPLEXITIES = frozenset({"word_perplexity", "byte_perplexity", "bits_per_byte", "perplexity"})
+_FIELDS = _NOT_KEPT | {"doc_id", "target", "filter"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class _DocumentSample:
     metrics: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
-def read_lm_eval(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def _read_lm_eval(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     """Read the trajectories of the documents of one file, in the order of their first records.
 
     Raises:
@@ -78,7 +78,7 @@ def read_lm_eval(records: Iterator[Record], options: ReadOptions) -> Iterator[Tr
         name = str(value.get("filter") or "none")
         if (sample := samples.get(key)) is not None and name not in sample.metrics:
             sample.metrics[name] = _metrics(value)
-            yield Skipped(record.source, FILTER_NOTE, is_rollout=False)
+            yield Skipped(record.source, _FILTER_NOTE, is_rollout=False)
             continue
         samples[key if sample is None else record.source] = _DocumentSample(record, {name: _metrics(value)})
     for sample in samples.values():
@@ -93,7 +93,7 @@ def read_lm_eval(records: Iterator[Record], options: ReadOptions) -> Iterator[Tr
 
 def _metrics(value: dict[str, Any]) -> dict[str, Any]:
     names = value.get("metrics")
-    names = names if isinstance(names, list) else [name for name in value if name not in FIELDS]
+    names = names if isinstance(names, list) else [name for name in value if name not in _FIELDS]
     return {name: value[name] for name in names if isinstance(name, str) and value.get(name) is not None}
 
 
@@ -102,12 +102,12 @@ def _read(sample: _DocumentSample, options: ReadOptions) -> Iterator[Trajectory 
     metrics = next(iter(sample.metrics.values()))
     requests = _requests(sample.record)
     settings = [request.settings for request in requests]
-    if any(isinstance(each, str) for each in settings) or (PERPLEXITIES & metrics.keys() and not any(settings)):
-        yield Skipped(source, LIKELIHOOD_NOTE, is_rollout=False)
+    if any(isinstance(each, str) for each in settings) or (_PERPLEXITIES & metrics.keys() and not any(settings)):
+        yield Skipped(source, _LIKELIHOOD_NOTE, is_rollout=False)
         return
     rollouts = [(request, text) for request in requests for text in request.responses]
     if not rollouts:
-        yield Skipped(source, NO_RESPONSE_NOTE)
+        yield Skipped(source, _NO_RESPONSE_NOTE)
     for number, (request, text) in enumerate(rollouts):
         value, notes = _description(sample, request, options, is_only=len(rollouts) == 1)
         if len(rollouts) > 1:
@@ -121,7 +121,7 @@ def _rollout(
     if not isinstance(text, str):
         raise TreepackError(f"{record.source}: has the response {shown(text)}; expected text")
     if not text:  # an API may return no content
-        yield Skipped(record.source, NO_RESPONSE_NOTE)
+        yield Skipped(record.source, _NO_RESPONSE_NOTE)
         return
     messages = _messages(request.prompt)
     if messages is None:
@@ -129,7 +129,7 @@ def _rollout(
             raise TreepackError(f"{record.source}: has the prompt {shown(request.prompt)}; expected text or messages")
         yield describe(record, PromptCompletion(request.prompt, text), used=(), options=options, notes=notes)
     elif messages and messages[-1].get("role") == "assistant":
-        yield Skipped(record.source, CONTINUED_NOTE)
+        yield Skipped(record.source, _CONTINUED_NOTE)
     elif (reason := skip_reason(messages)) is not None:
         yield Skipped(record.source, reason)
     else:
@@ -173,16 +173,16 @@ def _description(
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Return the facts of a rollout under the names that all formats share, and notes on the others."""
     every = {name for metrics in sample.metrics.values() for name in metrics}
-    value = without(sample.record.value, NOT_KEPT | every) | {"temperature": temperature_of(request.settings)}
+    value = without(sample.record.value, _NOT_KEPT | every) | {"temperature": temperature_of(request.settings)}
     if not any(sample.metrics.values()):
         return value, ()
     if not is_only:
-        return value, (SEVERAL_NOTE,)
+        return value, (_SEVERAL_NOTE,)
     numbers = _numbers(sample)
     has_others = any(len(_metric_numbers(metrics)) < len(metrics) for metrics in sample.metrics.values())
     # One of several metrics is the reward.
     others = [name for name in numbers if name != options.reward_key] if isinstance(numbers, dict) else []
-    notes = (*([NO_NUMBER_NOTE] if has_others else []), *(f"metric '{name}' not used" for name in others))
+    notes = (*([_NO_NUMBER_NOTE] if has_others else []), *(f"metric '{name}' not used" for name in others))
     return value | {"reward": numbers}, notes
 
 
@@ -203,16 +203,16 @@ def _metric_numbers(metrics: dict[str, Any]) -> dict[str, float]:
 
 def _view(value: dict[str, Any]) -> dict[str, Any]:
     """Return the fields that describe no rollout: the names of metrics are data, and all others become metadata."""
-    return {name: each for name, each in value.items() if name in NOT_KEPT and name != "metrics"}
+    return {name: each for name, each in value.items() if name in _NOT_KEPT and name != "metrics"}
 
 
-ARGUMENTS = ValueKind("an object or a list", lambda value: isinstance(value, dict | list))
+_ARGUMENTS = ValueKind("an object or a list", lambda value: isinstance(value, dict | list))
 FORMAT = Format(
     name="lm-eval",
     rank=220,
     program="lm-evaluation-harness (samples_TASK.jsonl; after its source)",
     recognised_by="`doc_id`, `arguments`, `resps` and `filtered_resps`",
-    requires=[{"doc_id": ANY, "arguments": ARGUMENTS, "resps": LIST, "filtered_resps": ANY}],
+    requires=[{"doc_id": ANY, "arguments": _ARGUMENTS, "resps": LIST, "filtered_resps": ANY}],
     used="doc_id target arguments resps filter metrics".split(),
     also=("arguments.*.arg_0", "arguments.*.arg_1.temperature", "arguments.temperature"),
     view=_view,
@@ -223,5 +223,5 @@ FORMAT = Format(
         "stop sequences in arg_1 (the harness removes them, and does not record whether a response was cut)",
     ),
     keeps={REWARDS},
-    read_file=read_lm_eval,
+    read_file=_read_lm_eval,
 )

@@ -31,12 +31,12 @@ from treepack.ingest.readers.kinds import ANY, OBJECT, Fields, has_fields
 from treepack.trajectory import Skipped, Trajectory
 
 STOP = "###STOP###"
-FOLDER = "simulations"
-TRUNCATED_NOTE = "call with a prompt cut to a budget of tokens read with its whole prompt"
+_FOLDER = "simulations"
+_TRUNCATED_NOTE = "call with a prompt cut to a budget of tokens read with its whole prompt"
 # Fields of a simulation that are read under another name.
-USED = frozenset({"messages", "ticks", "reward_info", "id", "task_id", "trial", "policy"})
+_USED = frozenset({"messages", "ticks", "reward_info", "id", "task_id", "trial", "policy"})
 # Times and costs of a simulation, and what other models said of it.
-DROPPED = frozenset(
+_DROPPED = frozenset(
     """
     timestamp start_time end_time duration agent_cost user_cost agent_usage seed info review user_only_review
     auth_classification hallucination_check effect_timeline
@@ -51,9 +51,9 @@ def read_tau2(record: Record, options: ReadOptions) -> Iterator[Trajectory | Ski
         TreepackError: simulations or messages of a different kind.
     """
     value, source = record.value, record.source
-    if has_fields(value, [SIMULATION]):
+    if has_fields(value, [_SIMULATION]):
         # A folder search finds simulations/<id>.json and results.json; the latter reads all of them.
-        if Path(record.path).parent.name == FOLDER and (run := companion_path(record, "../results.json")) is not None:
+        if Path(record.path).parent.name == _FOLDER and (run := companion_path(record, "../results.json")) is not None:
             yield Skipped(source, f"read with {run.name}", is_rollout=False)
         else:
             yield from _read_simulation(record, {}, options)
@@ -70,7 +70,7 @@ def read_tau2(record: Record, options: ReadOptions) -> Iterator[Trajectory | Ski
 
 
 def _simulation_files(record: Record) -> list[Path]:
-    folder = Path(record.path).parent / FOLDER
+    folder = Path(record.path).parent / _FOLDER
     return sorted(folder.glob("*.json*")) if folder.is_dir() else []
 
 
@@ -90,7 +90,7 @@ def _read_simulation(record: Record, run: dict[str, Any], options: ReadOptions) 
     group = f"{domain}/{task}" if isinstance(domain, str) else str(task)
     # A simulation without a trial is named by its id.
     trial = value.get("id") if value.get("trial") is None else value["trial"]
-    rest = without(value, USED | DROPPED)
+    rest = without(value, _USED | _DROPPED)
     facts = {
         **rest,
         "trajectory_id": f"{group}/{trial}",
@@ -101,7 +101,7 @@ def _read_simulation(record: Record, run: dict[str, Any], options: ReadOptions) 
         "temperature": temperature_of(agent.get("llm_args")),
     }
     cut = any(message.get("context_truncation") for message in value["messages"])
-    notes = (TRUNCATED_NOTE,) if cut else ()
+    notes = (_TRUNCATED_NOTE,) if cut else ()
     tools = _tools(environment.get("tool_defs"))
     yield conversation(replace(record, value=facts), [*system, *spoken], options, tools=tools, notes=notes)
 
@@ -173,14 +173,14 @@ def _tools(definitions: Any) -> list[dict[str, Any]] | None:
     ]
 
 
-RUN: Fields = {"info.environment_info": OBJECT, "tasks": ANY}
-SIMULATION: Fields = {"task_id": ANY, "termination_reason": ANY, "start_time": ANY, ("messages", "ticks"): ANY}
+_RUN: Fields = {"info.environment_info": OBJECT, "tasks": ANY}
+_SIMULATION: Fields = {"task_id": ANY, "termination_reason": ANY, "start_time": ANY, ("messages", "ticks"): ANY}
 FORMAT = Format(
     name="tau2",
     rank=20,
     program="tau2-bench",
     recognised_by="`info.environment_info` beside `tasks`; or `task_id`, `termination_reason` and `messages`",
-    requires=[RUN, SIMULATION],
+    requires=[_RUN, _SIMULATION],
     used="""
         info.environment_info.policy info.environment_info.domain_name info.environment_info.tool_defs
         info.agent_info.llm info.agent_info.llm_args.temperature tasks.id tasks.initial_state.message_history

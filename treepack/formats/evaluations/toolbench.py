@@ -25,9 +25,9 @@ from treepack.ingest.readers.format import LINEAGE, REWARDS, Format
 from treepack.ingest.readers.kinds import OBJECT
 from treepack.trajectory import Skipped, Trajectory
 
-ANSWER_ACCEPTED = 3  # observation_code of a Finish call that gives an answer; 4 is giving up
+_ANSWER_ACCEPTED = 3  # observation_code of a Finish call that gives an answer; 4 is giving up
 # Fields that become messages, and options of the search.
-USED = frozenset({"tree", "answer_generation", "forward_args", "compare_candidates"})
+_USED = frozenset({"tree", "answer_generation", "forward_args", "compare_candidates"})
 
 
 def read_toolbench(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
@@ -43,7 +43,7 @@ def read_toolbench(record: Record, options: ReadOptions) -> Iterator[Trajectory 
     group = "/".join(part for part in folder_and_stem(record) if part)
     for leaf, (_, *path) in enumerate(leaf_paths(record.value["tree"]["tree"], source=record.source)):
         messages = opening + _messages(path, record.source)
-        item = conversation(record, messages, options, used=USED, tools=tools)
+        item = conversation(record, messages, options, used=_USED, tools=tools)
         yield replace(item, trajectory_id=f"{group}/leaf-{leaf}", group_id=group, reward=_reward(path))
 
 
@@ -120,7 +120,7 @@ def _reward(path: list[dict[str, Any]]) -> float:
         return 0.0
     # The last nodes are Action "Finish" and its Action Input.
     action, leaf = path[-2], path[-1]
-    answered = action.get("description") == "Finish" and leaf.get("observation_code") == ANSWER_ACCEPTED
+    answered = action.get("description") == "Finish" and leaf.get("observation_code") == _ANSWER_ACCEPTED
     return 1.0 if answered else 0.0
 
 

@@ -28,8 +28,8 @@ from treepack.ingest.readers.kinds import ANY, LIST
 from treepack.trajectory import Skipped, Trajectory
 
 # Fields that become messages and rewards, and the cost of the whole run.
-USED = frozenset({"idx", "steps", "ys", "infos", "accs", "usage_so_far"})
-DROPPED_NOTE = "candidates that the search dropped before its last step not used"
+_USED = frozenset({"idx", "steps", "ys", "infos", "accs", "usage_so_far"})
+_DROPPED_NOTE = "candidates that the search dropped before its last step not used"
 
 
 def read_tree_of_thoughts(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
@@ -54,12 +54,12 @@ def read_tree_of_thoughts(record: Record, options: ReadOptions) -> Iterator[Traj
     group = f"{folder}/{value['idx']}" if folder else str(value["idx"])
     rewards = _rewards(value, source)
     # Dropped candidates are in the file but in no trajectory, so a note counts them.
-    notes = (DROPPED_NOTE,) if _has_dropped(steps, source) else ()
+    notes = (_DROPPED_NOTE,) if _has_dropped(steps, source) else ()
     values = steps[-1].get("values")
     for leaf, text in enumerate(leaves):
         messages = [{"role": "user", "content": puzzle}, {"role": "assistant", "content": text}]
         of_leaf = {
-            **without(value, USED),
+            **without(value, _USED),
             "trajectory_id": f"{stem}/{value['idx']}/leaf-{leaf}",
             "group_id": group,
             "reward": rewards.get(text),

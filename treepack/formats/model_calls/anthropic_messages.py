@@ -23,10 +23,10 @@ from treepack.ingest.readers.messages.content_blocks import skip_reason
 from treepack.trajectory import Skipped, Trajectory
 
 # A response, in a field of its own or, as some proxies log it, in the "body" of that field.
-MESSAGE = {"type": one_of("message"), "role": one_of("assistant"), "content": OBJECTS}
+_MESSAGE = {"type": one_of("message"), "role": one_of("assistant"), "content": OBJECTS}
 
 
-def read_anthropic_messages(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def _read_anthropic_messages(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     """Read the trajectories of the calls of one file. Calls without a session come first, sessions at the end.
 
     Raises:
@@ -70,9 +70,9 @@ FORMAT = Format(
         {
             "request": OBJECT,
             "request.messages": OBJECTS,
-            **{f"response.{name}": kind for name, kind in MESSAGE.items()},
+            **{f"response.{name}": kind for name, kind in _MESSAGE.items()},
         },
-        {"request.body.messages": OBJECTS, **{f"response.body.{name}": kind for name, kind in MESSAGE.items()}},
+        {"request.body.messages": OBJECTS, **{f"response.body.{name}": kind for name, kind in _MESSAGE.items()}},
     ],
     checked="none",
     used="""
@@ -85,5 +85,5 @@ FORMAT = Format(
         "encrypted reasoning (a note counts it)",
     ),
     keeps={REWARDS, LINEAGE},
-    read_file=read_anthropic_messages,
+    read_file=_read_anthropic_messages,
 )

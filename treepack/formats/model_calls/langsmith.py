@@ -32,9 +32,9 @@ from treepack.ingest.readers.messages.content_blocks import skip_reason
 from treepack.ingest.readers.messages.response_items import messages_of_items
 from treepack.trajectory import Skipped, Trajectory
 
-Message = dict[str, Any]
-DAMAGED_NOTE = "trace with a run that cannot be read"
-NO_CALL_NOTE = "run without an LLM call"
+_Message = dict[str, Any]
+_DAMAGED_NOTE = "trace with a run that cannot be read"
+_NO_CALL_NOTE = "run without an LLM call"
 
 
 @dataclass(slots=True)
@@ -51,7 +51,7 @@ class _TraceFacts:
     fault: str = ""
 
 
-def read_langsmith(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def _read_langsmith(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     """Read the trajectories of the traces of one file, in the order of their first runs.
 
     A trace with a run that cannot be read is skipped: the calls after it would be trained without it.
@@ -73,7 +73,7 @@ def read_langsmith(records: Iterator[Record], options: ReadOptions) -> Iterator[
                 scores, trace.fault = {}, str(error)
             trace.scores = trace.scores | scores if is_root else scores | trace.scores
             if run.get("run_type") != "llm":
-                yield Skipped(record.source, NO_CALL_NOTE, is_rollout=False)
+                yield Skipped(record.source, _NO_CALL_NOTE, is_rollout=False)
             elif run.get("error") is not None or not isinstance(run.get("outputs"), dict):
                 yield Skipped(record.source, "LLM run that failed")
             else:
@@ -84,7 +84,7 @@ def read_langsmith(records: Iterator[Record], options: ReadOptions) -> Iterator[
                 raise TreepackError(trace.fault)
             items = list(_read(name, trace, options))
         except TreepackError as error:
-            items = [Skipped(trace.record.source, DAMAGED_NOTE, detail=str(error))]
+            items = [Skipped(trace.record.source, _DAMAGED_NOTE, detail=str(error))]
         yield from items
 
 
@@ -232,30 +232,30 @@ def _ending(message: Any) -> Any:
     return next((reason for reason in reasons if reason is not None), None)
 
 
-ALSO = (
+_ALSO = (
     *"parent_run_id start_time! error extra.invocation_params.functions".split(),
     *requests("inputs"),
     *responses("outputs"),
 )
-RUN: Fields = {"run_type": TEXT, ("inputs", "dotted_order"): ANY}
+_RUN: Fields = {"run_type": TEXT, ("inputs", "dotted_order"): ANY}
 FORMAT = Format(
     name="langsmith",
     rank=600,
     program="LangSmith (exports of runs)",
     recognised_by="`run_type` beside `inputs` or `dotted_order`, or `runs` of such",
-    requires=[{"runs": first(RUN)}, {"runs": no(FILLED), **RUN}],
+    requires=[{"runs": first(_RUN)}, {"runs": no(FILLED), **_RUN}],
     used="""
         id run_type trace_id dotted_order inputs.messages outputs.generations.message.kwargs
         outputs.choices.message extra.invocation_params.tools extra.invocation_params.temperature
         extra.metadata.ls_model_name extra.metadata.ls_temperature reference_example_id child_runs inputs.tools
         feedback_stats.*.avg
     """.split(),
-    also=("runs=.", "child_runs=.", *ALSO),
+    also=("runs=.", "child_runs=.", *_ALSO),
     dropped=(
         "chains, tools, retrievers and parsers",
         "session_id (a project)",
         "events, tags, tokens and costs",
     ),
     keeps={REWARDS, LINEAGE},
-    read_file=read_langsmith,
+    read_file=_read_langsmith,
 )

@@ -37,14 +37,14 @@ from treepack.ingest.readers.messages.content_blocks import skip_reason
 from treepack.ingest.readers.spans.trace_spans import parsed
 from treepack.trajectory import Skipped, Trajectory
 
-FAILED_NOTE = "LLM call that failed"
-NO_CONTENT_NOTE = "LLM call whose messages or response were not logged"
-CACHED_NOTE = "response from the cache, not from the model"
-DAMAGED_NOTE = "session with a call that cannot be read"
+_FAILED_NOTE = "LLM call that failed"
+_NO_CONTENT_NOTE = "LLM call whose messages or response were not logged"
+_CACHED_NOTE = "response from the cache, not from the model"
+_DAMAGED_NOTE = "session with a call that cannot be read"
 # Calls of a model that writes text; others are embeddings, images, speech, files and so on.
-CALLS = frozenset("completion text_completion responses generate_content anthropic_messages".split())
-COPIES = frozenset("model_map_information usage_object additional_usage_values status".split())
-REDACTED = "redacted-by-litellm"
+_CALLS = frozenset("completion text_completion responses generate_content anthropic_messages".split())
+_COPIES = frozenset("model_map_information usage_object additional_usage_values status".split())
+_REDACTED = "redacted-by-litellm"
 
 
 @dataclass(slots=True)
@@ -58,7 +58,7 @@ class _SessionCalls:
     fault: str = ""
 
 
-def read_litellm(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def _read_litellm(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     """Read the trajectories of the calls of one file. Calls without a session come first, sessions at the end."""
     sessions: dict[str, _SessionCalls] = {}
     for record in records:
@@ -84,7 +84,7 @@ def read_litellm(records: Iterator[Record], options: ReadOptions) -> Iterator[Tr
             yield from _single(str(value.get("id") or value.get("request_id") or record.label), session, options)
     for name, session in sessions.items():
         if session.fault:
-            yield Skipped(session.record.source, DAMAGED_NOTE, detail=session.fault)
+            yield Skipped(session.record.source, _DAMAGED_NOTE, detail=session.fault)
         elif session.calls:
             calls = [call for _, found in sorted(session.calls, key=lambda item: item[0]) for call in found]
             yield from _rollout(session, {"rollout_id": name}, calls, options)
@@ -104,16 +104,16 @@ def _no_call(value: dict[str, Any]) -> str | None:
     """Return why a payload is not a call of a model that can be read."""
     kind = str(value.get("call_type"))
     # "acompletion" is the asynchronous "completion".
-    if kind not in CALLS and kind.removeprefix("a") not in CALLS:
+    if kind not in _CALLS and kind.removeprefix("a") not in _CALLS:
         return f"record of the call '{kind[:40]}', which writes no text"
     states = (value.get("status"), object_or_empty(parsed(value.get("metadata"))).get("status"))
     if "failure" in states or value.get("error_str"):
-        return FAILED_NOTE
+        return _FAILED_NOTE
     if value.get("cache_hit") in (True, "True", "true"):
-        return CACHED_NOTE
+        return _CACHED_NOTE
     messages, response = _prompt(value), parsed(value.get("response"))
-    if not messages or not response or REDACTED in str(messages)[:200] or REDACTED in str(response)[:400]:
-        return NO_CONTENT_NOTE
+    if not messages or not response or _REDACTED in str(messages)[:200] or _REDACTED in str(response)[:400]:
+        return _NO_CONTENT_NOTE
     return None
 
 
@@ -150,13 +150,13 @@ def _add(session: _SessionCalls, record: Record) -> str | None:
     metadata = parsed(value.get("metadata"))
     if isinstance(metadata, dict):
         kept = {name: each for name, each in metadata.items() if each not in (None, [], {})}
-        session.notes |= dict.fromkeys(not_used(f"metadata.{name}") for name in kept if name in COPIES - {"status"})
+        session.notes |= dict.fromkeys(not_used(f"metadata.{name}") for name in kept if name in _COPIES - {"status"})
         before = session.value.get("metadata", {})
         _note_changes(session, before, kept, "metadata.")
-        session.value["metadata"] = before | without(kept, COPIES)
+        session.value["metadata"] = before | without(kept, _COPIES)
     # Fields that the payload does not have itself, such as a reward, become facts of the rollout or notes.
-    session.notes |= dict.fromkeys(not_used(name) for name in value if name in OWN and not is_empty(value[name]))
-    rest = without(value, KNOWN | OWN)
+    session.notes |= dict.fromkeys(not_used(name) for name in value if name in _OWN and not is_empty(value[name]))
+    rest = without(value, _KNOWN | _OWN)
     _note_changes(session, session.value, rest, "")
     session.value |= rest
     return None
@@ -205,16 +205,16 @@ def _rollout(
     yield from items
 
 
-USED = """
+_USED = """
     id request_id call_type status messages response model_parameters.temperature model_parameters.tools model metadata
     startTime! trace_id session_id cache_hit proxy_server_request error_str
 """.split()
-KNOWN = frozenset(
+_KNOWN = frozenset(
     "id request_id call_type status messages response model_parameters model metadata startTime trace_id "
     "session_id cache_hit proxy_server_request error_str".split()
 )
 # Metadata of the proxy about keys, teams, budgets and costs.
-OWN = frozenset(
+_OWN = frozenset(
     """
     stream response_cost cost_breakdown response_cost_failure_debug_info status_fields
     custom_llm_provider total_tokens prompt_tokens completion_tokens endTime completionStartTime response_time
@@ -223,7 +223,7 @@ OWN = frozenset(
     request_tags team_id agent_id organization_id mcp_namespaced_tool_name
 """.split()
 )
-TOKENS = [
+_TOKENS = [
     "response.prompt_token_ids",
     *(
         f"response.choices.{name}"
@@ -247,16 +247,16 @@ FORMAT = Format(
             ("model_parameters", "response_cost", "spend", "hidden_params"): ANY,
         }
     ],
-    used=USED,
+    used=_USED,
     also=(
         "*",  # fields of other names describe the rollout
         *("metadata{}", "metadata.*", "litellm_session_id", "model_parameters{}", "model_parameters.functions"),
         *requests("messages"),
         *requests("proxy_server_request"),
         *responses("response"),
-        *TOKENS,
+        *_TOKENS,
     ),
     keeps={TOKEN_IDS, LOGPROBS},
     dropped=("embeddings, images, speech and other calls (skipped)", "usage, costs, keys and guardrails"),
-    read_file=read_litellm,
+    read_file=_read_litellm,
 )

@@ -28,11 +28,11 @@ from treepack.ingest.readers.format import Format
 from treepack.ingest.readers.kinds import ANY, ARRAY
 from treepack.trajectory import Int32, Skipped, Tokens, Trajectory, as_token_ids
 
-BLOCKS = (512, 16)  # tokens of a block in the two published traces; Mooncake's is tried first
-FIRST_OWN_ID = 1 << 30  # hash ids are below it; the ids of outputs fill the rest of the positive int32 values
-MAX_LENGTH = 1 << 24  # tokens: more than any known context, so a larger length is an error in the file
-USED = frozenset({"input_length", "output_length", "hash_ids"})
-NUMBER = re.compile(r"\d+(?=\]?$)")
+_BLOCKS = (512, 16)  # tokens of a block in the two published traces; Mooncake's is tried first
+_FIRST_OWN_ID = 1 << 30  # hash ids are below it; the ids of outputs fill the rest of the positive int32 values
+_MAX_LENGTH = 1 << 24  # tokens: more than any known context, so a larger length is an error in the file
+_USED = frozenset({"input_length", "output_length", "hash_ids"})
+_NUMBER = re.compile(r"\d+(?=\]?$)")
 
 
 def read_mooncake(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
@@ -49,30 +49,30 @@ def read_mooncake(record: Record, options: ReadOptions) -> Iterator[Trajectory |
         yield Skipped(source, "request without output")
         return
     hashes = as_token_ids(value["hash_ids"], source=source, name="hash_ids")
-    if len(hashes) and hashes.max() >= FIRST_OWN_ID:
+    if len(hashes) and hashes.max() >= _FIRST_OWN_ID:
         raise TreepackError(
-            f"{source}: hash_ids has the id {hashes.max()}; number the blocks from 0 to {FIRST_OWN_ID - 1}"
+            f"{source}: hash_ids has the id {hashes.max()}; number the blocks from 0 to {_FIRST_OWN_ID - 1}"
         )
     # [46, 47] in blocks of 512 -> 46 repeated 512 times, then 47 repeated 512 times, cut to the input
     size = _block_size(num_input, len(hashes), source)
     tokens = np.full(num_input + num_output, _own_id(record), np.int32)
     blocks = np.repeat(hashes, size)[:num_input]
     tokens[: len(blocks)] = blocks
-    yield describe(record, _content(tokens, max(num_input, 1)), used=USED, options=options)
+    yield describe(record, _content(tokens, max(num_input, 1)), used=_USED, options=options)
 
 
 def _length(value: Any, name: str, source: str) -> int:
-    if type(value) is not int or not 0 <= value <= MAX_LENGTH:
-        raise TreepackError(f"{source}: {name} is {shown(value)}; expected the number of tokens, at most {MAX_LENGTH}")
+    if type(value) is not int or not 0 <= value <= _MAX_LENGTH:
+        raise TreepackError(f"{source}: {name} is {shown(value)}; expected the number of tokens, at most {_MAX_LENGTH}")
     return value
 
 
 def _block_size(num_input: int, num_blocks: int, source: str) -> int:
     # 1100 tokens in 3 blocks: ceil(1100 / 512) = 3 -> 512. In 2 blocks: floor -> 512, the last block is missing.
-    for size in BLOCKS:
+    for size in _BLOCKS:
         if num_blocks in (-(-num_input // size), num_input // size):
             return size
-    sizes = " or ".join(map(str, BLOCKS))
+    sizes = " or ".join(map(str, _BLOCKS))
     raise TreepackError(
         f"{source}: has {num_blocks} hash_ids for {num_input} tokens of input; expected one for every {sizes} tokens"
     )
@@ -81,10 +81,10 @@ def _block_size(num_input: int, num_blocks: int, source: str) -> int:
 def _own_id(record: Record) -> int:
     """Return an id for the output of this request; two requests of one file never have the same id."""
     # "trace.jsonl:17" -> 17, "trace.json[3]" -> 3
-    index = NUMBER.search(record.source[len(record.path) :])
+    index = _NUMBER.search(record.source[len(record.path) :])
     # The line number makes ids of one file differ; the path makes equal ids in two files unlikely.
     mixed = zlib.crc32(record.path.encode("utf-8", "surrogateescape")) ^ int(index[0] if index else 0)
-    return FIRST_OWN_ID + mixed % FIRST_OWN_ID
+    return _FIRST_OWN_ID + mixed % _FIRST_OWN_ID
 
 
 def _content(tokens: Int32, start: int) -> Tokens:

@@ -31,7 +31,7 @@ from treepack.ingest.readers.messages.normal_form import READ
 from treepack.trajectory import Skipped, Trajectory
 
 
-def is_chat_exchange(record: dict[str, Any]) -> bool:
+def _is_chat_exchange(record: dict[str, Any]) -> bool:
     """Return whether `record` is a request with messages, a response with choices, or both."""
     request, response = request_and_response(record)
     # A line of a batch's output has no request, and a failed line no choices.
@@ -41,7 +41,7 @@ def is_chat_exchange(record: dict[str, Any]) -> bool:
     return is_messages(response.get("choices")) and ("custom_id" in record or is_messages(request.get("messages")))
 
 
-def read_openai_chat(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def _read_openai_chat(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     """Read the trajectories of the calls of one file. Calls without a session come first, sessions at the end.
 
     Raises:
@@ -124,11 +124,12 @@ FORMAT = Format(
     rank=540,
     program="OpenAI-compatible servers and proxies (chat completions), OpenAI batch jobs",
     recognised_by="a request with `messages` and a response with `choices`, or a line of a batch's input or output",
-    requires=is_chat_exchange,
+    requires=_is_chat_exchange,
     checked="none",
     used="""
         request.messages request.tools request.temperature response.choices.message
-        response.choices.logprobs.content response.prompt_token_ids response.choices.token_ids response.id
+        response.choices.logprobs.content response.prompt_token_ids response.choices.token_ids
+        response.choices.sampling_mask response.id
         response.model session_id group_id reward response.body.model response.body.choices.message
         response.choices.finish_reason request.messages.* messages.* choices.*
     """.split(),
@@ -137,5 +138,5 @@ FORMAT = Format(
         "top_logprobs",
     ),
     keeps=EVERYTHING,
-    read_file=read_openai_chat,
+    read_file=_read_openai_chat,
 )

@@ -28,10 +28,10 @@ from treepack.ingest.readers.messages.content_blocks import skip_reason
 from treepack.ingest.readers.messages.response_items import Item, ItemMessages, messages_of_items
 from treepack.trajectory import Skipped, Trajectory
 
-Messages = list[dict[str, Any]]
+_Messages = list[dict[str, Any]]
 
 
-def is_responses_exchange(record: dict[str, Any]) -> bool:
+def _is_responses_exchange(record: dict[str, Any]) -> bool:
     """Return whether `record` is a request with input, a response with output items, or both."""
     request, response = request_and_response(record)
     # A line of a batch's input has no response yet.
@@ -58,11 +58,11 @@ class _CallTranscript:
     """All messages up to the end of a call, without instructions, and the name of their rollout."""
 
     rollout: str
-    messages: Messages
+    messages: _Messages
     is_continued: bool = False
 
 
-def read_openai_responses(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def _read_openai_responses(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     """Read the trajectories of the calls of one file, rollout by rollout in the order of their first calls.
 
     Raises:
@@ -127,8 +127,8 @@ def _items(exchange: ApiExchange, name: str, items: Any) -> ItemMessages:
 
 
 def _add(
-    rollout: _ResponseRollout, exchange: ApiExchange, question: ItemMessages, output: ItemMessages, earlier: Messages
-) -> Messages:
+    rollout: _ResponseRollout, exchange: ApiExchange, question: ItemMessages, output: ItemMessages, earlier: _Messages
+) -> _Messages:
     """Add the call of `exchange` to `rollout`, and return all messages up to its end, without instructions.
 
     `question` are the messages of its own input, and `earlier` the messages of the calls that it continues.
@@ -161,7 +161,7 @@ FORMAT = Format(
     rank=550,
     program="OpenAI's Responses API and servers that speak it, OpenAI batch jobs",
     recognised_by="`input` and `output`, a list of items, in one object or as request and response",
-    requires=is_responses_exchange,
+    requires=_is_responses_exchange,
     checked="none",
     used="""
         id input instructions tools temperature previous_response_id conversation.id model group_id reward
@@ -176,5 +176,5 @@ FORMAT = Format(
     ),
     keeps={MASKS, REWARDS, LINEAGE},
     links="id conversation.id previous_response_id session_id".split(),
-    read_file=read_openai_responses,
+    read_file=_read_openai_responses,
 )

@@ -22,7 +22,7 @@ from treepack.ingest.readers.spans.span_paths import SPANS
 from treepack.ingest.readers.spans.span_rollouts import read_file
 from treepack.ingest.readers.spans.trace_spans import span_view
 
-ATTRIBUTES = ValueKind(
+_ATTRIBUTES = ValueKind(
     "an object or a list, in other conventions than OpenInference",
     lambda value: isinstance(value, dict | list) and not is_openinference({"attributes": value}),
 )
@@ -37,7 +37,7 @@ FORMAT = Format(
     recognised_by="`resourceSpans`, or a span id beside `attributes`",
     requires=[
         {"resourceSpans": OTLP},
-        {("span_id", "spanId", "context.span_id", "context.spanId"): SET, "attributes": ATTRIBUTES},
+        {("span_id", "spanId", "context.span_id", "context.spanId"): SET, "attributes": _ATTRIBUTES},
     ],
     used="""
         resourceSpans.scopeSpans.spans.attributes resourceSpans.scopeSpans.spans.events.name

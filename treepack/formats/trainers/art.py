@@ -32,13 +32,13 @@ from treepack.ingest.readers.format import EVERYTHING, Format
 from treepack.ingest.readers.kinds import ANY, FILLED_LIST, OBJECTS, each, no
 from treepack.trajectory import Skipped, Trajectory
 
-PREFIX = "token_id:"  # vLLM can return "token_id:17" in place of the text of token 17
-HISTORIES = frozenset({"messages_and_choices", "messages", "tools", "additional_histories"})
+_PREFIX = "token_id:"  # vLLM can return "token_id:17" in place of the text of token 17
+_HISTORIES = frozenset({"messages_and_choices", "messages", "tools", "additional_histories"})
 # Fields of a group, and fields that are read under another name.
-DROPPED = HISTORIES | {"metrics", "logs", "exchanges", "group_index", "group_metadata", "group_metrics", "group_logs"}
+_DROPPED = _HISTORIES | {"metrics", "logs", "exchanges", "group_index", "group_metadata", "group_metrics", "group_logs"}
 
 
-def read_art(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def _read_art(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     """Read the trajectories of a group, `<record>/<index>`, which form one group; or the single trajectory of `record`.
 
     Raises:
@@ -65,7 +65,7 @@ def _read_trajectory(
         _parse(trajectory.get("additional_histories"), source), source=source, name="additional_histories"
     )
     histories = [_history(each, source) for each in (trajectory, *more)]
-    rest = without(trajectory, DROPPED)
+    rest = without(trajectory, _DROPPED)
     # The fields of `extra` become metadata.
     rest |= {"metadata": _parse(rest.get("metadata"), source), "extra": _parse(trajectory.get("metrics"), source)}
     one = replace(record, value=rest | named)
@@ -113,8 +113,8 @@ def _token_call(choice: dict[str, Any], source: str) -> TokenCall | None:
     ids = choice.get("token_ids")
     # ["token_id:5", "token_id:6"] -> [5, 6]
     names = [str(entry.get("token")) for entry in entries]
-    if ids is None and names and all(name.startswith(PREFIX) and name[len(PREFIX) :].isdecimal() for name in names):
-        ids = [int(name[len(PREFIX) :]) for name in names]
+    if ids is None and names and all(name.startswith(_PREFIX) and name[len(_PREFIX) :].isdecimal() for name in names):
+        ids = [int(name[len(_PREFIX) :]) for name in names]
     prompt = choice.get("prompt_token_ids")
     if not isinstance(ids, list) or not isinstance(prompt, list):
         return None
@@ -161,5 +161,5 @@ FORMAT = Format(
         "metadata, metrics and logs of a group",
     ),
     keeps=EVERYTHING,
-    read=read_art,
+    read=_read_art,
 )

@@ -30,16 +30,16 @@ from treepack.trajectory import Float64, Skipped, Trajectory
 
 LAST_NOTE = "the last token has no log-probability and is not trained"
 # Bookkeeping of the sampler, and fields that become calls.
-DROPPED = frozenset(
+_DROPPED = frozenset(
     """
     policy_epoch kv_cache_epoch num_evictions trajectory generation_mask logprobs advantage_override
     """.split()
 )
 # Fields of the group that its rollouts do not inherit.
-GROUP = frozenset({"rollouts", "batch_id", "index_in_batch", "uid"})
+_GROUP = frozenset({"rollouts", "batch_id", "index_in_batch", "uid"})
 
 
-def read_megatron_rl(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def _read_megatron_rl(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     """Read the trajectories of a group, `<record>/<index>`, or of a single rollout.
 
     Raises:
@@ -49,7 +49,7 @@ def read_megatron_rl(record: Record, options: ReadOptions) -> Iterator[Trajector
     if "rollouts" not in value:
         yield from _read_rollout(record, options)
         return
-    rest = without(value, GROUP)
+    rest = without(value, _GROUP)
     for index, member in enumerate(as_objects(value["rollouts"], source=source, name="rollouts")):
         named = {"trajectory_id": f"{record.label}/{index}", "group_id": value.get("uid") or source}
         yield from _read_rollout(replace(record, value=rest | member | named), options)
@@ -79,7 +79,7 @@ def _read_rollout(record: Record, options: ReadOptions) -> Iterator[Trajectory |
         call, call_notes = _call(turn, mask, values, f"{source}: turn {number}")
         calls.append(replace(call, values=call.values | {"advantages": value.get("advantage_override")}))
         notes = notes or call_notes
-    rest = without(value, DROPPED)
+    rest = without(value, _DROPPED)
     if rest.get("group_id") is None:
         # The rollouts of a problem form a group, even if they are in different records.
         rest["group_id"] = rest.pop("problem_id", None)
@@ -130,13 +130,13 @@ def _call(turn: Any, mask: Any, logprobs: Any, where: str) -> tuple[TokenCall, t
     return TokenCall(turn[:start], turn[start:], values), notes
 
 
-ROLLOUT: Fields = {"trajectory": LIST, ("generation_mask", "policy_epoch"): ANY}
+_ROLLOUT: Fields = {"trajectory": LIST, ("generation_mask", "policy_epoch"): ANY}
 FORMAT = Format(
     name="megatron-rl",
     rank=450,
     program="Megatron-LM (megatron.rl: TokenRollout, RolloutGroup)",
     recognised_by="`trajectory` beside `generation_mask` or `policy_epoch`, or `rollouts` that have them",
-    requires=[{"rollouts": each(ROLLOUT, minimum=1)}, {"rollouts": no(FILLED_LIST), **ROLLOUT}],
+    requires=[{"rollouts": each(_ROLLOUT, minimum=1)}, {"rollouts": no(FILLED_LIST), **_ROLLOUT}],
     used="""
         rollouts.trajectory rollouts.generation_mask rollouts.logprobs rollouts.reward rollouts.env_id
         rollouts.problem_id rollouts.advantage_override uid
@@ -148,5 +148,5 @@ FORMAT = Format(
         "a bank's binary files",
     ),
     keeps=EVERYTHING,
-    read=read_megatron_rl,
+    read=_read_megatron_rl,
 )

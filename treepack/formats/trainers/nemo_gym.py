@@ -30,15 +30,15 @@ from treepack.ingest.readers.messages.content_blocks import skip_reason
 from treepack.ingest.readers.messages.response_items import Item, messages_of_items
 from treepack.trajectory import Skipped, Trajectory
 
-TASK, ROLLOUT = "_ng_task_index", "_ng_rollout_index"
-PROMPT, GENERATION = "prompt_token_ids", "generation_token_ids"
-PLACEHOLDER = [0]  # prompt and generation of the empty message that NeMo Gym adds to an empty output
+_TASK, _ROLLOUT = "_ng_task_index", "_ng_rollout_index"
+_PROMPT, _GENERATION = "prompt_token_ids", "generation_token_ids"
+_PLACEHOLDER = [0]  # prompt and generation of the empty message that NeMo Gym adds to an empty output
 # Fields that become calls, or that are read under another name.
-USED = frozenset({"responses_create_params", "response", TASK, ROLLOUT, "agent_ref"})
-SOME_NOTE = "token ids of some turns only, not used"
+_USED = frozenset({"responses_create_params", "response", _TASK, _ROLLOUT, "agent_ref"})
+_SOME_NOTE = "token ids of some turns only, not used"
 
 
-def read_nemo_gym(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def _read_nemo_gym(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     """Read the trajectories of `record`: one if its calls continue each other.
 
     Raises:
@@ -70,7 +70,7 @@ def read_nemo_gym(record: Record, options: ReadOptions) -> Iterator[Trajectory |
     if calls.tokens and calls.have_all_ids:
         yield from read_calls(slim, calls.tokens, options)
         return
-    notes = (*calls.notes, SOME_NOTE) if calls.tokens else calls.notes
+    notes = (*calls.notes, _SOME_NOTE) if calls.tokens else calls.notes
     yield from with_notes(read_chats(slim, calls.chats, options), notes)
 
 
@@ -122,12 +122,12 @@ def _calls_of_steps(value: dict[str, Any], source: str) -> _RolloutCalls:
 
 
 def _has_ids(item: Item) -> bool:
-    return bool(item.get(PROMPT)) and bool(item.get(GENERATION)) and item[GENERATION] != PLACEHOLDER
+    return bool(item.get(_PROMPT)) and bool(item.get(_GENERATION)) and item[_GENERATION] != _PLACEHOLDER
 
 
 def _call(item: Item) -> TokenCall:
     values = {"rollout_log_probs": item.get("generation_log_probs")}
-    return TokenCall(item[PROMPT], item[GENERATION], values, item.get("routed_experts"))
+    return TokenCall(item[_PROMPT], item[_GENERATION], values, item.get("routed_experts"))
 
 
 def _is_masked(value: dict[str, Any]) -> bool:
@@ -138,18 +138,18 @@ def _is_masked(value: dict[str, Any]) -> bool:
 
 def _description(value: dict[str, Any], response: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of the record besides its calls, under the names that all formats share."""
-    rest = without(value, USED)
+    rest = without(value, _USED)
     names: dict[str, Any] = {
         "model": response.get("model") or None,
         "agent": object_or_empty(value.get("agent_ref")).get("name"),
         "temperature": temperature_of(value["responses_create_params"]),
     }
-    task = response.get("group_id") if value.get(TASK) is None else value[TASK]
+    task = response.get("group_id") if value.get(_TASK) is None else value[_TASK]
     if task is None:
         return names | rest
     names["group_id"] = task
-    if value.get(ROLLOUT) is not None:
-        names["trajectory_id"] = f"{task}/{value[ROLLOUT]}"
+    if value.get(_ROLLOUT) is not None:
+        names["trajectory_id"] = f"{task}/{value[_ROLLOUT]}"
     # The ids of the task come from its data set and may repeat, so they are metadata and do not name the rollout.
     task_ids = {name: rest.pop(name) for name in (*IDS, *GROUPS) if isinstance(rest.get(name), str | int)}
     return names | rest | ({"metadata": task_ids} if task_ids and "metadata" not in rest else {})
@@ -176,5 +176,5 @@ FORMAT = Format(
         "hosted tools but mcp_call (named in a note)",
     ),
     keeps=EVERYTHING,
-    read=read_nemo_gym,
+    read=_read_nemo_gym,
 )

@@ -33,22 +33,22 @@ from treepack.ingest.readers.tokens.route_fields import kept_routes, rows_of_all
 from treepack.ingest.readers.tokens.token_records import read_tokens
 from treepack.trajectory import Skipped, Trajectory
 
-IDS_OF = ("token_ids", "input_ids")
-MASKS_OF = ("loss_mask", "mask")
+_IDS_OF = ("token_ids", "input_ids")
+_MASKS_OF = ("loss_mask", "mask")
 # One weight per token for each part of the loss: policy, cross-entropy, KL to a reference.
-STREAMS = ("rl_weights", "ce_weights", "ref_kl_weights")
-LENGTHS = ("sequence_lengths", "seq_lens")
+_STREAMS = ("rl_weights", "ce_weights", "ref_kl_weights")
+_LENGTHS = ("sequence_lengths", "seq_lens")
 # Settings of the sampler, and metrics that the trainer computes from the other fields.
-DROPPED = frozenset(
+_DROPPED = frozenset(
     """
     routed_experts mm_kwargs mm_token_type_ids position_ids env_names rank micro_step
     micro_sequence_idx schema_version entropy mismatch_kl prob_delta log_importance_ratio importance_ratio
     is_masked is_masked_high is_masked_low
     """.split()
-) | frozenset(LENGTHS)
+) | frozenset(_LENGTHS)
 
 
-def read_prime_rl(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def _read_prime_rl(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     """Read the one trajectory of a sample or an export, or all trajectories of a micro batch, `<record>/sequence-<k>`.
 
     Raises:
@@ -58,14 +58,14 @@ def read_prime_rl(record: Record, options: ReadOptions) -> Iterator[Trajectory |
     if value.get("mm_kwargs"):
         yield Skipped(record.source, MEDIA_REASON)
         return
-    ids = _first(value, IDS_OF)
+    ids = _first(value, _IDS_OF)
     weights, notes = _weights(value, len(ids), record.source)
-    kept = without(value, (*DROPPED, *STREAMS, *MASKS_OF, *IDS_OF))
+    kept = without(value, (*_DROPPED, *_STREAMS, *_MASKS_OF, *_IDS_OF))
     kept |= {"token_ids": ids, "loss_mask": weights, **kept_routes(value, options)}
     # The trainer computes log-probabilities before the update, so they are the old ones.
     if "export_sequence_idx" in kept:
         kept["old_log_probs"] = kept.pop("trainer_logprobs", None)
-    sizes = next((value[name] for name in LENGTHS if value.get(name) is not None), None)
+    sizes = next((value[name] for name in _LENGTHS if value.get(name) is not None), None)
     if sizes is not None:  # several sequences: their rows are separated with their tokens
         kept |= {
             name: rows_of_all(routes, source=record.source, name=name, num_tokens=len(ids))
@@ -103,9 +103,9 @@ def _cut(field: Any, num_tokens: int, padding: int) -> Any:
 
 def _weights(value: dict[str, Any], num_tokens: int, source: str) -> tuple[Any, tuple[str, ...]]:
     """Return the loss weight of each token, and notes on the streams of weights that are not in it."""
-    name = next(name for name in MASKS_OF if value.get(name) is not None)
+    name = next(name for name in _MASKS_OF if value.get(name) is not None)
     weights = mask_values(value[name], source=source, name=name).astype(np.float64)
-    streams = {name: _stream(value.get(name), num_tokens, name, source) for name in STREAMS}
+    streams = {name: _stream(value.get(name), num_tokens, name, source) for name in _STREAMS}
     used = "rl_weights"
     if (rl_weights := streams[used]) is not None:
         if len(weights) != num_tokens:
@@ -137,7 +137,7 @@ FORMAT = Format(
     rank=390,
     program="prime-rl (TrainingSample, MicroBatch, token exports)",
     recognised_by="`token_ids` or `input_ids` beside `env_name` and a mask, or `inference_logprobs`",
-    requires=[{IDS_OF: ARRAY, MASKS_OF: ARRAY, ("env_name", "inference_logprobs"): ANY}],
+    requires=[{_IDS_OF: ARRAY, _MASKS_OF: ARRAY, ("env_name", "inference_logprobs"): ANY}],
     used="""
         token_ids mask logprobs temperatures env_name ref_logprobs teacher_logprobs advantages rl_weights ce_weights
         input_ids loss_mask inference_logprobs sequence_lengths position_ids env_names step trainer_logprobs
@@ -150,5 +150,5 @@ FORMAT = Format(
         "what an export computes: entropy, ratios, which tokens were clipped",
     ),
     keeps={TOKEN_IDS, MASKS, LOGPROBS},
-    read=read_prime_rl,
+    read=_read_prime_rl,
 )

@@ -28,10 +28,10 @@ from treepack.ingest.readers.tokens.token_records import read_tokens
 from treepack.trajectory import Skipped, Trajectory, as_token_ids
 
 # Fields that become sequences, and media, which are skipped.
-DROPPED = frozenset("input_ids target_ids loss_mask position_ids seq_lens mm_kwargs mm_token_type_ids".split())
+_DROPPED = frozenset("input_ids target_ids loss_mask position_ids seq_lens mm_kwargs mm_token_type_ids".split())
 
 
-def read_prime_rl_sft(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def _read_prime_rl_sft(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     """Read one trajectory per sequence, `<record>/sequence-<k>` from 1.
 
     Raises:
@@ -53,7 +53,7 @@ def read_prime_rl_sft(record: Record, options: ReadOptions) -> Iterator[Trajecto
     # lengths [2, 1] -> ends [2, 3]
     ends = list(accumulate(lengths))
     padding = num_padding(value.get("position_ids"), lengths, source=source)
-    rest = without(value, DROPPED)
+    rest = without(value, _DROPPED)
     for number, (stop, size) in enumerate(zip(ends, lengths, strict=True), 1):
         start, end = stop - size, stop - (padding if number == len(lengths) else 0)
         # An empty sequence, or padding only.
@@ -86,5 +86,5 @@ FORMAT = Format(
     ),
     keeps={TOKEN_IDS, MASKS},
     arrays=("input_ids", "target_ids", "loss_mask", "position_ids"),
-    read=read_prime_rl_sft,
+    read=_read_prime_rl_sft,
 )

@@ -30,19 +30,19 @@ from treepack.ingest.readers.kinds import ANY, each
 from treepack.trajectory import Skipped, Trajectory
 
 # Fields that are read under another name, or that `FORMAT.dropped` lists.
-KNOWN = frozenset(
+_KNOWN = frozenset(
     """
     id episode_id task task_hash termination_reason is_correct session_id trajectories metrics info metadata
     training_step epoch timing uid name steps reward num_steps
     """.split()
 )
 # Names that rLLM gives to the only agent of an episode.
-UNNAMED = frozenset({None, "", "default_traj_name", "agent"})
-CUT_RESPONSE = "max_response_length_exceeded"
+_UNNAMED = frozenset({None, "", "default_traj_name", "agent"})
+_CUT_RESPONSE = "max_response_length_exceeded"
 SOME_NOTE = "token ids of some steps only, all steps read as text"
 
 
-def read_rllm(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def _read_rllm(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     """Read the trajectories of an episode, named after it, or `<episode>/<index>` if there are several.
 
     Their group is the task, which is the part of the episode's id before the colon, and the name of the agent if it has
@@ -67,8 +67,8 @@ def read_rllm(record: Record, options: ReadOptions) -> Iterator[Trajectory | Ski
         task = None if name is None else str(name).partition(":")[0]
         named = {
             "trajectory_id": f"{episode}/{index}" if several else episode,
-            "group_id": task if task is None or agent in UNNAMED else f"{task}:{agent}",
-            "agent": None if agent in UNNAMED else agent,
+            "group_id": task if task is None or agent in _UNNAMED else f"{task}:{agent}",
+            "agent": None if agent in _UNNAMED else agent,
         }
         yield from _read_trajectory(replace(record, value=_facts(value, trajectory) | named), trajectory, options)
 
@@ -77,7 +77,7 @@ def _facts(episode: dict[str, Any], trajectory: dict[str, Any]) -> dict[str, Any
     """Return the facts of a trajectory besides its steps, under the names that every reader uses."""
     correct, reward = episode.get("is_correct"), trajectory.get("reward")
     return {
-        **without(episode | trajectory, KNOWN),
+        **without(episode | trajectory, _KNOWN),
         "step": episode.get("training_step"),
         # An episode that only judges right or wrong: true -> 1.0
         "reward": float(correct) if reward is None and isinstance(correct, bool) else reward,
@@ -97,7 +97,7 @@ def _read_trajectory(
     calls = [_token_call(step) for step in steps]
     # The weights may change during a rollout; the last version is the one that wrote its end.
     reason = str(record.value.get("termination_reason")).rpartition(".")[2].lower()
-    ended = reason if reason == CUT_RESPONSE else None
+    ended = reason if reason == _CUT_RESPONSE else None
     versions = [step["weight_version"] for step in steps if step.get("weight_version") is not None]
     one = replace(record, value=record.value | ({"weight_version": versions[-1]} if versions else {}))
     if calls and all(call is not None for call in calls):
@@ -156,5 +156,5 @@ FORMAT = Format(
         "trajectories.info and trajectories.steps.info",
     ),
     keeps=EVERYTHING,
-    read=read_rllm,
+    read=_read_rllm,
 )

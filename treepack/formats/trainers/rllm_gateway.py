@@ -30,7 +30,7 @@ from treepack.ingest.readers.kinds import ANY, TEXT
 from treepack.trajectory import Int32, Skipped, Trajectory, as_token_ids
 
 # Fields that are read under another name, or that `FORMAT.dropped` lists.
-KNOWN = frozenset(
+_KNOWN = frozenset(
     """
     trace_id session_id model messages prompt_token_ids response_message logprobs completion_token_ids
     routing_matrices finish_reason weight_version latency_ms token_counts timestamp metadata raw_request
@@ -40,7 +40,7 @@ KNOWN = frozenset(
 ORPHAN = "trace whose parent is not in the file"
 
 
-def read_rllm_gateway(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def _read_rllm_gateway(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     """Read the trajectories of all sessions, named after them, in the order in which the sessions started.
 
     The fields of a session's first `metadata`, such as `reward` or `task_id`, count as fields of the rollout.
@@ -58,7 +58,7 @@ def read_rllm_gateway(records: Iterator[Record], options: ReadOptions) -> Iterat
 def _read_session(session: str, traces: list[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     first, last = traces[0].value, traces[-1].value
     names = {"rollout_id": session, "model": first.get("model") or None, "weight_version": last.get("weight_version")}
-    more = without(first, KNOWN)
+    more = without(first, _KNOWN)
     one = replace(traces[0], value=more | object_or_empty(first.get("metadata")) | names)
     # Ids of some calls only would mix two tokenisations in one trajectory, so then all are read as text.
     if not all(trace.value.get("completion_token_ids") for trace in traces):
@@ -143,5 +143,5 @@ FORMAT = Format(
         "raw_request but for its tools and temperature, and raw_response",
     ),
     keeps={TOKEN_IDS, MASKS, LOGPROBS},
-    read_file=read_rllm_gateway,
+    read_file=_read_rllm_gateway,
 )

@@ -32,18 +32,18 @@ from treepack.ingest.readers.tokens.token_records import read_tokens
 from treepack.ingest.readers.tokens.trainer_batches import rows_of
 from treepack.trajectory import Skipped, Trajectory
 
-GENERATOR: Fields = {"prompt_token_ids": COLUMN, "response_ids": COLUMN, "loss_masks": COLUMN}
-BATCH: Fields = {"sequences": COLUMN, "attention_mask": COLUMN, "loss_mask": COLUMN}
-MEDIA = ("pixel_values", "image_grid_thw")
+_GENERATOR: Fields = {"prompt_token_ids": COLUMN, "response_ids": COLUMN, "loss_masks": COLUMN}
+_BATCH: Fields = {"sequences": COLUMN, "attention_mask": COLUMN, "loss_mask": COLUMN}
+_MEDIA = ("pixel_values", "image_grid_thw")
 # Values of a batch's responses, under the names of the reader of tokens.
-OF_RESPONSE = tuple(
+_OF_RESPONSE = tuple(
     """
     loss_mask response_mask rollout_logprobs action_log_probs base_action_log_probs advantages
     """.split()
 )
 # Fields that describe the whole batch, so they are not columns.
-WHOLE_BATCH = frozenset({"rollout_metrics", "trajectory_time_splits", "trajectory_generation_times", "env_metrics"})
-DROPPED = frozenset({"rollout_expert_indices", "router_padding_mask", "values", "returns", "kl", *MEDIA})
+_WHOLE_BATCH = frozenset({"rollout_metrics", "trajectory_time_splits", "trajectory_generation_times", "env_metrics"})
+_DROPPED = frozenset({"rollout_expert_indices", "router_padding_mask", "values", "returns", "kl", *_MEDIA})
 
 
 def read_skyrl(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
@@ -54,7 +54,7 @@ def read_skyrl(record: Record, options: ReadOptions) -> Iterator[Trajectory | Sk
     """
     value = record.value
     is_batch = not COLUMN.test(value.get("prompt_token_ids"))
-    columns = without(value, WHOLE_BATCH)
+    columns = without(value, _WHOLE_BATCH)
     rows = rows_of(columns, first="sequences" if is_batch else "prompt_token_ids", source=record.source)
     if isinstance(value.get("is_last_step"), str | dict):
         raise TreepackError(
@@ -64,7 +64,7 @@ def read_skyrl(record: Record, options: ReadOptions) -> Iterator[Trajectory | Sk
     for number, row in enumerate(rows):
         one = replace(record, source=f"{record.source}[{number}]", value=_facts(row, record, number))
         # A row with images has ids of placeholders, which no reader of text can train.
-        if any(row.get(name) is not None for name in MEDIA):
+        if any(row.get(name) is not None for name in _MEDIA):
             yield Skipped(one.source, MEDIA_REASON)
         elif is_batch:
             fields = _of_batch(row, one.source) | _routes(row, one.source, options)
@@ -79,8 +79,17 @@ def read_skyrl(record: Record, options: ReadOptions) -> Iterator[Trajectory | Sk
 
 def _facts(row: dict[str, Any], record: Record, number: int) -> dict[str, Any]:
     """Return the facts of a row besides its tokens, under the names that every reader uses."""
-    read_skyrl = {*GENERATOR, *BATCH, *OF_RESPONSE, "rewards", "trajectory_ids", "is_last_step", "stop_reasons", "uids"}
-    rest = without(row, {*read_skyrl, *DROPPED})
+    read_skyrl = {
+        *_GENERATOR,
+        *_BATCH,
+        *_OF_RESPONSE,
+        "rewards",
+        "trajectory_ids",
+        "is_last_step",
+        "stop_reasons",
+        "uids",
+    }
+    rest = without(row, {*read_skyrl, *_DROPPED})
     name = row.get("trajectory_ids")
     group, index = row.get("uids"), f"{record.label}[{number}]"
     if isinstance(name, dict):
@@ -122,7 +131,7 @@ def _of_batch(row: dict[str, Any], source: str) -> dict[str, Any]:
     """Return the fields of a row of a batch, each over the whole row, with 0 before the responses."""
     num_tokens = len(row["sequences"])
     fields: dict[str, Any] = {"sequences": row["sequences"], "attention_mask": row["attention_mask"]}
-    for name in OF_RESPONSE:
+    for name in _OF_RESPONSE:
         if (column := row.get(name)) is None:
             continue
         if not isinstance(column, list | np.ndarray):
@@ -143,7 +152,7 @@ FORMAT = Format(
     program="SkyRL (GeneratorOutput, TrainingInputBatch)",
     recognised_by="`prompt_token_ids`, `response_ids` and `loss_masks`, or `sequences`, `attention_mask` and "
     "`loss_mask`, all as columns of lists",
-    requires=[GENERATOR, BATCH],
+    requires=[_GENERATOR, _BATCH],
     used="""
         prompt_token_ids response_ids loss_masks rewards rollout_logprobs trajectory_ids stop_reasons
         is_last_step trajectory_ids.instance_id trajectory_ids.repetition_id sequences attention_mask loss_mask

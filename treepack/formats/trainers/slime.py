@@ -34,13 +34,13 @@ from treepack.ingest.readers.tokens.token_records import read_tokens
 from treepack.trajectory import Skipped, Trajectory
 
 # Fields of a tokenised sample; the reader of chats would count them as not used.
-OF_TOKENS = KEPT_FIELDS | {"tokens", "response_length", "loss_mask", "rollout_log_probs", "teacher_log_probs"}
+_OF_TOKENS = KEPT_FIELDS | {"tokens", "response_length", "loss_mask", "rollout_log_probs", "teacher_log_probs"}
 # Statuses of samples that the sampler did not complete.
-UNFINISHED = frozenset({"pending", "aborted"})
-LINE = re.compile(r"[:\[](\d+)\]?$")  # of a record in its file
-TEXT = frozenset({"prompt", "response", "apply_chat_template_kwargs"})
+_UNFINISHED = frozenset({"pending", "aborted"})
+_LINE = re.compile(r"[:\[](\d+)\]?$")  # of a record in its file
+_TEXT = frozenset({"prompt", "response", "apply_chat_template_kwargs"})
 # Bookkeeping of the sampler, and fields that are read under another name.
-DROPPED = frozenset(
+_DROPPED = frozenset(
     """
     rollout_routed_experts weight_versions spec_info prefix_cache_info non_generation_time
     remove_sample multimodal_inputs multimodal_train_inputs multimodal_train_input_id generate_function_path
@@ -49,7 +49,7 @@ DROPPED = frozenset(
 )
 
 
-def read_slime(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def _read_slime(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     """Read the trajectories of a file, or the one of a sample, `<index>`, or `<rollout>/<index>` for one of several.
 
     Raises:
@@ -84,7 +84,7 @@ def _in_rollout_of_file(item: Trajectory | Skipped, record: Record) -> Trajector
     # samples with other rewards stay apart: group 2, rollout 8, reward 1 -> "2/8/1.0".
     facts = (item.step, item.group_id, rollout, item.reward)
     name = "/".join(str(fact) for fact in facts if fact is not None)
-    line = LINE.search(record.source, len(record.path))
+    line = _LINE.search(record.source, len(record.path))
     return replace(item, source=record.path, rollout_id=name, rollout_part=0 if line is None else int(line[1]))
 
 
@@ -108,13 +108,13 @@ def _read_sample(record: Record, options: ReadOptions) -> Iterator[Trajectory | 
     if value.get("remove_sample"):
         yield Skipped(record.source, "removed by the sampler")
         return
-    if isinstance(value["status"], str) and value["status"] in UNFINISHED:
+    if isinstance(value["status"], str) and value["status"] in _UNFINISHED:
         yield Skipped(record.source, f"sampling {value['status']}")
         return
     if value.get("multimodal_inputs"):
         yield Skipped(record.source, MEDIA_REASON)
         return
-    kept = without(value, DROPPED)
+    kept = without(value, _DROPPED)
     kept["trajectory_id"] = _name(value, record)
     # The weights may change during a rollout; the last version is the one that wrote its end.
     if isinstance(versions := value.get("weight_versions"), list) and versions:
@@ -122,7 +122,7 @@ def _read_sample(record: Record, options: ReadOptions) -> Iterator[Trajectory | 
     if len(value["tokens"]) == 0:
         items = _read_text(replace(record, value=kept), options)
     else:
-        kept = without(kept, TEXT) | kept_routes(value, options)
+        kept = without(kept, _TEXT) | kept_routes(value, options)
         items = read_tokens(replace(record, value=kept), options)
     is_cut = endings.is_cut(value["status"])
     for item in items:
@@ -140,7 +140,7 @@ def _read_text(record: Record, options: ReadOptions) -> Iterator[Trajectory | Sk
         raise TreepackError(f"{record.source}: response is {shown(response)}; expected text")
     # A prompt of messages needs a message as its completion, and a text needs a text.
     completion: Any = [{"role": "assistant", "content": response}] if is_messages(prompt) else response
-    rest = without(value, TEXT | OF_TOKENS)
+    rest = without(value, _TEXT | _OF_TOKENS)
     variables = value.get("apply_chat_template_kwargs") or None
     text = {"prompt": prompt, "completion": completion, "chat_template_kwargs": variables}
     yield from read_chat(replace(record, value=rest | text), options)
@@ -154,15 +154,15 @@ def _name(value: dict[str, Any], record: Record) -> str | int:
     return f"{rollout}/{record.label}"
 
 
-SAMPLE: Fields = {"tokens": ARRAY, "response_length": ANY, "status": ANY}
+_SAMPLE: Fields = {"tokens": ARRAY, "response_length": ANY, "status": ANY}
 FORMAT = Format(
     name="slime",
     rank=380,
     program="slime (debug rollout data)",
     recognised_by="`tokens`, `response_length` and `status`, or `samples` that have them",
-    requires=[{"samples": each(SAMPLE, minimum=1)}, {"samples": no(LIST), **SAMPLE}],
+    requires=[{"samples": each(_SAMPLE, minimum=1)}, {"samples": no(LIST), **_SAMPLE}],
     used="""
-        rollout_id samples samples.group_index samples.index samples.rollout_id samples.tokens
+        rollout_id tokens samples samples.group_index samples.index samples.rollout_id samples.tokens
         samples.response_length samples.loss_mask samples.rollout_log_probs samples.teacher_log_probs samples.reward
         samples.status
         samples.remove_sample samples.metadata samples.label samples.weight_versions
@@ -177,5 +177,5 @@ FORMAT = Format(
     ),
     keeps=EVERYTHING,
     arrays=NUMBERS,
-    read=read_slime,
+    read=_read_slime,
 )

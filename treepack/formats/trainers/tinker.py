@@ -28,12 +28,12 @@ from treepack.ingest.readers.messages.content_blocks import MEDIA_REASON
 from treepack.ingest.readers.tokens.model_inputs import model_input_ids
 from treepack.trajectory import Skipped, Trajectory
 
-MASKED_METRIC = "parse_error_masked"  # tinker does not train a transition with this metric
+_MASKED_METRIC = "parse_error_masked"  # tinker does not train a transition with this metric
 # Fields of the group that its trajectories do not inherit.
-GROUP = ("trajectories_G", "final_rewards_G", "metrics_G", "rollout_errors")
+_GROUP = ("trajectories_G", "final_rewards_G", "metrics_G", "rollout_errors")
 
 
-def read_tinker(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def _read_tinker(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     """Read the trajectories of a group, `<record>/<index>`, in a group named after the record; or the single one.
 
     Raises:
@@ -41,7 +41,7 @@ def read_tinker(record: Record, options: ReadOptions) -> Iterator[Trajectory | S
     """
     value, source = record.value, record.source
     if value.get("trajectories_G") is None:
-        yield from _read_trajectory(replace(record, value=without(value, GROUP)), value, 0.0, options)
+        yield from _read_trajectory(replace(record, value=without(value, _GROUP)), value, 0.0, options)
         return
     members = as_objects(value["trajectories_G"], source=source, name="trajectories_G")
     if not members:
@@ -53,7 +53,7 @@ def read_tinker(record: Record, options: ReadOptions) -> Iterator[Trajectory | S
         raise TreepackError(
             f"{source}: final_rewards_G is {shown(finals)}; expected one for each of {len(members)} trajectories"
         )
-    rest = without(value, GROUP)
+    rest = without(value, _GROUP)
     for index, (member, final) in enumerate(zip(members, finals, strict=True)):
         fields = rest | {"group_id": source} | member | {"trajectory_id": f"{record.label}/{index}"}
         one = replace(record, value=fields)
@@ -77,7 +77,7 @@ def _read_trajectory(
         reward += as_number(step.get("reward") or 0.0, source=source, name="reward")
         sampled = action.get("tokens") or []
         metrics = step.get("metrics")
-        masked = isinstance(metrics, dict) and bool(metrics.get(MASKED_METRIC))
+        masked = isinstance(metrics, dict) and bool(metrics.get(_MASKED_METRIC))
         values: dict[str, Any] = {"rollout_log_probs": action.get("maybe_logprobs")}
         # The mask is 0 on the response, so the transition stays context of later ones.
         if masked and isinstance(sampled, list):
@@ -106,5 +106,5 @@ FORMAT = Format(
         "chunks that are not text (rollouts that have some are skipped)",
     ),
     keeps=EVERYTHING,
-    read=read_tinker,
+    read=_read_tinker,
 )

@@ -28,12 +28,12 @@ from treepack.ingest.readers.tokens.token_records import read_tokens
 from treepack.trajectory import Float64, Skipped, Trajectory, as_token_ids
 
 # Loss functions of Tinker name their weights differently.
-WEIGHTS = ("mask", "weights")
+_WEIGHTS = ("mask", "weights")
 # Names of Tinker -> names of the reader of tokens.
-VALUES = {"logprobs": "rollout_log_probs", "advantages": "advantages"}
+_VALUES = {"logprobs": "rollout_log_probs", "advantages": "advantages"}
 
 
-def read_tinker_datum(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def _read_tinker_datum(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     """Read the one trajectory of `record`.
 
     Raises:
@@ -50,14 +50,14 @@ def read_tinker_datum(record: Record, options: ReadOptions) -> Iterator[Trajecto
         raise TreepackError(
             f"{source}: target_tokens are not the tokens of model_input one place later; expected them shifted by one"
         )
-    mask_name = next((mask_name for mask_name in WEIGHTS if mask_name in inputs), None)
+    mask_name = next((mask_name for mask_name in _WEIGHTS if mask_name in inputs), None)
     if mask_name is None:
         weights = np.ones(len(ids))
     else:
         weights = _numbers(inputs[mask_name], mask_name, len(ids), source)
     # inputs [5, 6] and targets [6, 7] -> ids [5, 6, 7]; weights [0, 1] -> [0, 0, 1], because no target is token 5
     fields: dict[str, Any] = {"input_ids": np.append(ids, targets[-1]), "loss_mask": np.append(0.0, weights)}
-    for name, field in VALUES.items():
+    for name, field in _VALUES.items():
         if name in inputs:
             fields[field] = np.append(np.nan, _numbers(inputs[name], name, len(ids), source))
     rest = without(record.value, ("model_input", "loss_fn_inputs"))
@@ -94,5 +94,5 @@ FORMAT = Format(
         "chunks that are not text (datums that have some are skipped)",
     ),
     keeps={TOKEN_IDS, MASKS, LOGPROBS},
-    read=read_tinker_datum,
+    read=_read_tinker_datum,
 )

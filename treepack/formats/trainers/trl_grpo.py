@@ -28,19 +28,19 @@ from treepack.ingest.readers.tokens.token_records import read_tokens
 from treepack.trajectory import Skipped, Trajectory
 
 # One of these fields marks a batch of TRL; other programs name ids in the same way.
-BATCH = ("completion_mask", "tool_mask", "env_mask", "old_per_token_logps", "sampling_per_token_logps")
-DROPPED = frozenset({"prompt", "completion", "metrics", "num_items_in_batch"})
-PADDING_NOTE = "right padding removed"
+_BATCH = ("completion_mask", "tool_mask", "env_mask", "old_per_token_logps", "sampling_per_token_logps")
+_DROPPED = frozenset({"prompt", "completion", "metrics", "num_items_in_batch"})
+_PADDING_NOTE = "right padding removed"
 
 
-def read_trl_grpo(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def _read_trl_grpo(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     """Read the one trajectory of `record`.
 
     Raises:
         TreepackError: an error of the `tokens` reader.
     """
-    value = without(record.value, DROPPED)
-    if has_fields(record.value, [SAMPLE]):
+    value = without(record.value, _DROPPED)
+    if has_fields(record.value, [_SAMPLE]):
         # Both names: the sampler's log-probabilities, which the trainer takes as its old ones.
         value["rollout_log_probs"] = value["old_log_probs"]
         yield from read_tokens(replace(record, value=value), options)
@@ -48,7 +48,7 @@ def read_trl_grpo(record: Record, options: ReadOptions) -> Iterator[Trajectory |
     value, is_padded = _without_padding(value, record.source)
     for item in read_tokens(replace(record, value=value), options):
         if is_padded and isinstance(item, Trajectory):
-            item = replace(item, notes=(*item.notes, PADDING_NOTE))
+            item = replace(item, notes=(*item.notes, _PADDING_NOTE))
         yield item
 
 
@@ -70,14 +70,14 @@ def _without_padding(value: dict[str, Any], source: str) -> tuple[dict[str, Any]
     return value | {name: value[name][:end] for name in belongs if len(value[name]) == num}, True
 
 
-SAMPLE: Fields = {"input_ids": ARRAY, "completion_mask": ARRAY, "old_log_probs": ARRAY}
+_SAMPLE: Fields = {"input_ids": ARRAY, "completion_mask": ARRAY, "old_log_probs": ARRAY}
 FORMAT = Format(
     name="trl-grpo",
     rank=370,
     program="TRL (GRPOTrainer, AsyncGRPOTrainer)",
     recognised_by="`prompt_ids` and `completion_ids` beside a mask or log-probabilities of TRL, or `input_ids`, "
     "`completion_mask` and `old_log_probs`",
-    requires=[{"prompt_ids": IDS, "completion_ids": IDS, BATCH: ARRAY}, SAMPLE],
+    requires=[{"prompt_ids": IDS, "completion_ids": IDS, _BATCH: ARRAY}, _SAMPLE],
     used="""
         prompt_ids prompt_mask completion_ids completion_mask tool_mask old_per_token_logps
         sampling_per_token_logps ref_per_token_logps advantages input_ids old_log_probs advantage group_id
@@ -90,5 +90,5 @@ FORMAT = Format(
     ),
     keeps={TOKEN_IDS, MASKS, LOGPROBS},
     arrays=tf.NUMBERS,
-    read=read_trl_grpo,
+    read=_read_trl_grpo,
 )

@@ -24,11 +24,11 @@ from treepack.ingest.readers.messages.sft_messages import LABELS
 from treepack.ingest.readers.messages.turn_weights import as_flag
 from treepack.trajectory import Skipped, Trajectory
 
-STEP_SEPARATOR = "\n"
+_STEP_SEPARATOR = "\n"
 STEPS_NOTE = "labels of steps read as one reward"
 
 
-def read_trl_labels(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def _read_trl_labels(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     """Read the one trajectory of `record`.
 
     Raises:
@@ -44,7 +44,7 @@ def read_trl_labels(record: Record, options: ReadOptions) -> Iterator[Trajectory
         # One wrong step makes the whole solution wrong.
         right = _labels(value["labels"], len(value["completions"]), source)
         # ["2 + 2", "= 4"] -> "2 + 2\n= 4"
-        rest["completion"] = STEP_SEPARATOR.join(value["completions"])
+        rest["completion"] = _STEP_SEPARATOR.join(value["completions"])
         reward, notes = float(all(right)), (STEPS_NOTE,)
         if not value["completions"]:
             yield Skipped(source, "empty response")
@@ -76,5 +76,5 @@ FORMAT = Format(
     used="prompt completion label kto_tag completions labels".split(),
     dropped=("which step is labelled wrong",),
     keeps={MASKS, REWARDS},
-    read=read_trl_labels,
+    read=_read_trl_labels,
 )

@@ -19,7 +19,7 @@ from treepack.ingest.readers.tokens.packed_rows import lengths_of, read_packed
 from treepack.trajectory import Skipped, Trajectory
 
 
-def read_trl_packed(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def _read_trl_packed(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     """Read one trajectory per sequence of the row.
 
     Raises:
@@ -41,5 +41,5 @@ FORMAT = Format(
     requires=[{"input_ids": ARRAY, "seq_lengths": ARRAY}],
     used="input_ids seq_lengths labels completion_mask assistant_masks".split(),
     keeps={TOKEN_IDS, MASKS},
-    read=read_trl_packed,
+    read=_read_trl_packed,
 )

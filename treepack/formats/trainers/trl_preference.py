@@ -32,11 +32,11 @@ from treepack.ingest.readers.messages.normal_form import has_media
 from treepack.trajectory import Skipped, Trajectory
 
 # The rewards of the two sides: only their order matters to the loss.
-SIDES = {"chosen": 1.0, "rejected": 0.0}
+_SIDES = {"chosen": 1.0, "rejected": 0.0}
 
 
 # Beginnings of turns in texts: of the model, or of the user.
-TURN = re.compile(
+_TURN = re.compile(
     r"(?P<model>\n\s*assistant:|<\|im_start\|>assistant\n|<\|start_header_id\|>assistant<\|end_header_id\|>\n*"
     r"|<\|assistant\|>\n?|### (?:response|assistant):\n?|\[/INST\])"
     r"|\n\s*(?:human|user):|<\|im_start\|>user|<\|start_header_id\|>user|<\|user\|>|### (?:instruction|human):"
@@ -45,7 +45,7 @@ TURN = re.compile(
 )
 
 
-def read_trl_preference(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def _read_trl_preference(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     """Read the two trajectories of `record`, `<id>/chosen` and `<id>/rejected`, in a group named after the record.
 
     Raises:
@@ -65,8 +65,8 @@ def read_trl_preference(record: Record, options: ReadOptions) -> Iterator[Trajec
             "--columns ignore=completion"
         )
     notes_on_messages = _notes_on_messages(value, prompt, (chosen, rejected), record.source)
-    for completion, (side, reward) in zip((chosen, rejected), SIDES.items(), strict=True):
-        rest = without(value, {*SIDES, "messages"})
+    for completion, (side, reward) in zip((chosen, rejected), _SIDES.items(), strict=True):
+        rest = without(value, {*_SIDES, "messages"})
         one = replace(record, value=_of_side(rest, side) | {"prompt": prompt, "completion": completion})
         for item in read_chat(one, options):
             if not isinstance(item, Trajectory):
@@ -133,7 +133,7 @@ def _parts(value: dict[str, Any], source: str) -> tuple[Any, Any, Any]:
 def _start_of_answer(chosen: str, rejected: str, num: int) -> int:
     """Return where the answers begin in two texts of which the first `num` characters are equal."""
     # "Human: Hi\n\nAssistant: I do" and "..: I did" -> the prompt ends with "Assistant:"
-    marks = list(TURN.finditer(chosen, 0, num))
+    marks = list(_TURN.finditer(chosen, 0, num))
     if marks and marks[-1]["model"]:
         return marks[-1].end()
     # "The sky is blue" and "The sky is black" -> prompt "The sky is", completions " blue" and " black"
@@ -163,5 +163,5 @@ FORMAT = Format(
     ],
     used="prompt chosen rejected tools chat_template_kwargs id".split(),
     keeps={MASKS, REWARDS, LINEAGE},
-    read=read_trl_preference,
+    read=_read_trl_preference,
 )

@@ -35,11 +35,11 @@ from treepack.ingest.readers.kinds import ANY, LIST, OBJECT, OBJECTS, Fields, ea
 from treepack.ingest.readers.messages.content_blocks import MEDIA_REASON, skip_reason
 from treepack.trajectory import Skipped, Trajectory
 
-AGENT = "agent"  # the name that verifiers gives to the only agent of an environment
+_AGENT = "agent"  # the name that verifiers gives to the only agent of an environment
 PARTIAL_NOTE = "token ids of some messages only, all messages read as text"
 WEIGHTS_NOTE = "loss weights of nodes not used"
 # Fields that are read under another name, or that `FORMAT.dropped` lists.
-KNOWN = frozenset(
+_KNOWN = frozenset(
     """
     version id verifiers task agent tools nodes calls request_rewrites rewards response_rewrites metrics info
     extra_usage is_completed ok stop_condition errors timing root_reply mm_token_type_id_map num_input_tokens
@@ -47,7 +47,7 @@ KNOWN = frozenset(
     """.split()
 )
 # Fields of a node with values of its sampled tokens, and their names in the reader of tokens.
-VALUES = {
+_VALUES = {
     "logprobs": "rollout_log_probs",
     "trainer_logprobs": "old_log_probs",
     "reference_logprobs": "ref_log_prob",
@@ -55,7 +55,7 @@ VALUES = {
 }
 
 
-def read_verifiers(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def _read_verifiers(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     """Read the trajectories of all traces of an episode, named after their traces.
 
     The group is the group of the episode, or its task, with the name of the agent if the environment has named agents.
@@ -159,7 +159,7 @@ def _token_call(nodes: list[dict[str, Any]], ids: list[Any], path: list[int], nu
     mask = node.get("mask")
     if not isinstance(mask, list | np.ndarray) or len(mask) != len(ids[number]):
         raise TreepackError(f"{where} has the mask {shown(mask)}; expected one value per token")
-    values = {name: node.get(field) for field, name in VALUES.items()}
+    values = {name: node.get(field) for field, name in _VALUES.items()}
     kept = node.get("sampling_mask", node.get("kept_tokens"))
     return replace(graphs.node_call(ids, path, number, {"loss_mask": mask} | values), kept=kept)
 
@@ -191,9 +191,9 @@ def _facts(episode: dict[str, Any], trace: dict[str, Any], agent: dict[str, Any]
     work = _object(_object(episode, "run", source), "work", source)
     config = _object(agent, "config", source)
     return {
-        **without(trace, KNOWN),
+        **without(trace, _KNOWN),
         "trajectory_id": trace.get("id"),
-        "group_id": f"{group}/{name}" if group is not None and name not in (None, AGENT) else group,
+        "group_id": f"{group}/{name}" if group is not None and name not in (None, _AGENT) else group,
         "step": work.get("step"),
         "reward": rewards or None,
         "env": _object(episode, "env", source).get("id"),
@@ -214,7 +214,7 @@ def _object(value: dict[str, Any], name: str, source: str) -> dict[str, Any]:
     return field or {}
 
 
-GRAPH: Fields = {"nodes": first({"message": OBJECT, "sampled": ANY})}
+_GRAPH: Fields = {"nodes": first({"message": OBJECT, "sampled": ANY})}
 FORMAT = Format(
     name="verifiers",
     rank=240,
@@ -222,14 +222,14 @@ FORMAT = Format(
     recognised_by="`traces` beside `task`, or `nodes` that have a `message` and `sampled`",
     requires=[
         {"traces": each({"nodes": optional(OBJECTS)}), "task": ANY},
-        {"traces": no(LIST), **GRAPH},
-        {"task": no(ANY), **GRAPH},
+        {"traces": no(LIST), **_GRAPH},
+        {"task": no(ANY), **_GRAPH},
     ],
     used="""
         env.id group.id run.work.step traces.id traces.task.key traces.agent.name traces.agent.trainable
         traces.tools traces.nodes.tools traces.rewards traces.metrics traces.info traces.stop_condition traces.ok
         traces.calls.model traces.calls.finish_reason traces.nodes.parent traces.nodes.message traces.nodes.sampled
-        traces.nodes.token_ids
+        traces.nodes.token_ids traces.nodes.sampling_mask traces.nodes.kept_tokens
         traces.nodes.mask traces.nodes.logprobs traces.nodes.advantages traces.nodes.reference_logprobs
         traces.nodes.trainer_logprobs traces.mm_token_type_id_map
     """.split(),
@@ -243,5 +243,5 @@ FORMAT = Format(
         "task.data",
     ),
     keeps=EVERYTHING,
-    read=read_verifiers,
+    read=_read_verifiers,
 )

@@ -28,26 +28,26 @@ from treepack.ingest.readers.format import EVERYTHING, Format
 from treepack.ingest.readers.kinds import ANY, TALK, Fields, ValueKind, has_fields, no, optional
 from treepack.trajectory import Skipped, Trajectory
 
-SUMMARY = "metadata.json"
+_SUMMARY = "metadata.json"
 # Fields that become messages, and measurements of the run.
-DROPPED = frozenset(
+_DROPPED = frozenset(
     """
     prompt completion trajectory tool_defs oai_tools timing token_usage metrics error error_chain long_error_chain
     """.split()
 )
 
 
-def read_verifiers_results(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def _read_verifiers_results(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     """Read the trajectories of one rollout, named `<example>/<line>` or after its steps, in the group of its example.
 
     Raises:
         TreepackError: steps of a different form, or an error of the readers of tokens and messages.
     """
-    if has_fields(record.value, [RUN]):
+    if has_fields(record.value, [_RUN]):
         yield Skipped(record.source, "summary of a run, read with its results", is_rollout=False)
         return
     # Model and settings of the sampler are the same for all lines of the file.
-    summary = companion_path(record, SUMMARY)
+    summary = companion_path(record, _SUMMARY)
     yield from _read_rollout(record, {} if summary is None else read_document(summary), options)
 
 
@@ -59,7 +59,7 @@ def _read_rollout(record: Record, run: dict[str, Any], options: ReadOptions) -> 
     metrics = value.get("metrics") or {}
     if not isinstance(metrics, dict):
         raise TreepackError(f"{source}: metrics is {shown(metrics)}; expected an object")
-    repeated = DROPPED | (metrics.keys() - {"reward"})  # the record repeats each metric as a field
+    repeated = _DROPPED | (metrics.keys() - {"reward"})  # the record repeats each metric as a field
     rest = without(value, repeated)
     rest |= {"trajectory_id": _name(value, steps, record), "extra": metrics or None}
     rest["model"] = rest.get("model") or run.get("model")
@@ -123,9 +123,9 @@ def _parse_calls(message: dict[str, Any], source: str) -> dict[str, Any]:
         raise TreepackError(f"{source}: a tool call is not JSON ({error}); expected name and arguments") from None
 
 
-TALK_OR_NULL = ValueKind("text, a list of messages or null", lambda value: value is None or TALK.test(value))
+_TALK_OR_NULL = ValueKind("text, a list of messages or null", lambda value: value is None or TALK.test(value))
 # The summary of a run, `metadata.json`, is in the folder of its results.
-RUN: Fields = {"env_id": ANY, "num_examples": ANY, "rollouts_per_example": ANY}
+_RUN: Fields = {"env_id": ANY, "num_examples": ANY, "rollouts_per_example": ANY}
 FORMAT = Format(
     name="verifiers-results",
     rank=250,
@@ -134,15 +134,16 @@ FORMAT = Format(
     requires=[
         {
             "example_id": ANY,
-            "prompt": optional(TALK_OR_NULL),
-            "completion": TALK_OR_NULL,
+            "prompt": optional(_TALK_OR_NULL),
+            "completion": _TALK_OR_NULL,
             ("reward", "metrics", "trajectory"): ANY,
         },
-        {"example_id": no(ANY), **RUN},
+        {"example_id": no(ANY), **_RUN},
     ],
     used="""
         example_id prompt completion reward metrics info answer is_truncated tool_defs trajectory.tokens.prompt_ids
         trajectory.tokens.completion_ids trajectory.tokens.completion_mask trajectory.tokens.completion_logprobs
+        trajectory.tokens.sampling_mask trajectory.tokens.kept_tokens
         trajectory.advantage trajectory.is_truncated trajectory.trajectory_id model sampling_args.temperature
     """.split(),
     dropped=(
@@ -152,5 +153,5 @@ FORMAT = Format(
         "trajectory.tokens.routed_experts (kept by --keep-routes)",
     ),
     keeps=EVERYTHING,
-    read=read_verifiers_results,
+    read=_read_verifiers_results,
 )

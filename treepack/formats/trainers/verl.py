@@ -33,37 +33,37 @@ from treepack.ingest.readers.tokens.trainer_batches import rows_of
 from treepack.trajectory import Skipped, Trajectory
 
 # A prompt and a response with one of these fields are a row of verl; other programs use the same names for the ids.
-OWN = tuple(
+_OWN = tuple(
     """
     response_mask response_logprobs reward_score num_turns __num_turns__ rollout_log_probs token_level_scores
     token_level_rewards rm_scores
     """.split()
 )
 # Fields that are objects with content if the row has media.
-MEDIA = ("multi_modal_data", "multi_modal_inputs")
-DROPPED = frozenset(
+_MEDIA = ("multi_modal_data", "multi_modal_inputs")
+_DROPPED = frozenset(
     """
     raw_prompt raw_prompt_ids routed_experts metrics turn_scores tool_rewards reward_extra_info
     """.split()
-) | frozenset(MEDIA)
+) | frozenset(_MEDIA)
 # In order of precedence.
-SCORES = ("reward_score", "rm_scores", "token_level_scores", "token_level_rewards")
+_SCORES = ("reward_score", "rm_scores", "token_level_scores", "token_level_rewards")
 
 
-def read_verl(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def _read_verl(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     """Read the one trajectory of `record`, or one for each row of a batch, named after the row.
 
     Raises:
         TreepackError: columns of different lengths, or an error of the `tokens` reader.
     """
     value, temperature = record.value, None
-    if has_fields(value, [BATCH]):
+    if has_fields(value, [_BATCH]):
         # Tensors are in `batch`, texts and objects in `non_tensor_batch`; both have one value per row.
         temperature = temperature_of(value.get("meta_info"))
         if outside := sorted(KINDS.keys() & value.keys()):
             raise TreepackError(f"{record.source}: {outside[0]} is beside the batch; expected all tensors in the batch")
         value = value["batch"] | object_or_empty(value.get("non_tensor_batch"))
-    elif not has_fields(value, [COLUMNS]):
+    elif not has_fields(value, [_COLUMNS]):
         yield from _read_row(record, options)
         return
     else:
@@ -75,12 +75,12 @@ def read_verl(record: Record, options: ReadOptions) -> Iterator[Trajectory | Ski
 
 def _read_row(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     value = record.value
-    if any(isinstance(value.get(name), dict) and value[name] for name in MEDIA):
+    if any(isinstance(value.get(name), dict) and value[name] for name in _MEDIA):
         yield Skipped(record.source, MEDIA_REASON)
         return
-    kept = without(value, DROPPED) | kept_routes(value, options)
+    kept = without(value, _DROPPED) | kept_routes(value, options)
     if isinstance(extra := kept.pop("extra_fields", None), dict):
-        kept = {name: field for name, field in without(extra, DROPPED).items() if not _is_empty(field)} | kept
+        kept = {name: field for name, field in without(extra, _DROPPED).items() if not _is_empty(field)} | kept
     # `__num_turns__` is the column of a batch, `num_turns` the field of an agent loop.
     if (num_turns := kept.pop("__num_turns__", None)) is not None:
         kept["num_turns"] = num_turns
@@ -90,7 +90,7 @@ def _read_row(record: Record, options: ReadOptions) -> Iterator[Trajectory | Ski
     if kept.get("advantages") is not None:
         kept.pop("returns", None)
     # Rewards are scores minus the KL penalty, so only the first of these fields is the reward.
-    scores = [name for name in SCORES if kept.get(name) is not None]
+    scores = [name for name in _SCORES if kept.get(name) is not None]
     kept = without(kept, scores[1:])
     yield from read_tokens(replace(record, value=kept), options)
 
@@ -99,8 +99,8 @@ def _is_empty(value: Any) -> bool:
     return isinstance(value, list | dict) and not value
 
 
-BATCH: Fields = {"batch.prompts": COLUMN, "batch.responses": COLUMN}
-COLUMNS: Fields = {"prompts": COLUMN, "responses": COLUMN}
+_BATCH: Fields = {"batch.prompts": COLUMN, "batch.responses": COLUMN}
+_COLUMNS: Fields = {"prompts": COLUMN, "responses": COLUMN}
 FORMAT = Format(
     name="verl",
     rank=260,
@@ -108,9 +108,9 @@ FORMAT = Format(
     recognised_by="`prompt_ids` and `response_ids`, or `prompts` and `responses`, as ids, beside `response_mask`, "
     "`response_logprobs`, `rollout_log_probs` or a score of verl; or columns of these",
     requires=[
-        BATCH,
-        COLUMNS,
-        {("prompt_ids", "prompts"): IDS, ("response_ids", "responses"): IDS, OWN: ANY},
+        _BATCH,
+        _COLUMNS,
+        {("prompt_ids", "prompts"): IDS, ("response_ids", "responses"): IDS, _OWN: ANY},
     ],
     used="""
         prompt_ids response_ids response_mask response_logprobs reward_score extra_fields prompts responses
@@ -131,5 +131,5 @@ FORMAT = Format(
     ),
     keeps=EVERYTHING,
     arrays=NUMBERS,
-    read=read_verl,
+    read=_read_verl,
 )

@@ -27,7 +27,7 @@ from treepack.ingest.readers.messages.normal_form import MEDIA, has_media
 from treepack.trajectory import Skipped, Trajectory
 
 
-def read_verl_data(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def _read_verl_data(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     """Read the trajectories of `record`; a generated response is named `<record>/response-<k>`, counted from 1.
 
     Raises:
@@ -94,5 +94,5 @@ FORMAT = Format(
         messages tools enable_thinking prompt responses data_source ability extra_info reward_model.ground_truth
     """.split(),
     dropped=("images and videos (records that have some are skipped)",),
-    read=read_verl_data,
+    read=_read_verl_data,
 )

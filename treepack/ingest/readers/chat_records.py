@@ -35,10 +35,10 @@ from treepack.ingest.readers.messages.normal_form import has_media, normalise_me
 from treepack.trajectory import Chat, PromptCompletion, Skipped, Trajectory
 
 # Fields of AReaL's dumps, whose texts were decoded with their special tokens.
-AREAL = frozenset({"seqlen", "prompt_len", "head_version", "tail_version"})
+_AREAL = frozenset({"seqlen", "prompt_len", "head_version", "tail_version"})
 # Fields that become content; the others are metadata.
-SYSTEM = ("system", "system_prompt", "system_message")
-USED = frozenset({"messages", "prompt", "completion", "system", "chat_template_kwargs"})
+_SYSTEM = ("system", "system_prompt", "system_message")
+_USED = frozenset({"messages", "prompt", "completion", "system", "chat_template_kwargs"})
 
 
 def read_chat(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
@@ -54,13 +54,13 @@ def read_chat(record: Record, options: ReadOptions) -> Iterator[Trajectory | Ski
     if (reason := MEDIA_REASON if has_media(value) else skip_reason(messages)) is not None:
         yield Skipped(source, reason)
         return
-    used: frozenset[str] = USED
+    used: frozenset[str] = _USED
     notes: tuple[str, ...] = ()
     if value.get("messages") is not None:
         found = dialogue(value, source)
         system = _system(value, found.messages)
         done = normalise_messages([*system, *found.messages], source=source)
-        num_prompt, used, notes = len(system) + found.num_prompt, USED | found.used, found.notes
+        num_prompt, used, notes = len(system) + found.num_prompt, _USED | found.used, found.notes
     else:
         prompt, completion = value.get("prompt"), value.get("completion")
         if prompt is None or completion is None:
@@ -70,7 +70,7 @@ def read_chat(record: Record, options: ReadOptions) -> Iterator[Trajectory | Ski
             raise TreepackError(f"{source}: has no messages{hint}; expected messages, or prompt and completion")
         # Text has no turns, so no chat template is applied to it.
         if isinstance(prompt, str) and isinstance(completion, str) and not (system := _system(value, [])):
-            text = PromptCompletion(prompt, completion, has_special=value.keys() >= AREAL)
+            text = PromptCompletion(prompt, completion, has_special=value.keys() >= _AREAL)
             yield describe(record, text, used={"prompt", "completion"}, options=options)
             return
         if isinstance(prompt, str) and isinstance(completion, str):
@@ -92,7 +92,7 @@ def read_chat(record: Record, options: ReadOptions) -> Iterator[Trajectory | Ski
     # {"enable_thinking": false}: the trajectory keeps it, so that the prompt is rendered as it was sampled.
     variables = normalise_template_kwargs(value.get("chat_template_kwargs"), source=source)
     content = Chat(done.messages, weights, tools, variables, message_cuts=done.cuts)
-    used = used | TOOLS | (frozenset(SYSTEM) if system else frozenset())
+    used = used | TOOLS | (frozenset(_SYSTEM) if system else frozenset())
     yield describe(record, content, used=used, options=options, notes=done.notes + notes)
 
 
@@ -111,6 +111,6 @@ def _skip_failed(value: dict[str, Any], source: str) -> None:
 
 def _system(value: dict[str, Any], messages: list[Any]) -> list[dict[str, Any]]:
     """Return the system prompt that is a field next to the messages, as in a request to Anthropic's API."""
-    system = next((value[name] for name in SYSTEM if isinstance(value.get(name), str | list) and value[name]), None)
+    system = next((value[name] for name in _SYSTEM if isinstance(value.get(name), str | list) and value[name]), None)
     has_system = bool(messages) and isinstance(messages[0], dict) and messages[0].get("role") == "system"
     return [] if not system or has_system else [{"role": "system", "content": system}]

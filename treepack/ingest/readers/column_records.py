@@ -24,7 +24,7 @@ from treepack.ingest.readers.registry import formats_by_name
 from treepack.trajectory import Skipped, Trajectory
 
 # The formats of new records, in the order of the registry.
-TARGETS = ("alpaca", "sharegpt", "ms-swift", "trl-preference", "trl-labels", "tokens", "chat")
+_TARGETS = ("alpaca", "sharegpt", "ms-swift", "trl-preference", "trl-labels", "tokens", "chat")
 
 
 def read_columns(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
@@ -77,4 +77,4 @@ def has_columns(record: Record, columns: ColumnMap) -> bool:
 
 
 def _targets() -> list[Format]:
-    return [formats_by_name()[name] for name in TARGETS]
+    return [formats_by_name()[name] for name in _TARGETS]

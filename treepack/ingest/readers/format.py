@@ -41,7 +41,7 @@ from treepack.trajectory import Skipped, Trajectory
 TOKEN_IDS, MASKS, LOGPROBS, REWARDS, LINEAGE = "token ids", "masks", "log-probabilities", "rewards", "lineage"
 KEEPS = (TOKEN_IDS, MASKS, LOGPROBS, REWARDS, LINEAGE)
 EVERYTHING = frozenset(KEEPS)
-MAX_REMOVED = 100  # damaged records of a file whose records belong together; each costs a reading of the file
+_MAX_REMOVED = 100  # damaged records of a file whose records belong together; each costs a reading of the file
 ReadRecord = Callable[[Record, ReadOptions], Iterator[Trajectory | Skipped]]
 ReadFile = Callable[[Iterator[Record], ReadOptions], Iterator[Trajectory | Skipped]]
 
@@ -185,11 +185,11 @@ class Format:
         """Read the records of a file that belong together, without damaged ones.
 
         An error names the record at its beginning. This record is removed and the file is read again, at most
-        `MAX_REMOVED` times; an error that names no record, or one more, skips the file.
+        `_MAX_REMOVED` times; an error that names no record, or one more, skips the file.
         """
         assert self.read_file is not None
         path = records[0].path if records else ""
-        for _ in range(MAX_REMOVED):
+        for _ in range(_MAX_REMOVED):
             if not records:
                 return
             try:

@@ -23,7 +23,7 @@ from treepack.ingest.readers.unread_programs import AGENTS, TRACERS, program_of
 from treepack.trajectory import Skipped
 
 # Blocks and records in which one of a known format is searched; each record is compared with all formats.
-MAX_PIECES, MAX_RECORDS = 16, 256
+_MAX_PIECES, _MAX_RECORDS = 16, 256
 
 
 class UnknownFormatError(TreepackError):
@@ -90,7 +90,7 @@ def recognise(
     unknown: Record | None = None  # the first record that has no known format
     num_records = 0
     first: list[RecordBlock | Range] = []  # taken to recognise the format, and put back before the others
-    for block in islice(blocks, MAX_PIECES):
+    for block in islice(blocks, _MAX_PIECES):
         first.append(block)
         # As objects of Python, the numbers of a large line need twenty times its bytes. Rows of Parquet are arrays too.
         arrays = list_fields(block.data) if isinstance(block, LineBlock) and len(block.data) > LARGE else ()
@@ -106,7 +106,7 @@ def recognise(
             if not following:
                 return inner
             blocks = chain(following, blocks)
-        if not skip_bad and num_records >= MAX_RECORDS:
+        if not skip_bad and num_records >= _MAX_RECORDS:
             break
     if unknown is None:
         return RecognisedFile(None, iter(()), damaged)
@@ -126,7 +126,7 @@ def _list_in_document(block: RecordBlock | Range, format_of: FormatOf) -> Recogn
     if len(names) != 1:
         return None
     values = record.value[names[0]]
-    elements = (Record(record.source, record.path, value) for value in values[:MAX_RECORDS])
+    elements = (Record(record.source, record.path, value) for value in values[:_MAX_RECORDS])
     format_of_list = next((found for element in elements if (found := format_of(element)) is not None), None)
     # A list of messages or spans is one rollout, or several that need each other.
     if format_of_list is None or format_of_list.read is None:

@@ -30,15 +30,15 @@ from treepack.ingest.readers.reading import recognised_file
 from treepack.ingest.readers.registry import all_formats
 from treepack.trajectory import Chat, PromptCompletion, Skipped, Tokens, Trajectory
 
-MAX_TRIED = 20  # values of one field, in elements of lists, that are changed
-MAX_READ = 64  # records of a file whose records belong together
-TRAINED, PROMPT, STRUCTURE, METADATA, UNUSED = "trained", "prompt", "structure", "metadata", "not used"
+_MAX_TRIED = 20  # values of one field, in elements of lists, that are changed
+_MAX_READ = 64  # records of a file whose records belong together
+_TRAINED, _PROMPT, _STRUCTURE, _METADATA, _UNUSED = "trained", "prompt", "structure", "metadata", "not used"
 # Facts of a trajectory that a field may set.
-FACTS = tuple("trajectory_id group_id step weight reward advantage temperature rollout_id".split())
-SHORT = {"trajectory_id": "id", "group_id": "group", "rollout_id": "rollout"}
+_FACTS = tuple("trajectory_id group_id step weight reward advantage temperature rollout_id".split())
+_SHORT = {"trajectory_id": "id", "group_id": "group", "rollout_id": "rollout"}
 
-Steps = tuple[str | int, ...]
-Items = list[Trajectory | Skipped]
+_Steps = tuple[str | int, ...]
+_Items = list[Trajectory | Skipped]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,14 +79,14 @@ def explain(path: str, options: ReadOptions, *, format: str = "auto") -> RecordU
         recognised = recognised_file(blocks, options, format=format)
         found = recognised.format
         assert found is not None  # only damaged records that were skipped have no format
-        num = 1 if found.read_file is None else MAX_READ
+        num = 1 if found.read_file is None else _MAX_READ
         records = list(islice((record for block in recognised.blocks for record in block.records()), num))
     except TreepackError as refusal:
         error = str(refusal)
         records = list(islice(read_records(path), 1))
     first = with_containers(records[0].with_lists())
     records[0] = first
-    items: Items = []
+    items: _Items = []
     if found is not None:
         try:
             items = _items(found, records, options)
@@ -107,7 +107,7 @@ def explain(path: str, options: ReadOptions, *, format: str = "auto") -> RecordU
     )
 
 
-def _items(found: Format, records: Sequence[Record], options: ReadOptions) -> Items:
+def _items(found: Format, records: Sequence[Record], options: ReadOptions) -> _Items:
     return list(found.trajectories(records, replace(options, skip_bad=False)))
 
 
@@ -121,7 +121,7 @@ def _columns(found: Format | None, record: Record, options: ReadOptions) -> str 
     return columns.line
 
 
-def _outcome(items: Items) -> list[str]:
+def _outcome(items: _Items) -> list[str]:
     """Return one line for each kind of trajectory, and each reason for skipping."""
     kinds = Counter(f"skipped: {item.reason}" if isinstance(item, Skipped) else _kind(item) for item in items)
     return [f"{kind}: {number}" for kind, number in kinds.items()]
@@ -135,10 +135,10 @@ def _kind(item: Trajectory) -> str:
 class _RecordTrial:
     """Reads the records of a file with one value of the first record changed."""
 
-    def __init__(self, found: Format, records: Sequence[Record], options: ReadOptions, items: Items) -> None:
+    def __init__(self, found: Format, records: Sequence[Record], options: ReadOptions, items: _Items) -> None:
         self._format, self._records, self._options, self._items = found, records, options, items
 
-    def uses(self, steps: Steps, value: Any) -> set[str]:
+    def uses(self, steps: _Steps, value: Any) -> set[str]:
         """Return the uses of the `value` at `steps`."""
         uses: set[str] = set()
         for changed in _changes(value):
@@ -146,11 +146,11 @@ class _RecordTrial:
             try:
                 items = _items(self._format, [first, *self._records[1:]], self._options)
             except TreepackError:
-                uses.add(STRUCTURE)
+                uses.add(_STRUCTURE)
                 continue
             uses |= _differences(self._items, items)
         # A change that breaks the record shows less than one that does not.
-        return uses - {STRUCTURE} or uses or {UNUSED}
+        return uses - {_STRUCTURE} or uses or {_UNUSED}
 
 
 def _changes(value: Any) -> list[Any]:
@@ -167,7 +167,7 @@ def _changes(value: Any) -> list[Any]:
     return [[each if each is None else each + 1 for each in numbers]]
 
 
-def _with(value: Any, steps: Steps, changed: Any) -> Any:
+def _with(value: Any, steps: _Steps, changed: Any) -> Any:
     """Return `value` with `changed` at `steps`."""
     if not steps:
         return changed
@@ -177,54 +177,54 @@ def _with(value: Any, steps: Steps, changed: Any) -> Any:
     return [inner if index == steps[0] else each for index, each in enumerate(value)]
 
 
-def _differences(before: Items, after: Items) -> set[str]:
+def _differences(before: _Items, after: _Items) -> set[str]:
     """Return the uses of a value by which the reading changed from `before` to `after`."""
     if [type(item) for item in before] != [type(item) for item in after]:
-        return {STRUCTURE}
+        return {_STRUCTURE}
     uses: set[str] = set()
     for old, new in zip(before, after, strict=True):
         if isinstance(old, Skipped) or isinstance(new, Skipped):
-            uses |= {STRUCTURE} if old != new else set()
+            uses |= {_STRUCTURE} if old != new else set()
             continue
-        uses |= {SHORT.get(name, name) for name in FACTS if getattr(old, name) != getattr(new, name)}
+        uses |= {_SHORT.get(name, name) for name in _FACTS if getattr(old, name) != getattr(new, name)}
         if old.metadata != new.metadata:
-            uses.add(METADATA)
+            uses.add(_METADATA)
         uses |= _in_content(old.content, new.content)
     return uses
 
 
 def _in_content(old: Chat | PromptCompletion | Tokens, new: Chat | PromptCompletion | Tokens) -> set[str]:
     if isinstance(old, PromptCompletion) and isinstance(new, PromptCompletion):
-        uses = {TRAINED} if old.completion != new.completion else set()
-        return uses | ({PROMPT} if old.prompt != new.prompt else set())
+        uses = {_TRAINED} if old.completion != new.completion else set()
+        return uses | ({_PROMPT} if old.prompt != new.prompt else set())
     if isinstance(old, Chat) and isinstance(new, Chat):
         return _in_chat(old, new)
     if isinstance(old, Tokens) and isinstance(new, Tokens):
         return _in_tokens(old, new)
-    return {STRUCTURE}
+    return {_STRUCTURE}
 
 
 def _in_chat(old: Chat, new: Chat) -> set[str]:
     if [each["role"] for each in old.messages] != [each["role"] for each in new.messages]:
-        return {STRUCTURE}
+        return {_STRUCTURE}
     uses = {"mask"} if old.message_weights != new.message_weights else set()
     for one, other, weight in zip(old.messages, new.messages, old.message_weights, strict=True):
         if one != other:
-            uses.add(TRAINED if weight else PROMPT)
+            uses.add(_TRAINED if weight else _PROMPT)
     if old.tools != new.tools or old.chat_template_kwargs != new.chat_template_kwargs:
-        uses.add(PROMPT)
+        uses.add(_PROMPT)
     return uses | ({"temperature"} if old.message_temperatures != new.message_temperatures else set())
 
 
 def _in_tokens(old: Tokens, new: Tokens) -> set[str]:
     if len(old.tokens) != len(new.tokens):
-        return {STRUCTURE}
+        return {_STRUCTURE}
     trained = np.zeros(len(old.tokens), np.bool_)
     for start, end in zip(old.starts, old.ends, strict=True):
         trained[start:end] = True
     changed = old.tokens != new.tokens
-    uses = {TRAINED} if (changed & trained).any() else set()
-    uses |= {PROMPT} if (changed & ~trained).any() else set()
+    uses = {_TRAINED} if (changed & trained).any() else set()
+    uses |= {_PROMPT} if (changed & ~trained).any() else set()
     for name in ("starts", "ends", "span_weights"):
         if not np.array_equal(getattr(old, name), getattr(new, name)):
             uses.add("mask")
@@ -240,15 +240,15 @@ def _is_equal(old: Any, new: Any) -> bool:
 
 def _fields(value: dict[str, Any], trial: _RecordTrial | None) -> Iterator[FieldUse]:
     """Yield each field in the order of the record; the same field of elements of a list is one."""
-    by_path: dict[str, list[tuple[Steps, Any]]] = {}
+    by_path: dict[str, list[tuple[_Steps, Any]]] = {}
     for steps, leaf in _leaves(value, ()):
         path = "".join("[]" if isinstance(step, int) else f".{step}" for step in steps).removeprefix(".")
         by_path.setdefault(path, []).append((steps, leaf))
     for path, leaves in by_path.items():
         filled = [(steps, leaf) for steps, leaf in leaves if leaf is not None and not _is_empty(leaf)]
         # The first values and the last: 3 of [a b c d e] -> a b e
-        half = MAX_TRIED // 2
-        tried = filled if len(filled) <= MAX_TRIED else [*filled[:half], *filled[-half:]]
+        half = _MAX_TRIED // 2
+        tried = filled if len(filled) <= _MAX_TRIED else [*filled[:half], *filled[-half:]]
         uses: Counter[str] = Counter()
         for steps, leaf in tried:
             uses.update(("not read",) if trial is None else sorted(trial.uses(steps, leaf)))
@@ -256,7 +256,7 @@ def _fields(value: dict[str, Any], trial: _RecordTrial | None) -> Iterator[Field
         yield FieldUse(path, shown(_plain(sample)), dict(uses) or {"empty": len(leaves)}, len(leaves))
 
 
-def _leaves(value: Any, steps: Steps) -> Iterator[tuple[Steps, Any]]:
+def _leaves(value: Any, steps: _Steps) -> Iterator[tuple[_Steps, Any]]:
     """Yield the steps and value of each text, number, flag, null, empty list, and list of numbers."""
     if isinstance(value, dict) and value:
         for name, inner in value.items():

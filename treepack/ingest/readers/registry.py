@@ -22,8 +22,8 @@ from types import MappingProxyType
 from treepack.errors import TreepackError
 from treepack.ingest.readers.format import Format
 
-PACKAGE = "treepack.formats"
-GROUP = "treepack.formats"  # of the entry points of other packages
+_PACKAGE = "treepack.formats"
+_GROUP = "treepack.formats"  # of the entry points of other packages
 
 
 @cache
@@ -65,7 +65,7 @@ def check_format(name: str) -> None:
 
 def _own_formats() -> Iterator[Format]:
     # Imported by name: no module of the readers depends on a format.
-    for module in pkgutil.walk_packages(import_module(PACKAGE).__path__, f"{PACKAGE}."):
+    for module in pkgutil.walk_packages(import_module(_PACKAGE).__path__, f"{_PACKAGE}."):
         found = vars(import_module(module.name))
         # A folder has neither, and nor has a module that belongs to the format beside it.
         yield from found.get("FORMATS", (found["FORMAT"],) if "FORMAT" in found else ())
@@ -73,9 +73,9 @@ def _own_formats() -> Iterator[Format]:
 
 def _installed_formats() -> Iterator[tuple[Format, str]]:
     """Yield the formats of other packages, each with the text that names its entry point in a message."""
-    for point in entry_points(group=GROUP):
+    for point in entry_points(group=_GROUP):
         package = "another package" if point.dist is None else f"{point.dist.name} {point.dist.version}"
-        source = f"{package}, entry point '{point.name}' of {GROUP}"
+        source = f"{package}, entry point '{point.name}' of {_GROUP}"
         yield _load(point, source), source
 
 

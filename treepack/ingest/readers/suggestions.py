@@ -26,31 +26,31 @@ from treepack.ingest.readers.kinds import IDS
 from treepack.ingest.readers.messages.normal_form import RENAMED_ROLES, ROLES
 from treepack.trajectory import Chat, Trajectory
 
-DEPTH = 4  # of fields inside of fields that are searched
+_DEPTH = 4  # of fields inside of fields that are searched
 MAX_FIELDS = 500  # values of a record that are searched
-SPEAKERS = "role from speaker sender author who participant name type source agent actor".split()
-NO_SPEAKERS = frozenset("model id".split())  # neither are these what somebody said
-SPEECH = "content value text message body msg utterance said parts output".split()
-PROMPTS = frozenset(
+_SPEAKERS = "role from speaker sender author who participant name type source agent actor".split()
+_NO_SPEAKERS = frozenset("model id".split())  # neither are these what somebody said
+_SPEECH = "content value text message body msg utterance said parts output".split()
+_PROMPTS = frozenset(
     "prompt question query instruction problem request task ask input inputs user human puzzle q".split()
 )
 # The first of these words in a name counts: assistant_response before assistant_note.
-ANSWERS = (
+_ANSWERS = (
     "response responses completion completions answer answers output outputs reply replies generation generations "
     "generated said solution solutions prediction predictions rollout rollouts sample samples assistant bot text "
     "target targets a"
 ).split()
 # No answers: thoughts, facts, references, and what a tool said.
-THOUGHTS = frozenset(
+_THOUGHTS = frozenset(
     "scratchpad reasoning thinking thought thoughts language format type hash sha url path canonical reference gold "
     "expected tool tools observation".split()
 )
-REWARD = re.compile(r"reward|score|return|correct|pass", re.I)
-MASK = re.compile(r"mask|train|loss|flag", re.I)
-USERS = re.compile(r"user|human|customer|client|student|patient|caller|question|prompt", re.I)
-MODELS = re.compile(r"assist|agent|bot|model|\bai\b|gpt|llm|clerk|answer|respon", re.I)
-TOOLS = re.compile(r"tool|env|observ|function|result", re.I)
-PLAIN = re.compile(r"[^,=+\[\]?]+")  # names that a line of --columns can contain
+_REWARD = re.compile(r"reward|score|return|correct|pass", re.I)
+_MASK = re.compile(r"mask|train|loss|flag", re.I)
+_USERS = re.compile(r"user|human|customer|client|student|patient|caller|question|prompt", re.I)
+_MODELS = re.compile(r"assist|agent|bot|model|\bai\b|gpt|llm|clerk|answer|respon", re.I)
+_TOOLS = re.compile(r"tool|env|observ|function|result", re.I)
+_PLAIN = re.compile(r"[^,=+\[\]?]+")  # names that a line of --columns can contain
 
 
 def suggested_columns(record: Record, options: ReadOptions) -> str | None:
@@ -72,7 +72,7 @@ def _reads(record: Record, line: str, options: ReadOptions) -> bool:
 
 
 def _candidates(value: dict[str, Any]) -> Iterator[str]:
-    fields = dict(list(_fields(value, "", DEPTH))[:MAX_FIELDS])
+    fields = dict(list(_fields(value, "", _DEPTH))[:MAX_FIELDS])
     reward = _reward(fields)
     for path, field in fields.items():
         messages = as_messages(field)
@@ -87,7 +87,7 @@ def _fields(value: dict[str, Any], before: str, depth: int) -> Iterator[tuple[st
     """Yield path and value of each field that is not null, outer fields first."""
     inner = []
     for name, field in value.items():
-        if field is None or not isinstance(name, str) or not PLAIN.fullmatch(name):
+        if field is None or not isinstance(name, str) or not _PLAIN.fullmatch(name):
             continue
         path = f"{before}{name}"
         yield path, field
@@ -100,14 +100,14 @@ def _fields(value: dict[str, Any], before: str, depth: int) -> Iterator[tuple[st
 
 def _parts(messages: list[dict[str, Any]]) -> str | None:
     """Return the columns of the parts of messages, as ",role=who,content=said"; None if they are not messages."""
-    names = [name for name in messages[0] if PLAIN.fullmatch(name) and not _words(name) & NO_SPEAKERS]
+    names = [name for name in messages[0] if _PLAIN.fullmatch(name) and not _words(name) & _NO_SPEAKERS]
     roles = [name for name in names if all(isinstance(each.get(name), str | bool) for each in messages)]
     speakers = sorted(
-        (name for name in roles if _is_speaker(name, messages)), key=lambda name: _rank(name.lower(), SPEAKERS)
+        (name for name in roles if _is_speaker(name, messages)), key=lambda name: _rank(name.lower(), _SPEAKERS)
     )
     for role in speakers[:3]:
         speech = [name for name in names if name != role and any(_is_speech(each.get(name)) for each in messages)]
-        speech.sort(key=lambda name: (_rank(name.lower(), SPEECH), -_length(name, messages)))
+        speech.sort(key=lambda name: (_rank(name.lower(), _SPEECH), -_length(name, messages)))
         if not speech:
             continue
         columns = "" if role == "role" else f",role={role}"
@@ -121,7 +121,7 @@ def _parts(messages: list[dict[str, Any]]) -> str | None:
 def _is_speaker(name: str, messages: list[dict[str, Any]]) -> bool:
     values = {each[name] for each in messages}
     return all(isinstance(value, bool) or 0 < len(value) <= 40 for value in values) and (
-        len(values) < len(messages) or name.lower() in SPEAKERS or len(values) <= 2
+        len(values) < len(messages) or name.lower() in _SPEAKERS or len(values) <= 2
     )
 
 
@@ -141,16 +141,16 @@ def _roles(values: list[Any], key: str) -> str | None:
     """Return the columns of the names of roles that are not known, as ",user=customer"; None if no one is the model."""
     distinct = list(dict.fromkeys(values))
     if all(isinstance(value, bool) for value in distinct):
-        model = "false" if USERS.search(key) else "true"
+        model = "false" if _USERS.search(key) else "true"
         return f",assistant={model},user={'true' if model == 'false' else 'false'}"
     names: dict[str, list[str]] = {}
     known = {str(value): _known_role(str(value)) for value in distinct}
     for value, role in known.items():
-        if role is None and not PLAIN.fullmatch(value):
+        if role is None and not _PLAIN.fullmatch(value):
             return None
-        kinds = (("user", USERS), ("assistant", MODELS), ("tool", TOOLS))
+        kinds = (("user", _USERS), ("assistant", _MODELS), ("tool", _TOOLS))
         guess = role or next((kind for kind, words in kinds if words.search(value)), None)
-        if guess is None and key.lower() not in SPEAKERS:
+        if guess is None and key.lower() not in _SPEAKERS:
             return None  # a country or a version, and no speaker
         if guess is None:
             # A first speaker of no other role is the user, and all others are the model.
@@ -169,9 +169,9 @@ def _known_role(name: str) -> str | None:
 
 def _token_candidates(fields: dict[str, Any]) -> Iterator[str]:
     lists = [path for path, field in fields.items() if IDS.test(field) and _is_ids(field)]
-    masks = [path for path in lists if MASK.search(path) and set(fields[path]) <= {0, 1}]
+    masks = [path for path in lists if _MASK.search(path) and set(fields[path]) <= {0, 1}]
     ids = [path for path in lists if path not in masks]
-    prompts = [path for path in ids if _words(path) & PROMPTS]
+    prompts = [path for path in ids if _words(path) & _PROMPTS]
     answers = [path for path in ids if _is_answer(path) and path not in prompts]
     if prompts and answers:
         yield f"prompt_ids={prompts[0]},answer_ids={answers[0]}"
@@ -191,11 +191,11 @@ def _answer_candidates(fields: dict[str, Any]) -> Iterator[str]:
     systems = [path for path in texts if "system" in _words(path) and isinstance(fields[path], str)]
     # "prompt" before "task", and a name such as user_response is an answer.
     prompts = sorted(
-        (path for path in texts if _words(path) & PROMPTS and not _is_answer(path) and path not in systems),
+        (path for path in texts if _words(path) & _PROMPTS and not _is_answer(path) and path not in systems),
         key=lambda path: "prompt" not in _words(path),
     )
     answers = [line for path, field in fields.items() for line in _answers(path, field)]
-    answers.sort(key=lambda each: (each[0].count("."), min(_rank(word, ANSWERS) for word in _words(each[0]))))
+    answers.sort(key=lambda each: (each[0].count("."), min(_rank(word, _ANSWERS) for word in _words(each[0]))))
     system = f",system_prompt={systems[0]}" if systems else ""
     for prompt in prompts:
         key = "prompt" if "prompt" in _words(prompt) else "question"
@@ -215,7 +215,7 @@ def _answers(path: str, field: Any) -> Iterator[tuple[str, str]]:
     texts = [key for key in objects[0] if all(isinstance(each.get(key), str) for each in objects)]
     texts = [key for key in texts if _is_answer(key) or key == "content"]
     texts.sort(key=lambda key: -_length(key, objects))
-    numbers = [key for key in objects[0] if REWARD.search(key) and all(_is_number(each.get(key)) for each in objects)]
+    numbers = [key for key in objects[0] if _REWARD.search(key) and all(_is_number(each.get(key)) for each in objects)]
     for text in texts if numbers or _is_answer(path) else ():
         rewards = f",reward={path}[].{numbers[0]}" if numbers else ""
         yield path, f"answer={path}[].{text}{rewards}"
@@ -223,7 +223,7 @@ def _answers(path: str, field: Any) -> Iterator[tuple[str, str]]:
 
 def _is_answer(path: str) -> bool:
     words = _words(path)
-    return bool(words.intersection(ANSWERS)) and not words & (THOUGHTS | {"system"})
+    return bool(words.intersection(_ANSWERS)) and not words & (_THOUGHTS | {"system"})
 
 
 def _is_talk(field: Any) -> bool:

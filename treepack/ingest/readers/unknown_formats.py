@@ -21,8 +21,8 @@ from treepack.trajectory import Trajectory
 
 # A refusal lists this many fields of a record, and this many characters of each name: enough to recognise the program,
 # and short enough for a terminal. Documents keyed by task have thousands of fields.
-MAX_FIELDS, MAX_FIELD = 20, 40
-LISTS_FORMATS = "'treepack formats' lists the formats and their fields, and --columns reads other layouts"
+_MAX_FIELDS, _MAX_FIELD = 20, 40
+_LISTS_FORMATS = "'treepack formats' lists the formats and their fields, and --columns reads other layouts"
 
 
 def unknown_format(
@@ -54,7 +54,7 @@ def _remedy(record: Record, formats: Sequence[Format], known: Sequence[str], opt
             f"write each element of {' or '.join(names)} as one record, if these are the rollouts; 'treepack formats' "
             "lists the formats and their fields"
         )
-    return LISTS_FORMATS
+    return _LISTS_FORMATS
 
 
 def _misspelt(
@@ -89,8 +89,8 @@ def _has_records(record: Record, name: str, formats: Sequence[Format]) -> bool:
 
 
 def _list_fields(fields: Iterable[str]) -> str:
-    """Join the names of `fields` on one line, at most `MAX_FIELDS` of them."""
-    names = [" ".join(name.split())[:MAX_FIELD] for name in fields]
+    """Join the names of `fields` on one line, at most `_MAX_FIELDS` of them."""
+    names = [" ".join(name.split())[:_MAX_FIELD] for name in fields]
     # 25 fields -> the first 20 "and 5 more"
-    more = f" and {len(names) - MAX_FIELDS:,} more" if len(names) > MAX_FIELDS else ""
-    return ", ".join(names[:MAX_FIELDS]) + more
+    more = f" and {len(names) - _MAX_FIELDS:,} more" if len(names) > _MAX_FIELDS else ""
+    return ", ".join(names[:_MAX_FIELDS]) + more

@@ -12,19 +12,19 @@ from typing import Any
 from treepack.ingest.readers.kinds import ANY, LIST, OBJECT, TEXT, Fields, first, has_fields, no, one_of, some, starting
 
 # Tracers of calls. Checked before the formats: a part of such a record may look like one of them.
-BRAINTRUST: Fields = {
+_BRAINTRUST: Fields = {
     "_xact_id": ANY,
     ("root_span_id", "span_attributes", "experiment_id", "log_id", "project_id"): ANY,
 }
-WEAVE: Fields = {"op_name": TEXT, "started_at": ANY, ("inputs", "trace_id"): ANY}
+_WEAVE: Fields = {"op_name": TEXT, "started_at": ANY, ("inputs", "trace_id"): ANY}
 TRACERS: dict[str, list[Fields]] = {
     "Braintrust": [
-        BRAINTRUST,
+        _BRAINTRUST,
         {"root_span_id": ANY, "span_attributes": ANY},
-        {"events": first(BRAINTRUST)},
-        {"data": first(BRAINTRUST)},
+        {"events": first(_BRAINTRUST)},
+        {"data": first(_BRAINTRUST)},
     ],
-    "Weave": [{"op_name": starting("weave:///")}, WEAVE, {"calls": first(WEAVE)}],
+    "Weave": [{"op_name": starting("weave:///")}, _WEAVE, {"calls": first(_WEAVE)}],
     "MLflow": [
         {"info": OBJECT, "data.spans": LIST},
         {"spans": some({"attributes.mlflow.traceRequestId": ANY})},

@@ -44,16 +44,16 @@ from treepack.ingest.template.rendering import (
 )
 from treepack.ingest.template.texts import ChainedText
 
-NOT_CONTINUED = "the chat template does not continue its own generation prompt"
-NO_THINKING = "the generation prompt of the chat template excludes the reasoning of a turn"
-THINKING_REMEDY = (
+_NOT_CONTINUED = "the chat template does not continue its own generation prompt"
+_NO_THINKING = "the generation prompt of the chat template excludes the reasoning of a turn"
+_THINKING_REMEDY = (
     "set chat_template_kwargs of the rollout, such as enable_thinking, or use another template (--chat-template FILE)"
 )
-CLOSED_NOTE = "thought opened by the generation prompt closed without reasoning, untrained"
-EMPTY_NOTE = "assistant turn without text, reasoning or calls, not trained"
-PROBE_THOUGHT = "probe_thought"
-SEEN_END = 256  # characters at the end of a turn among which its end token is
-LONGEST_TAGS = 64  # characters of an opening and a closing tag, without whitespace: more than any of `thoughts`
+_CLOSED_NOTE = "thought opened by the generation prompt closed without reasoning, untrained"
+_EMPTY_NOTE = "assistant turn without text, reasoning or calls, not trained"
+_PROBE_THOUGHT = "probe_thought"
+_SEEN_END = 256  # characters at the end of a turn among which its end token is
+_LONGEST_TAGS = 64  # characters of an opening and a closing tag, without whitespace: more than any of `thoughts`
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class TurnAnswer:
     def trained_end(self) -> str:
         """Return the last characters of the last span, at least the longest special token; O(1) in the text."""
         start, end = self.spans[-1]
-        return self.text.slice(max(start, end - SEEN_END), end)
+        return self.text.slice(max(start, end - _SEEN_END), end)
 
 
 class TurnAnswers:
@@ -189,10 +189,10 @@ class TurnAnswers:
         thought = str(turn.get("reasoning_content") or "") or (inner.text if inner else "")
         calls = turn.get("tool_calls") or []
         if not (content.strip() or thought.strip() or calls):
-            return TurnAnswer(prompt, (), (EMPTY_NOTE,))
-        end_of_prompt = prompt.ending(LONGEST_TAGS)
+            return TurnAnswer(prompt, (), (_EMPTY_NOTE,))
+        end_of_prompt = prompt.ending(_LONGEST_TAGS)
         if thought.strip() and closes_thought(end_of_prompt):
-            raise UnfaithfulError(f"{setting.source}: {NO_THINKING}; {THINKING_REMEDY}", NO_THINKING)
+            raise UnfaithfulError(f"{setting.source}: {_NO_THINKING}; {_THINKING_REMEDY}", _NO_THINKING)
         opening = open_thought(end_of_prompt)
         split = _split(turn) if opening and inner else turn
         body = self._printed(split, setting)
@@ -205,7 +205,7 @@ class TurnAnswers:
             if thought:
                 body = thought.strip("\n") + (inner.closing if inner else self._closing(opening, setting)) + body
             else:
-                before, notes = self._closing(opening, setting), (CLOSED_NOTE,)
+                before, notes = self._closing(opening, setting), (_CLOSED_NOTE,)
         if len(calls) == 1 and (end_of_calls := self._end_of_calls(setting)):
             body = body.rstrip() + end_of_calls
         return self._spanned(prompt.plus(before + body), len(prompt), len(prompt) + len(before), notes)
@@ -233,16 +233,16 @@ class TurnAnswers:
                 if start and text.startswith(start):
                     return text[len(start) :]
         raise refusal or UnfaithfulError(
-            f"{setting.source}: {NOT_CONTINUED}; use a template that does (--chat-template FILE), "
+            f"{setting.source}: {_NOT_CONTINUED}; use a template that does (--chat-template FILE), "
             "or one with {% generation %} marks",
-            NOT_CONTINUED,
+            _NOT_CONTINUED,
         )
 
     def _closing(self, opening: str, setting: TemplateSetting) -> str:
         """Return the text between a thought and the text after it, as the template prints it if it prints thoughts."""
-        probe = {"role": "assistant", "content": "probe_content", "reasoning_content": PROBE_THOUGHT}
+        probe = {"role": "assistant", "content": "probe_content", "reasoning_content": _PROBE_THOUGHT}
         printed = self._printed(probe, setting)
-        _, is_printed, rest = printed.partition(PROBE_THOUGHT)
+        _, is_printed, rest = printed.partition(_PROBE_THOUGHT)
         between, is_followed, _ = rest.partition("probe_content")
         return between if is_printed and is_followed else closing(opening)
 

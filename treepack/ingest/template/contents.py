@@ -19,10 +19,10 @@ from typing import Any
 from treepack.ingest.template.reasoning_tags import inner_thought, thought_of
 from treepack.ingest.template.rendering import Message, UnfaithfulError
 
-TEXT_MISSING = "the chat template leaves out the text of a turn"
-CALLS_MISSING = "the chat template leaves out tool calls of a turn"
-ENDS_EARLY = "the chat template ends a turn before its last text"
-THOUGHT_NOTE = "reasoning left out, because the chat template does not print it"
+_TEXT_MISSING = "the chat template leaves out the text of a turn"
+_CALLS_MISSING = "the chat template leaves out tool calls of a turn"
+_ENDS_EARLY = "the chat template ends a turn before its last text"
+_THOUGHT_NOTE = "reasoning left out, because the chat template does not print it"
 
 
 def check_answer(message: Message, answer: str, *, end: str, source: str) -> tuple[str, ...]:
@@ -41,13 +41,15 @@ def check_answer(message: Message, answer: str, *, end: str, source: str) -> tup
     content = str(message.get("content") or "")
     inner = inner_thought(content)
     if not _has_text(printed, inner.rest if inner else content):
-        raise UnfaithfulError(f"{source}: {TEXT_MISSING}; use another template (--chat-template FILE)", TEXT_MISSING)
+        raise UnfaithfulError(f"{source}: {_TEXT_MISSING}; use another template (--chat-template FILE)", _TEXT_MISSING)
     calls = message.get("tool_calls") or []
     if not _has_calls(answer, calls):
-        raise UnfaithfulError(f"{source}: {CALLS_MISSING}; use another template (--chat-template FILE)", CALLS_MISSING)
+        raise UnfaithfulError(
+            f"{source}: {_CALLS_MISSING}; use another template (--chat-template FILE)", _CALLS_MISSING
+        )
     if end and _ends_early(answer, end, [content, thought_of(message), json.dumps(calls, ensure_ascii=False)]):
-        raise UnfaithfulError(f"{source}: {ENDS_EARLY}; use another template (--chat-template FILE)", ENDS_EARLY)
-    return () if _has_text(printed, thought_of(message)) else (THOUGHT_NOTE,)
+        raise UnfaithfulError(f"{source}: {_ENDS_EARLY}; use another template (--chat-template FILE)", _ENDS_EARLY)
+    return () if _has_text(printed, thought_of(message)) else (_THOUGHT_NOTE,)
 
 
 def _has_text(printed: str, text: str) -> bool:

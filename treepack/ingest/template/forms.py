@@ -30,25 +30,28 @@ PROBE_TOOL = {
         "parameters": {"type": "object", "properties": {"probe_key": {"type": "string", "description": "probe"}}},
     },
 }
-PROBE_ID = "probe0000"  # Mistral's templates accept only ids of nine letters and digits
+_PROBE_ID = "probe0000"  # Mistral's templates accept only ids of nine letters and digits
 PROBE_CONTENT = "probe_content"
-USER: Message = {"role": "user", "content": "probe"}
-SYSTEM: Message = {"role": "system", "content": "probe"}
-CONTEXTS = ([USER], [SYSTEM, USER])  # shortest conversations before a turn; a template may refuse or require a system
+_USER: Message = {"role": "user", "content": "probe"}
+_SYSTEM: Message = {"role": "system", "content": "probe"}
+CONTEXTS = (
+    [_USER],
+    [_SYSTEM, _USER],
+)  # shortest conversations before a turn; a template may refuse or require a system
 
-NO_CALLS = "the chat template does not print the arguments of tool calls"
-NO_RESULTS = "the chat template does not print the results of tool calls"
-NO_SYSTEM = "the chat template does not print the system message"
-ONE_CALL = "the chat template prints only one tool call of a turn"
+_NO_CALLS = "the chat template does not print the arguments of tool calls"
+_NO_RESULTS = "the chat template does not print the results of tool calls"
+_NO_SYSTEM = "the chat template does not print the system message"
+_ONE_CALL = "the chat template prints only one tool call of a turn"
 
-Convert = Callable[[Any], Any]
+_Convert = Callable[[Any], Any]
 
 
 @dataclass(frozen=True, slots=True)
-class CallForm:
+class _CallForm:
     """The form of messages with tool calls: how to convert arguments, and the content if there is no text."""
 
-    convert: Convert
+    convert: _Convert
     empty: str | None
 
 
@@ -68,20 +71,22 @@ class MessageForms:
         """
         calls = [message["tool_calls"] for message in messages if message.get("tool_calls")]
         if calls and isinstance(form := self._call_form, str):
-            raise UnfaithfulError(f"{source}: {NO_CALLS}{form}; {_remedy('remove the tool calls')}", NO_CALLS)
+            raise UnfaithfulError(f"{source}: {_NO_CALLS}{form}; {_remedy('remove the tool calls')}", _NO_CALLS)
         if any(len(each) > 1 for each in calls) and not self._prints_two_calls:
-            raise UnfaithfulError(f"{source}: {ONE_CALL}; {_remedy('split the turns with several calls')}", ONE_CALL)
+            raise UnfaithfulError(f"{source}: {_ONE_CALL}; {_remedy('split the turns with several calls')}", _ONE_CALL)
         roles = {message["role"] for message in messages}
         if "tool" in roles and not self._prints_results:
-            raise UnfaithfulError(f"{source}: {NO_RESULTS}; {_remedy('remove them')}", NO_RESULTS)
+            raise UnfaithfulError(f"{source}: {_NO_RESULTS}; {_remedy('remove them')}", _NO_RESULTS)
         if "system" in roles and not self._prints_system:
-            raise UnfaithfulError(f"{source}: {NO_SYSTEM}; {_remedy('put it into the first user message')}", NO_SYSTEM)
+            raise UnfaithfulError(
+                f"{source}: {_NO_SYSTEM}; {_remedy('put it into the first user message')}", _NO_SYSTEM
+            )
 
     def convert(self, message: Message) -> Message:
         """Return `message` in the form that the template prints."""
         changes: Message = {}
         form = self._call_form if message.get("tool_calls") else ""
-        if isinstance(form, CallForm):
+        if isinstance(form, _CallForm):
             changes["tool_calls"] = [_converted(call, form.convert) for call in message["tool_calls"]]
             if message["content"] == "":
                 changes["content"] = form.empty
@@ -100,7 +105,7 @@ class MessageForms:
         return any(text is not None and PROBE_CONTENT in text for text in in_parts)
 
     @cached_property
-    def _call_form(self) -> CallForm | str:
+    def _call_form(self) -> _CallForm | str:
         """Return the form of messages with tool calls, or if the template prints none, the reason in brackets.
 
         Arguments are JSON text or an object; a template prints one form, both or none. Some templates require or refuse
@@ -125,9 +130,9 @@ class MessageForms:
             # JSON for both -> unchanged; only text -> text; only an object, or an object in another form -> object;
             # none -> next probe. Gemma 4 prints an object as {probe_key:<|"|>probe_value<|"|>}, and text in two braces.
             if dict in prints and (str not in prints or PROBE_TEXT not in prints[dict]):
-                return CallForm(_as_object, empty)
+                return _CallForm(_as_object, empty)
             if str in prints:
-                return CallForm(_identity if dict in prints else _as_text, empty)
+                return _CallForm(_identity if dict in prints else _as_text, empty)
         return reason
 
     @cached_property
@@ -146,9 +151,9 @@ class MessageForms:
     def _prints_results(self) -> bool:
         """Return True if the template prints a message of role tool, after a call or, for text actions, without one."""
         form = self._call_form
-        result = {"role": "tool", "tool_call_id": PROBE_ID, "name": "probe", "content": PROBE_CONTENT}
+        result = {"role": "tool", "tool_call_id": _PROBE_ID, "name": "probe", "content": PROBE_CONTENT}
         turns: list[Message] = [{"role": "assistant", "content": "probe"}]
-        if isinstance(form, CallForm):
+        if isinstance(form, _CallForm):
             turns.insert(0, _calling([form.convert(PROBE_TEXT)], form.empty))
         ends: tuple[list[Message], ...] = ([], [{"role": "assistant", "content": "probe"}])
         conversations = [[*context, turn, result, *end] for turn, context, end in product(turns, CONTEXTS, ends)]
@@ -156,7 +161,7 @@ class MessageForms:
 
     @cached_property
     def _prints_system(self) -> bool:
-        return _is_printed([self._text([{"role": "system", "content": PROBE_CONTENT}, USER])], PROBE_CONTENT)
+        return _is_printed([self._text([{"role": "system", "content": PROBE_CONTENT}, _USER])], PROBE_CONTENT)
 
     def _text(self, messages: list[Message]) -> str | None:
         """Return the rendering of a probe, or None if the template refuses it."""
@@ -173,7 +178,7 @@ class MessageForms:
 
     def _probes(self) -> Iterator[tuple[list[Message], Tools, list[Message]]]:
         """Yield 12 probes: messages before the call, tools, and messages after the call."""
-        result: Message = {"role": "tool", "tool_call_id": PROBE_ID, "name": "probe", "content": "probe"}
+        result: Message = {"role": "tool", "tool_call_id": _PROBE_ID, "name": "probe", "content": "probe"}
         schemas: list[Tools] = [[PROBE_TOOL], None] if self._has_tools else [None, [PROBE_TOOL]]
         return product(CONTEXTS, schemas, ([], [result], [result, {"role": "assistant", "content": "probe"}]))
 
@@ -188,7 +193,7 @@ class MessageForms:
 def calls_of(arguments: list[Any]) -> list[dict[str, Any]]:
     """Return calls of the probe tool with each of `arguments`."""
     return [
-        {"id": f"{PROBE_ID[:-1]}{i}", "type": "function", "function": {"name": "probe", "arguments": each}}
+        {"id": f"{_PROBE_ID[:-1]}{i}", "type": "function", "function": {"name": "probe", "arguments": each}}
         for i, each in enumerate(arguments)
     ]
 
@@ -218,7 +223,7 @@ def _is_printed(texts: Iterable[str | None], *marks: str) -> bool:
     return not rendered or any(all(mark in text for mark in marks) for text in rendered)
 
 
-def _converted(call: dict[str, Any], convert: Convert) -> dict[str, Any]:
+def _converted(call: dict[str, Any], convert: _Convert) -> dict[str, Any]:
     return call | {"function": call["function"] | {"arguments": convert(call["function"]["arguments"])}}
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 MIN_MESSAGES = 8  # of a conversation whose renderings have enough in common
 # Iterations for each message of a conversation, and this many more, after which its template is rendered as usual. The
 # templates of trl need at most 6.
-MAX_ITERATIONS, FREE_ITERATIONS = 24, 1000
+_MAX_ITERATIONS, _FREE_ITERATIONS = 24, 1000
 
 
 class MarkSpans:
@@ -141,7 +141,7 @@ class RenderedHistory:
             return None
         finally:
             tracker.lock.release()
-        if self._memories.num_iterations > MAX_ITERATIONS * len(self._plain) + FREE_ITERATIONS:
+        if self._memories.num_iterations > _MAX_ITERATIONS * len(self._plain) + _FREE_ITERATIONS:
             self._tracker = None
         return result
 

@@ -32,7 +32,7 @@ _CLOCK = "strftime_now"
 _PROMPT = "add_generation_prompt"
 _ORDERS = frozenset({"gt", "gteq", "lt", "lteq", "eq", "ne"})
 
-Kind = TypeVar("Kind", bound=nodes.Node)
+_Kind = TypeVar("_Kind", bound=nodes.Node)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ def _describe(loop: nodes.For, macros: dict[str, list[nodes.Macro]]) -> Template
     return TemplateLoop(frozenset(names), frozenset(attributes))
 
 
-def _all(node: nodes.Node, kind: type[Kind]) -> Iterator[Kind]:
+def _all(node: nodes.Node, kind: type[_Kind]) -> Iterator[_Kind]:
     """Yield the nodes of a kind inside of `node`, and itself."""
     if isinstance(node, kind):
         yield node

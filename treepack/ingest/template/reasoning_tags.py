@@ -12,15 +12,15 @@ from dataclasses import dataclass
 from typing import Any
 
 # Tags of reasoning models. <thought> and similar tags are ordinary text, which a prompt asks for (MINT).
-TAGS = {
+_TAGS = {
     "<think>": "</think>",
     "<seed:think>": "</seed:think>",
     "[THINK]": "[/THINK]",
     "<|channel>thought": "<channel|>",
 }
-_OPENINGS = "|".join(map(re.escape, TAGS))
+_OPENINGS = "|".join(map(re.escape, _TAGS))
 _OPEN_AT_END = re.compile(rf"({_OPENINGS})\s*\Z")
-_EMPTY_THOUGHT = "|".join(rf"{re.escape(start)}\s*{re.escape(end)}" for start, end in TAGS.items())
+_EMPTY_THOUGHT = "|".join(rf"{re.escape(start)}\s*{re.escape(end)}" for start, end in _TAGS.items())
 _EMPTY = re.compile(_EMPTY_THOUGHT)
 _EMPTY_AT_END = re.compile(rf"(?:{_EMPTY_THOUGHT})\s*\Z")
 
@@ -48,7 +48,7 @@ def closes_thought(prompt: str) -> bool:
 def closing(opening: str) -> str:
     """Return the text that closes an empty thought after `opening`, as Qwen3's prompt without thinking does."""
     # "<think>\n" -> "\n</think>\n\n", so that the prompt becomes "<think>\n\n</think>\n\n".
-    return ("\n" if opening.endswith("\n") else "\n\n") + TAGS[opening.strip()] + "\n\n"
+    return ("\n" if opening.endswith("\n") else "\n\n") + _TAGS[opening.strip()] + "\n\n"
 
 
 def without_empty_thought(text: str) -> str:
@@ -59,7 +59,7 @@ def without_empty_thought(text: str) -> str:
 
 def inner_thought(content: str) -> InnerThought | None:
     """Return the thought at the beginning of `content`, whose opening tag may be missing, or None."""
-    for start, end in TAGS.items():
+    for start, end in _TAGS.items():
         # The last closing tag: templates cut there, and text before it is thought in any case.
         before, tag, rest = content.rpartition(end)
         stem = before.lstrip()
@@ -74,7 +74,7 @@ def inner_thought(content: str) -> InnerThought | None:
 
 def count_closings(text: str) -> int:
     """Return the number of closing tags in `text`."""
-    return sum(text.count(end) for end in TAGS.values())
+    return sum(text.count(end) for end in _TAGS.values())
 
 
 def thought_of(message: dict[str, Any]) -> str:

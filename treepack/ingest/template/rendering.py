@@ -18,7 +18,7 @@ from typing import Any
 from treepack.errors import TreepackError
 
 GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
-REFUSED = "the chat template refuses the messages"
+_REFUSED = "the chat template refuses the messages"
 BAD_MARKS = "the chat template puts no usable generation marks"
 
 Message = dict[str, Any]
@@ -152,5 +152,6 @@ def _render(messages: list[Message], setting: TemplateSetting, *, prompt: bool, 
         kind = "" if isinstance(error, TemplateError) and message else type(error).__name__
         reason = ": ".join(part for part in (kind, message) if part)
         raise UnfaithfulError(
-            f"{setting.source}: {REFUSED} ({reason}); fix them or use another template (--chat-template FILE)", REFUSED
+            f"{setting.source}: {_REFUSED} ({reason}); fix them or use another template (--chat-template FILE)",
+            _REFUSED,
         ) from error

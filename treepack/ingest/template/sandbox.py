@@ -33,7 +33,7 @@ Span = tuple[int, int]
 Variables = Mapping[str, Any] | None
 
 # Fields of a message that may contain its reasoning; templates read the first one, older data has the others.
-REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+_REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 _SCALARS = frozenset({str, int, float, bool, type(None)})
 _DICT_ATTRIBUTES = frozenset(dir(dict))
 
@@ -100,7 +100,7 @@ def plain_message(message: Any) -> Any:
     message = plain(message)
     if not isinstance(message, dict):
         raise TypeError(f"Chat messages should be dicts, dataclasses or pydantic models, but got {message!r}.")
-    reasoning = next((message[key] for key in REASONING_FIELDS if message.get(key) is not None), None)
+    reasoning = next((message[key] for key in _REASONING_FIELDS if message.get(key) is not None), None)
     return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 

@@ -24,9 +24,9 @@ from treepack.ingest.template.rendering import GENERATION_MARK, Message, Unfaith
 
 CUT_NOTE = "answer cut by a limit or a filter, its end token is not trained"
 # "<|user|>" of a tokenizer that lacks it as a special token.
-CONTROL = r"<[|\uff5c][^<>|\uff5c\s]{1,40}[|\uff5c]?>"
+_CONTROL = r"<[|\uff5c][^<>|\uff5c\s]{1,40}[|\uff5c]?>"
 # Special tokens inside a turn, which end none: </tool_call>, <|tool_call_end|>, </think>. <|call|> ends one.
-INNER = re.compile(r"tool[_\u2581]calls?|think|thought|arg_|function", re.IGNORECASE)
+_INNER = re.compile(r"tool[_\u2581]calls?|think|thought|arg_|function", re.IGNORECASE)
 
 
 def no_stop_note(template: str) -> str:
@@ -66,9 +66,9 @@ class StopTokens:
     def __init__(self, forms: MessageForms, special: tuple[str, ...], bos: str, eos: str) -> None:
         """Take the `special` tokens of the tokenizer; probe nothing yet."""
         self._forms = forms
-        self._ends = tuple(token for token in special if token and (token == eos or not INNER.search(token)))
+        self._ends = tuple(token for token in special if token and (token == eos or not _INNER.search(token)))
         known = sorted((token for token in special if token != bos), key=lambda token: (-len(token), token))
-        self._marker = re.compile(r"\s*(" + "|".join([*map(re.escape, filter(None, known)), CONTROL]) + ")")
+        self._marker = re.compile(r"\s*(" + "|".join([*map(re.escape, filter(None, known)), _CONTROL]) + ")")
         self._markers: dict[tuple[str, bool], str] = {}  # by the next role and whether the turn has calls
 
     def without_end(self, answer: TurnAnswer, turn: Message) -> TurnAnswer:
@@ -115,6 +115,6 @@ class StopTokens:
                 continued = render([*messages, self._forms.convert(following)], setting)
                 match = self._marker.match(continued, len(ended)) if continued.startswith(ended) else None
                 # A token that begins every message, also of the assistant, ends no turn.
-                if match and not (self.is_stopped(ended) or INNER.search(match[1]) or match[1] in header):
+                if match and not (self.is_stopped(ended) or _INNER.search(match[1]) or match[1] in header):
                     return match[0]
         return ""

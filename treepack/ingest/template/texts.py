@@ -9,7 +9,7 @@ different ends, and not the length of the conversation.
 
 from __future__ import annotations
 
-MIN_WINDOW = 256  # characters that `ChainedText.ending` looks at first
+_MIN_WINDOW = 256  # characters that `ChainedText.ending` looks at first
 
 
 class TextChunk:
@@ -86,7 +86,7 @@ class ChainedText:
 
     def ending(self, size: int) -> str:
         """Return an end of the text with at least `size` characters that are not whitespace, or the whole text."""
-        window = MIN_WINDOW
+        window = _MIN_WINDOW
         while True:
             end = self.slice(max(0, len(self) - window))
             if window >= len(self) or sum(map(len, end.split())) >= size:

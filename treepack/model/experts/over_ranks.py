@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from treepack.errors import TreepackError
+from treepack.model.experts.division import check_share
 from treepack.model.experts.lora import runs_ours
 from treepack.model.experts.routers import has_experts
 from treepack.model.experts.routing import combine_pairs, sort_pairs, spread_tokens
@@ -74,21 +75,6 @@ def shared_parameters(experts: Any) -> dict[str, nn.Parameter]:
     """Return the parameters of an experts module that have an entry for each expert."""
     parameters = experts.named_parameters(recurse=False)
     return {name: each for name, each in parameters if each.ndim > 1 and len(each) == experts.num_experts}
-
-
-def check_share(num_experts: int, size: int, source: str) -> None:
-    """Refuse a number of ranks that cannot divide the experts of a model; `num_experts` is 0 if there are none.
-
-    Raises:
-        TreepackError: with a number that can.
-    """
-    if not num_experts:
-        raise TreepackError(f"{source}: has no experts in stacked weights; train it without --expert-ranks")
-    if num_experts % size:
-        fitting = max(n for n in range(1, size) if num_experts % n == 0)
-        raise TreepackError(
-            f"{source}: its {num_experts} experts cannot be divided among {size} ranks; give --expert-ranks {fitting}"
-        )
 
 
 def share_experts(causal: nn.Module, mesh: Any, source: str) -> set[nn.Parameter]:

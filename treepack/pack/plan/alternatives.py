@@ -27,7 +27,7 @@ from treepack.pack.plan.unions import row_sizes
 from treepack.trajectory import Int64
 from treepack.trie.trie import Trie
 
-QUICK_METHODS = (contiguous, deepest_first)  # O(leaves) and O(nodes log nodes)
+_QUICK_METHODS = (contiguous, deepest_first)  # O(leaves) and O(nodes log nodes)
 
 Finish = Callable[[Int64], Int64]
 
@@ -85,7 +85,7 @@ def _alternatives(trie: Trie, forest: PlanForest, limits: RowLimits, items: Int6
     """
     tree_of = trie.tree_id[trie.end_node].astype(np.int64)
     tokens = _tokens_of_trees(trie, items, tree_of)
-    for method in QUICK_METHODS:
+    for method in _QUICK_METHODS:
         rows_of_trees, num_rows = [], 0
         for tree in forest.trees():
             rows = method(tree, limits, SearchOptions()).row_of_leaf

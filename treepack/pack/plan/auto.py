@@ -29,19 +29,19 @@ from treepack.trajectory import Int64
 
 # Total leaves above which the steps per leaf are scaled by sqrt(LEAVES_FOR_FULL_EFFORT / leaves), so that ten times the
 # leaves cost about three times the steps in total, not ten times.
-LEAVES_FOR_FULL_EFFORT = 600
-MIN_STEPS = 8  # per leaf and pass; the effort normal comes down to it at 843,750 leaves
-MIN_STEPS_FOR_ALL_PASSES = 50  # per leaf; with fewer there are two passes: above 21,600 leaves at the effort normal
+_LEAVES_FOR_FULL_EFFORT = 600
+_MIN_STEPS = 8  # per leaf and pass; the effort normal comes down to it at 843,750 leaves
+_MIN_STEPS_FOR_ALL_PASSES = 50  # per leaf; with fewer there are two passes: above 21,600 leaves at the effort normal
 # Unless the effort is high, the search ends at a plan within these multiples of the lower bounds of tokens and rows.
-TOKENS_TO_STOP, ROWS_TO_STOP = 1.001, 1.01
+TOKENS_TO_STOP, _ROWS_TO_STOP = 1.001, 1.01
 
 
 @dataclass(frozen=True, slots=True)
-class SearchWork:
+class _SearchWork:
     """Work of one effort: passes of the search, steps per leaf and pass, and the effort of the proof.
 
     `proofs` are pairs of a maximum number of leaves of all trees and the effort of the proof up to this number,
-    ascending. Above `LEAVES_FOR_FULL_EFFORT` leaves there are fewer steps.
+    ascending. Above `_LEAVES_FOR_FULL_EFFORT` leaves there are fewer steps.
     """
 
     steps: int
@@ -51,9 +51,9 @@ class SearchWork:
     def search_for(self, leaves: int) -> tuple[int, int]:
         """Return the steps per leaf and pass, and the number of passes, for `leaves` leaves in total."""
         # steps 300: 600 leaves -> 300 steps in 3 passes, 2,400 -> 150 in 3, 60,000 -> 30 in 2
-        scale = math.sqrt(LEAVES_FOR_FULL_EFFORT / max(LEAVES_FOR_FULL_EFFORT, leaves))
-        steps = max(MIN_STEPS, int(self.steps * scale))
-        return steps, self.passes if steps >= MIN_STEPS_FOR_ALL_PASSES else min(2, self.passes)
+        scale = math.sqrt(_LEAVES_FOR_FULL_EFFORT / max(_LEAVES_FOR_FULL_EFFORT, leaves))
+        steps = max(_MIN_STEPS, int(self.steps * scale))
+        return steps, self.passes if steps >= _MIN_STEPS_FOR_ALL_PASSES else min(2, self.passes)
 
     def proof_for(self, tree_leaves: int, leaves: int) -> ProofEffort:
         """Return the effort of the proof for a tree of `tree_leaves` leaves, one of several with `leaves` in total."""
@@ -66,9 +66,9 @@ class SearchWork:
 # All trees share `entries`, so the more leaves they have in total, the fewer and smaller the programs must be.
 _BASIC = (float("inf"), ProofEffort(sets=12, exact=12, programs=(), entries=0))
 _SMALL_PARTS = (20_000, ProofEffort(sets=12, exact=20, programs=(), entries=0))
-WORK = {
-    "low": SearchWork(steps=30, passes=2, proofs=(_SMALL_PARTS, _BASIC)),
-    "normal": SearchWork(
+_WORK = {
+    "low": _SearchWork(steps=30, passes=2, proofs=(_SMALL_PARTS, _BASIC)),
+    "normal": _SearchWork(
         steps=300,
         passes=3,
         proofs=(
@@ -79,7 +79,7 @@ WORK = {
             _BASIC,
         ),
     ),
-    "high": SearchWork(
+    "high": _SearchWork(
         steps=2000,
         passes=6,
         proofs=(
@@ -108,11 +108,11 @@ def auto(tree: PlanTree, limits: RowLimits, search: SearchOptions) -> TreeSoluti
         return TreeSolution(rows, bound)
     if tree.num_leaves <= MAX_LEAVES:
         return subsets(tree, limits, search)
-    enough = best if search.effort == "high" else (int(best[0] * TOKENS_TO_STOP), int(best[1] * ROWS_TO_STOP))
+    enough = best if search.effort == "high" else (int(best[0] * TOKENS_TO_STOP), int(best[1] * _ROWS_TO_STOP))
     rows = _quick_plan(tree, limits, rows, enough)
     if _is_enough(_cost(tree, rows), enough):
         return TreeSolution(rows, bound)
-    work, leaves = WORK[search.effort], max(search.num_leaves, tree.num_leaves)
+    work, leaves = _WORK[search.effort], max(search.num_leaves, tree.num_leaves)
     steps, passes = work.search_for(leaves)
     rows = anneal(tree, limits, rows, steps_per_leaf=steps, passes=passes, enough=enough)
     proof = work.proof_for(tree.num_leaves, leaves)

@@ -1,6 +1,6 @@
 """Rows for R ranks: every training step has a multiple of R rows, none of them empty, with even costs.
 
-    items of a step --split_cheapest--> at least as many items as rows --_spread--> row of each item
+    items of a step --_split_cheapest--> at least as many items as rows --_spread--> row of each item
 
 The cost of a row is its score pairs, or with `token_pairs` the time of a model: its score pairs plus that many pairs
 for each token. Ranks take R rows at a time, in order, and wait for the slowest rank. So `plan_rows` sorts the rows of a
@@ -27,13 +27,13 @@ from treepack.trajectory import Int64
 from treepack.trie.shared_prefixes import shared_in_order
 from treepack.trie.trie import Trie
 
-ROWS_TO_TRY = 32  # rows checked for room before the assignment by cost gives up
-SAMPLED_ROWS = 512  # rows from which the partners of a move are taken
-PARTNERS = 24  # rows with which a row may trade items in one move; 8 of them have the lowest costs
-ITEMS_PER_ROW = 12  # items of a row that one move considers: at most 1 + 12 + 66 bundles of up to two
-MOVES_PER_ROW = 4  # moves tried for each row of a step
-MAX_MOVES = 2000  # moves tried for all rows of a step, to bound the time of steps with many rows
-EVEN_RATIO = 1.005  # cost of a row over the mean of all rows, at which the row is even enough
+_ROWS_TO_TRY = 32  # rows checked for room before the assignment by cost gives up
+_SAMPLED_ROWS = 512  # rows from which the partners of a move are taken
+_PARTNERS = 24  # rows with which a row may trade items in one move; 8 of them have the lowest costs
+_ITEMS_PER_ROW = 12  # items of a row that one move considers: at most 1 + 12 + 66 bundles of up to two
+_MOVES_PER_ROW = 4  # moves tried for each row of a step
+_MAX_MOVES = 2000  # moves tried for all rows of a step, to bound the time of steps with many rows
+_EVEN_RATIO = 1.005  # cost of a row over the mean of all rows, at which the row is even enough
 
 
 def balanced_rows(trie: Trie, row_of: Int64, limits: RowLimits, multiple_of: int, *, token_pairs: int = 0) -> Int64:
@@ -51,7 +51,7 @@ def balanced_rows(trie: Trie, row_of: Int64, limits: RowLimits, multiple_of: int
     _refuse_small_steps(trie, num_rows, multiple_of)
     lacking = num_rows - np.bincount(item_steps)
     if (lacking > 0).any():
-        row_of = split_cheapest(trie, row_of, lacking)
+        row_of = _split_cheapest(trie, row_of, lacking)
         num_items = int(row_of.max()) + 1
         item_steps = steps_of(row_of, steps, num_items)
     sizes = row_sizes(trie, row_of, num_items)
@@ -130,7 +130,7 @@ def _refuse_small_steps(trie: Trie, num_rows: Int64, multiple_of: int) -> None:
         )
 
 
-def split_cheapest(trie: Trie, row_of: Int64, lacking: Int64) -> Int64:
+def _split_cheapest(trie: Trie, row_of: Int64, lacking: Int64) -> Int64:
     """Return `row_of` with `lacking[s]` more rows in step s, if positive, by cuts that repeat the minimum of tokens.
 
     Of cuts that repeat equally many tokens, the cuts with the highest pairs on the smaller side come first.
@@ -170,7 +170,7 @@ def _spread(items: _Items, limits: RowLimits, num_rows: int) -> Int64:
 def _assign_by_cost(items: _Items, limits: RowLimits, num_rows: int) -> Int64 | None:
     """Assign each item, by falling cost, to the row with the lowest cost that has room; None if a row is missing.
 
-    A item gives up after `ROWS_TO_TRY` rows without room.
+    A item gives up after `_ROWS_TO_TRY` rows without room.
     """
     left = [list(_row_limits(items.sizes, limits)) for _ in range(num_rows)]
     # A heap of (cost, row). The first `num_rows` items open a row each, so no row stays empty.
@@ -182,7 +182,7 @@ def _assign_by_cost(items: _Items, limits: RowLimits, num_rows: int) -> Int64 | 
     for item in np.lexsort([np.arange(len(sizes)), -columns.tokens, -items.costs]).tolist():
         size = sizes[item]
         refused: list[tuple[int, int]] = []
-        while rows and len(refused) < ROWS_TO_TRY:
+        while rows and len(refused) < _ROWS_TO_TRY:
             cost, row = heapq.heappop(rows)
             if all(a <= b for a, b in zip(size, left[row], strict=True)):
                 break
@@ -278,9 +278,9 @@ class _CostSpread:
 def _improve(spread: _CostSpread) -> Int64:
     """Let the row with the highest cost give or trade items, while this lowers the maximum of the two rows."""
     num_rows = len(spread.used)
-    even = EVEN_RATIO * spread.costs.mean()
+    even = _EVEN_RATIO * spread.costs.mean()
     settled = np.zeros(num_rows, bool)  # rows for which no trade helps
-    for _ in range(min(MOVES_PER_ROW * num_rows, MAX_MOVES)):
+    for _ in range(min(_MOVES_PER_ROW * num_rows, _MAX_MOVES)):
         row = int(np.where(settled, -1, spread.costs).argmax())
         if settled[row] or spread.costs[row] <= even:
             break
@@ -301,13 +301,13 @@ def _best_trade(spread: _CostSpread, row: int, *, together: int) -> tuple[list[i
 
     None if no trade helps. Trades are the rows of one array, so that numpy checks all of them at once.
     """
-    stride = -(-len(spread.used) // SAMPLED_ROWS)
+    stride = -(-len(spread.used) // _SAMPLED_ROWS)
     sample = np.arange(row % stride, len(spread.used), stride)
     others = sample[np.argsort(spread.costs[sample], kind="stable")]
     others = others[others != row]
     # A third of the partners are the rows with the lowest costs, the others are spread evenly over the rest.
-    evenly = _evenly_spaced(others[PARTNERS // 3 :], PARTNERS - PARTNERS // 3)
-    partners = np.concatenate([others[: PARTNERS // 3], evenly])
+    evenly = _evenly_spaced(others[_PARTNERS // 3 :], _PARTNERS - _PARTNERS // 3)
+    partners = np.concatenate([others[: _PARTNERS // 3], evenly])
     bundles = [_bundles(spread.members[other], together) for other in partners.tolist()]
     owner = np.repeat(partners, [len(of_partner) for of_partner in bundles])
     # incoming [n, 2], outgoing [m, 2]: items, -1 for none. Bundle 0 of a row is empty: to give nothing is not a trade.
@@ -332,10 +332,10 @@ def _best_trade(spread: _CostSpread, row: int, *, together: int) -> tuple[list[i
 def _bundles(members: list[int], together: int) -> Int64:
     """Return no item, each single item, and with `together` 2 each pair of items; int64 [bundles, 2], -1 for none.
 
-    Of a row with more than `ITEMS_PER_ROW` items only so many are used, evenly spaced.
+    Of a row with more than `_ITEMS_PER_ROW` items only so many are used, evenly spaced.
     """
     # members [7, 9], together 2 -> [[-1, -1], [7, -1], [9, -1], [7, 9]]
-    items = np.array([-1, *_evenly_spaced(np.array(members), ITEMS_PER_ROW)])
+    items = np.array([-1, *_evenly_spaced(np.array(members), _ITEMS_PER_ROW)])
     return items[_choices(len(items), together)]
 
 

@@ -19,19 +19,19 @@ from treepack.pack.plan.problem import RowLimits
 from treepack.pack.plan.unions import RowSizes
 from treepack.trajectory import Int64
 
-WORD_BITS = 10  # low bits of a room, which select a bit of a word of `_OpenRows`; the high bits select the word
-LIMIT_UNITS = 1 << 20  # a larger limit is counted in this many units if it orders the rows: 1,024 words of 1,024 bits
-PROBES_PER_END = 4  # rows tried from either end of the rooms if limits other than tokens refuse a item
-GOOD_ROWS_RATIO = 1.0005  # rows over the lower bound on rows at which best fit is good enough
-CANDIDATES = 96  # items among which a row is filled; each costs one shift of `capacity` bits
-MAX_FILL_WORK = 1e10  # about ten seconds; inputs that need more have so many items that best fit is near the bound
-WORK_PER_CANDIDATE = 1500  # time of Python for each candidate, in bytes that are shifted in the same time
+_WORD_BITS = 10  # low bits of a room, which select a bit of a word of `_OpenRows`; the high bits select the word
+_LIMIT_UNITS = 1 << 20  # a larger limit is counted in this many units if it orders the rows: 1,024 words of 1,024 bits
+_PROBES_PER_END = 4  # rows tried from either end of the rooms if limits other than tokens refuse a item
+_GOOD_ROWS_RATIO = 1.0005  # rows over the lower bound on rows at which best fit is good enough
+_CANDIDATES = 96  # items among which a row is filled; each costs one shift of `capacity` bits
+_MAX_FILL_WORK = 1e10  # about ten seconds; inputs that need more have so many items that best fit is near the bound
+_WORK_PER_CANDIDATE = 1500  # time of Python for each candidate, in bytes that are shifted in the same time
 
 
 def merge_rows(items: RowSizes, steps: Int64, limits: RowLimits) -> Int64:
     """Return the row of each item, int64 [items]. Items of different `steps` int64 [items] never share a row.
 
-    The numbers of the rows are arbitrary, without a gap. O(items log items), and at most `MAX_FILL_WORK`.
+    The numbers of the rows are arbitrary, without a gap. O(items log items), and at most `_MAX_FILL_WORK`.
     """
     row_of = np.zeros(len(steps), np.int64)
     num_rows = 0
@@ -52,12 +52,12 @@ def _merge_step(items: RowSizes, limits: RowLimits) -> Int64:
     # The scarcest limit comes first: it orders the items and the rows.
     uses = sorted(_uses(items, limits), key=_LimitUse.rows, reverse=True)
     best = _best_fit(uses)
-    if best.max() + 1 <= _min_rows(uses) * GOOD_ROWS_RATIO:
+    if best.max() + 1 <= _min_rows(uses) * _GOOD_ROWS_RATIO:
         return best
     # With several limits, try another one as the first; with tokens alone, fill rows if that is fast enough.
     if len(uses) > 1:
         other = _best_fit(uses[1:] + uses[:1])
-    elif (best.max() + 1) * CANDIDATES * (limits.capacity / 8 + WORK_PER_CANDIDATE) <= MAX_FILL_WORK:
+    elif (best.max() + 1) * _CANDIDATES * (limits.capacity / 8 + _WORK_PER_CANDIDATE) <= _MAX_FILL_WORK:
         other = _fill_rows(items.tokens, limits.capacity)
     else:
         other = best
@@ -121,23 +121,23 @@ class _OpenRows:
             return
         self.rows[room] = [row]
         # room 2500 -> word 2, bit 452
-        word = room >> WORD_BITS
-        self.words[word] = self.words.get(word, 0) | 1 << (room & (1 << WORD_BITS) - 1)
+        word = room >> _WORD_BITS
+        self.words[word] = self.words.get(word, 0) | 1 << (room & (1 << _WORD_BITS) - 1)
         self.summary |= 1 << word
 
     def remove(self, room: int, at: int) -> None:
         rows = self.rows[room]
         del rows[at]
         if not rows:
-            word = room >> WORD_BITS
-            self.words[word] ^= 1 << (room & (1 << WORD_BITS) - 1)
+            word = room >> _WORD_BITS
+            self.words[word] ^= 1 << (room & (1 << _WORD_BITS) - 1)
             if not self.words[word]:
                 self.summary ^= 1 << word
 
     def smallest(self, tokens: int) -> int:
         """Return the smallest room of a row that is at least `tokens`, -1 if there is none."""
-        word = tokens >> WORD_BITS
-        low = self.words.get(word, 0) >> (tokens & (1 << WORD_BITS) - 1)
+        word = tokens >> _WORD_BITS
+        low = self.words.get(word, 0) >> (tokens & (1 << _WORD_BITS) - 1)
         # `low & -low` keeps the lowest set bit: 0b10100 -> 0b100, bit_length 3, so the room is 2 above `tokens`.
         if low:
             return tokens + (low & -low).bit_length() - 1
@@ -146,36 +146,36 @@ class _OpenRows:
             return -1
         word += (high & -high).bit_length()
         low = self.words[word]
-        return (word << WORD_BITS) + (low & -low).bit_length() - 1
+        return (word << _WORD_BITS) + (low & -low).bit_length() - 1
 
     def largest(self, tokens: int) -> int:
         """Return the largest room of a row that is at most `tokens`, -1 if there is none."""
-        word = tokens >> WORD_BITS
+        word = tokens >> _WORD_BITS
         # (2 << 3) - 1 = 0b1111 keeps the bits 0 to 3
-        low = self.words.get(word, 0) & (2 << (tokens & (1 << WORD_BITS) - 1)) - 1
+        low = self.words.get(word, 0) & (2 << (tokens & (1 << _WORD_BITS) - 1)) - 1
         if not low:
             word = (self.summary & (1 << word) - 1).bit_length() - 1
             if word < 0:
                 return -1
             low = self.words[word]
-        return (word << WORD_BITS) + low.bit_length() - 1
+        return (word << _WORD_BITS) + low.bit_length() - 1
 
     def probes(self, tokens: int) -> Iterator[tuple[int, int]]:
-        """Yield (room, index in `rows[room]`) of rows with room for `tokens`, `PROBES_PER_END` from either end.
+        """Yield (room, index in `rows[room]`) of rows with room for `tokens`, `_PROBES_PER_END` from either end.
 
         The rows with the smallest rooms come first, then the rows with the largest ones.
         """
         room, tried = self.smallest(tokens), 0
-        while room >= 0 and tried < PROBES_PER_END:
+        while room >= 0 and tried < _PROBES_PER_END:
             count = len(self.rows[room])
-            yield from ((room, at) for at in range(count - 1, max(-1, count - 1 - PROBES_PER_END + tried), -1))
+            yield from ((room, at) for at in range(count - 1, max(-1, count - 1 - _PROBES_PER_END + tried), -1))
             tried += count
             room = self.smallest(room + 1)
         # The first loop ended at `room`: from the top down to there no row is tried twice.
-        stop, room, tried = room, self.largest(self.summary.bit_length() << WORD_BITS), 0
-        while room >= stop >= 0 and tried < PROBES_PER_END:
+        stop, room, tried = room, self.largest(self.summary.bit_length() << _WORD_BITS), 0
+        while room >= stop >= 0 and tried < _PROBES_PER_END:
             count = len(self.rows[room])
-            yield from ((room, at) for at in range(count - 1, max(-1, count - 1 - PROBES_PER_END + tried), -1))
+            yield from ((room, at) for at in range(count - 1, max(-1, count - 1 - _PROBES_PER_END + tried), -1))
             tried += count
             room = self.largest(room - 1) if room else -1
 
@@ -184,8 +184,8 @@ def _best_fit(uses: list[_LimitUse]) -> Int64:
     """Assign items by falling amounts of the first use; each goes to the row with the smallest room that suffices."""
     first, others = uses[0], uses[1:]
     amounts, limit = first.amounts, first.limit
-    if limit > LIMIT_UNITS:
-        amounts, limit = -(-amounts * LIMIT_UNITS // limit), LIMIT_UNITS  # rounded up, so rows stay within the limit
+    if limit > _LIMIT_UNITS:
+        amounts, limit = -(-amounts * _LIMIT_UNITS // limit), _LIMIT_UNITS  # rounded up, so rows stay within the limit
     order = np.argsort(-amounts, kind="stable")
     row_of = np.zeros(len(order), np.int64)
     others = [_LimitUse(use.amounts[order], use.limit) for use in others]
@@ -213,7 +213,7 @@ def _best_fit_of_one(sizes: list[int], limit: int) -> list[int]:
 def _best_fit_of_several(sizes: list[int], limit: int, others: list[_LimitUse]) -> list[int]:
     """Return the rows by best fit, where only the fullest and the emptiest rows are checked for the other limits.
 
-    Of the rows with room, `PROBES_PER_END` of the fullest and as many of the emptiest are checked.
+    Of the rows with room, `_PROBES_PER_END` of the fullest and as many of the emptiest are checked.
     """
     rooms, chosen = _OpenRows(), []
     minima = [int(use.amounts.min()) for use in others]
@@ -263,21 +263,21 @@ def _fill_rows(tokens: Int64, capacity: int) -> Int64:
 
 
 def _candidates(sizes: list[int], waiting: dict[int, list[int]], room: int) -> list[int]:
-    """Return at most `CANDIDATES` sizes of waiting items that fit `room`, ascending.
+    """Return at most `_CANDIDATES` sizes of waiting items that fit `room`, ascending.
 
     Half of the sizes are the largest ones, the others are spread evenly over the rest. A size counts once for each of
     its items.
     """
     stop = bisect.bisect_right(sizes, room)
-    largest = range(max(0, stop - CANDIDATES // 2), stop)
-    spread = range(0, largest.start, max(1, -(-largest.start // (CANDIDATES // 4))))
+    largest = range(max(0, stop - _CANDIDATES // 2), stop)
+    spread = range(0, largest.start, max(1, -(-largest.start // (_CANDIDATES // 4))))
     candidates: list[int] = []
     for at in (*reversed(largest), *reversed(spread)):
         size = sizes[at]
         candidates += [size] * min(len(waiting[size]), room // size)
-        if len(candidates) >= CANDIDATES:
+        if len(candidates) >= _CANDIDATES:
             break
-    return candidates[:CANDIDATES][::-1]
+    return candidates[:_CANDIDATES][::-1]
 
 
 def _best_subset(candidates: list[int], room: int) -> list[int]:

@@ -23,11 +23,11 @@ Method = Callable[[PlanTree, RowLimits, SearchOptions], TreeSolution]
 RowsAndBounds = tuple[Int64, Int64]
 
 # Parts are equal in nodes, not in time. With 8 parts per worker, the last parts are small and end at about one time.
-PARTS_PER_WORKER = 8
+_PARTS_PER_WORKER = 8
 # In one process a part only ends with a report of progress.
-PARTS_OF_ONE_PROCESS = 200
+_PARTS_OF_ONE_PROCESS = 200
 # Fixed work of a tree, in nodes: even a tree of one node costs a method call and its bounds.
-WORK_PER_TREE = 20
+_WORK_PER_TREE = 20
 
 
 def plan_trees(
@@ -50,7 +50,7 @@ def plan_trees(
         TreepackError: the method refuses a tree, or a worker died.
     """
     job = (limits, method, replace(search, num_leaves=forest.num_leaves))
-    parts = _parts(forest, PARTS_PER_WORKER * workers if workers > 1 else PARTS_OF_ONE_PROCESS)
+    parts = _parts(forest, _PARTS_PER_WORKER * workers if workers > 1 else _PARTS_OF_ONE_PROCESS)
     # Parts of 3, 9, 5 nodes -> [1, 2, 0]; results come as (number in this list, plan) and go back to their part.
     largest_first = sorted(range(len(parts)), key=lambda i: -parts[i].joined.num_nodes)
     results = unordered(_planner, job, [parts[i] for i in largest_first], workers=min(workers, len(parts)))
@@ -65,8 +65,8 @@ def plan_trees(
 def _progress(forest: PlanForest, planned: list[PlanForest]) -> Progress:
     """Return the progress after the parts `planned`; the share is one of work, because trees differ in size."""
     done = sum(part.num_trees for part in planned)
-    work = sum(part.joined.num_nodes + WORK_PER_TREE * part.num_trees for part in planned)
-    share = work / (forest.joined.num_nodes + WORK_PER_TREE * forest.num_trees)
+    work = sum(part.joined.num_nodes + _WORK_PER_TREE * part.num_trees for part in planned)
+    share = work / (forest.joined.num_nodes + _WORK_PER_TREE * forest.num_trees)
     return Progress("planning", done, forest.num_trees, "trees", share)
 
 
@@ -101,7 +101,7 @@ def _join(plans: Iterable[RowsAndBounds]) -> RowsAndBounds:
 def _parts(forest: PlanForest, count: int) -> list[PlanForest]:
     """Cut the forest into runs of whole trees of about equal work, at most about `count`."""
     # Trees of 10, 10, 60, 10 nodes, count 2: work 30 60 140 170, share 85 -> 0 0 1 2, parts begin at trees 0, 2, 3.
-    work = np.cumsum(np.diff(forest.node_start) + WORK_PER_TREE)
+    work = np.cumsum(np.diff(forest.node_start) + _WORK_PER_TREE)
     share = -(-int(work[-1]) // count)
     begins = np.flatnonzero(np.diff(work // share, prepend=-1))
     stops = np.append(begins[1:], forest.num_trees)

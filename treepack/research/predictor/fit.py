@@ -52,7 +52,7 @@ from treepack.trajectory import Float64
 from treepack.trie.store.trie_files import read_trie
 
 # The options of `treepack train` that a fit uses.
-SHARED_OPTIONS = frozenset(
+_SHARED_OPTIONS = frozenset(
     "epochs rows_per_step lr min_lr_ratio warmup_steps weight_decay betas clip "
     "dtype checkpoint_layers attention device seed".split()
 )
@@ -66,7 +66,7 @@ class FitOptions:
         TreepackError: an invalid value, by the name of the option.
     """
 
-    # The options that `treepack train` has too, of which only `SHARED_OPTIONS` are used.
+    # The options that `treepack train` has too, of which only `_SHARED_OPTIONS` are used.
     train: TrainOptions = field(default_factory=lambda: TrainOptions(lr=3e-5, epochs=2))
     capacity: int = 8192  # maximum tokens of a row
     segment: str = "turn"  # the segments after which prefixes end, see `trace.targets.anchors`
@@ -124,7 +124,7 @@ class FitStep:
     seconds: float
 
 
-def squared_error(head: ValueHead, states: Tensor, target: Float64) -> Tensor:
+def _squared_error(head: ValueHead, states: Tensor, target: Float64) -> Tensor:
     """Return the sum of squared differences between the values of `states` [n, D] and `target` [n]: float64, eq. 19."""
     # In float64, so that the sum over thousands of prefixes is as exact as their values.
     targets = torch.from_numpy(target).to(states.device)
@@ -216,7 +216,7 @@ def fit(run: CheckedFit, out: str | AnyPath, *, overwrite: bool = False) -> Iter
 def _entries(run: CheckedFit) -> dict[str, Any]:
     """Return the entries of values.json about the fit."""
     fit_options = {name: getattr(run.options, name) for name in ("capacity", "segment", "prefix_share", "freeze")}
-    shared = {name: value for name, value in run.options.train.as_record().items() if name in SHARED_OPTIONS}
+    shared = {name: value for name, value in run.options.train.as_record().items() if name in _SHARED_OPTIONS}
     counts = {"num_prompts": run.num_prompts, "num_anchors": run.num_anchors}
     return {"model": run.model.loaded.source, **run.origin, "options": fit_options | shared, **counts}
 
@@ -305,7 +305,7 @@ def accumulate(
     losses = []
     for row in rows:
         with row_memory_errors(row):
-            loss = squared_error(head, states_of(row), target[row.node]) / denominator
+            loss = _squared_error(head, states_of(row), target[row.node]) / denominator
             torch.autograd.backward(loss)
         losses.append(loss.detach())  # not float(loss), which would wait for the GPU after every row
     return float(torch.stack(losses).sum())

@@ -71,7 +71,7 @@ class ValueModel:
     record: dict[str, Any] = field(default_factory=dict)
 
 
-def new_head(loaded: LoadedModel) -> ValueHead:
+def _new_head(loaded: LoadedModel) -> ValueHead:
     """Return a head that gives every prefix the value 0.5, in the dtype and on the device of the model's weights."""
     # Zeros, because a random direction would rank prefixes before any of them was seen. The first update gives the head
     # a direction, and from the second update on gradients reach the backbone.
@@ -148,7 +148,7 @@ def start_values(source: str | Path, dtype: str, attention: str, device: torch.d
     loaded = load_model(source, attention=attention, autocast=lower, device=device, seed=seed)
     if is_adapted(loaded.model):
         raise TreepackError(f"{source}: is an adapter; fit a whole model, which `treepack train --merge` writes")
-    return ValueModel(loaded, new_head(loaded))
+    return ValueModel(loaded, _new_head(loaded))
 
 
 def load_values(
@@ -167,7 +167,7 @@ def load_values(
         check_part(path, entry)
     lower = torch.bfloat16 if dtype == "bf16" else None
     loaded = load_model(path, attention=attention, autocast=lower, device=find_device(device))
-    head, tensors = new_head(loaded), load_file(path / HEAD)
+    head, tensors = _new_head(loaded), load_file(path / HEAD)
     if {name: value.shape for name, value in tensors.items()} != {n: v.shape for n, v in _tensors(head).items()}:
         raise TreepackError(f"{path / HEAD}: does not fit the model in the same directory; fit the predictor again")
     head.load_state_dict(tensors)

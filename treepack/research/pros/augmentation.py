@@ -37,7 +37,7 @@ from treepack.trajectory import Float64, Int32, Int64, positions
 from treepack.trie.trie import Trie, sequences_of
 
 BOUNDARIES = ("token", "turn")
-TOP_VALUE_SHARE = 0.1  # of the window, by a critic's value: the paper's highest tenth
+_TOP_VALUE_SHARE = 0.1  # of the window, by a critic's value: the paper's highest tenth
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ def valuable_prefix(entropy: Float64, *, value: Float64 | None = None, allowed: 
     if len(window) == 0:
         return -1
     if value is not None:
-        num_top = math.ceil(TOP_VALUE_SHARE * len(window))
+        num_top = math.ceil(_TOP_VALUE_SHARE * len(window))
         window = window[value[window] >= np.partition(value[window], -num_top)[-num_top]]
     return int(window[entropy[window].argmax()])
 

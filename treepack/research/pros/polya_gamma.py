@@ -5,7 +5,7 @@
     exp(k psi) / (1 + exp(psi))^b  =  2^-b exp((k - b/2) psi) E[exp(-w psi^2 / 2)],   w ~ PG(b, 0)
 
 Shapes are counts of rollouts after partial forgetting, so they are fractions. PG(b, 0) is the sum over k = 1, 2, ... of
-Gamma(b, rate 2 pi^2 (k - 1/2)^2). The first `NUM_TERMS` terms are drawn exactly. The rest is drawn as one gamma
+Gamma(b, rate 2 pi^2 (k - 1/2)^2). The first `_NUM_TERMS` terms are drawn exactly. The rest is drawn as one gamma
 variable of the same mean and variance. PG(b, c) adds c^2 / 2 to every rate, which is exact for the finite sum as it is
 for the infinite one. A Gibbs sampler with these draws is therefore exact for a slightly different likelihood. Its
 logarithm differs from the logistic one by less than 3e-6 per trial for |psi| < 6, and 6e-5 for |psi| < 10
@@ -21,10 +21,10 @@ import numpy as np
 
 from treepack.trajectory import Float64
 
-NUM_TERMS = 6  # exact gamma draws per variable: with these, the error stays below the bounds of the header
+_NUM_TERMS = 6  # exact gamma draws per variable: with these, the error stays below the bounds of the header
 
 # PG(1, 0) has the mean 1/4 and the variance 1/24; the terms 1 .. NUM_TERMS leave 0.0084 and 3.9e-6 to the rest.
-_RATES = 2 * np.pi**2 * (np.arange(NUM_TERMS) + 0.5) ** 2
+_RATES = 2 * np.pi**2 * (np.arange(_NUM_TERMS) + 0.5) ** 2
 _REST_MEAN = 1 / 4 - float((1 / _RATES).sum())
 _REST_VARIANCE = 1 / 24 - float((1 / _RATES**2).sum())
 _REST_SHAPE, _REST_RATE = _REST_MEAN**2 / _REST_VARIANCE, _REST_MEAN / _REST_VARIANCE

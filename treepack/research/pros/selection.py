@@ -36,7 +36,7 @@ from treepack.trajectory import Float64, Int64
 
 # A query with fewer remembered rollouts counts as untried: at a factor of 0.9, one rollout after 132 steps. Without a
 # limit, every query would stay in the sampler for ever, with counts that change nothing.
-MIN_ROLLOUTS = 1e-6
+_MIN_ROLLOUTS = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +163,7 @@ def forget_and_add(
     size, old = state.num_queries, forgetting**num_steps
     tried = old * state.tried + np.bincount(query, weights=new, minlength=size)
     passed = old * state.passed + np.bincount(query, weights=new * success, minlength=size)
-    remembered = tried >= MIN_ROLLOUTS
+    remembered = tried >= _MIN_ROLLOUTS
     return replace(
         state,
         # Both sums round separately, so passed may be above tried in the last digit.

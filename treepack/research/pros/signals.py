@@ -31,7 +31,7 @@ from treepack.ingest.readers.files.records import Record
 from treepack.trajectory import Float64, Int32, Int64, positions
 from treepack.trie.trie import Trie
 
-ENTROPIES, VALUES = "entropies", "values"
+_ENTROPIES, _VALUES = "entropies", "values"
 
 PerToken = Sequence[Float64 | None]
 
@@ -77,7 +77,7 @@ def read_signals(path: str | Path, trie: Trie) -> TokenSignals:
     """
     index_of = {name: i for i, name in enumerate(trie.trajectories["trajectory_id"].to_pylist())}
     spans, lengths = SpanView.of(trie.trajectories), trie.lengths
-    signals: dict[str, list[Float64 | None]] = {name: [None] * trie.num_trajectories for name in (ENTROPIES, VALUES)}
+    signals: dict[str, list[Float64 | None]] = {name: [None] * trie.num_trajectories for name in (_ENTROPIES, _VALUES)}
     seen: set[str] = set()
     used, num_unknown = set[str](), 0
     for record in read_records(str(path)):
@@ -91,14 +91,14 @@ def read_signals(path: str | Path, trie: Trie) -> TokenSignals:
             continue
         starts, ends, _ = spans[index]
         trained = positions(starts, ends)
-        for field in (ENTROPIES, VALUES):
+        for field in (_ENTROPIES, _VALUES):
             if (numbers := record.value.get(field)) is not None:
                 used.add(field)
                 signals[field][index] = _numbers_at(numbers, trained, int(lengths[index]), record, field)
     if not used:
-        fault = f"has neither {ENTROPIES} nor {VALUES} of any rollout of the trie"
+        fault = f"has neither {_ENTROPIES} nor {_VALUES} of any rollout of the trie"
         raise TreepackError(f"{path}: {fault}; expected records with the rollout's id and lists under these names")
-    entropies, values = (signals[name] if name in used else None for name in (ENTROPIES, VALUES))
+    entropies, values = (signals[name] if name in used else None for name in (_ENTROPIES, _VALUES))
     return TokenSignals(entropies, values, num_unknown)
 
 

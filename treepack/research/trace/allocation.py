@@ -38,11 +38,11 @@ def prefix_utility(value: Float64, reward: Float64, count: Int64) -> Float64:
     """
     # value [0.5, 0.3], reward [1, 0], count [2, 2] -> q [0.5, 0.7] -> [0.75, 0.51]
     with np.errstate(divide="ignore"):
-        flipped = -np.expm1(np.maximum(count, 1) * np.log1p(-flip_chance(value, reward)))
+        flipped = -np.expm1(np.maximum(count, 1) * np.log1p(-_flip_chance(value, reward)))
     return np.where(count > 0, flipped, 0.0)
 
 
-def flip_chance(value: Float64, reward: Float64) -> Float64:
+def _flip_chance(value: Float64, reward: Float64) -> Float64:
     """Chance that one continuation does not end in the recorded `reward`, 1 - q of equation 15."""
     return np.where(reward > 0.5, 1.0 - value, value)
 
@@ -164,7 +164,7 @@ def allocate_prefixes(value: Float64, reward: Float64, group: Int64, budget: Int
     # Prefixes of group g are start[g] .. start[g + 1] - 1: group [0, 0, 2] of 3 -> start [0, 2, 2, 3].
     start = np.searchsorted(group, np.arange(len(budget) + 1)).astype(np.int64)
     spent = np.where(np.diff(start) > 0, budget, 0).astype(np.int64)
-    return fill_prefixes(flip_chance(value, reward), start, spent)
+    return fill_prefixes(_flip_chance(value, reward), start, spent)
 
 
 def _check_values(value: Float64) -> None:

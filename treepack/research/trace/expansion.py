@@ -33,7 +33,7 @@ from treepack.research.trace.predictions import ValuePredictions, group_ids, pre
 from treepack.research.trace.targets import anchors, binary_rewards
 from treepack.trie.trie import Trie
 
-SUFFIXES = (".jsonl", ".parquet")
+_SUFFIXES = (".jsonl", ".parquet")
 
 
 def root_table(predictions: ValuePredictions, *, budget: int, max_rollouts: int | None = None) -> pa.Table:
@@ -102,11 +102,13 @@ def prefix_table(
         "num_continuations": [*count[chosen].tolist(), *(budget[bare] // 2).tolist()],
         "utility": utility[chosen].tolist() + nulls,
     }
-    return pa.table([pa.array(columns[name], kind) for name, kind in PREFIX_COLUMNS.items()], list(columns)), len(value)
+    return pa.table([pa.array(columns[name], kind) for name, kind in _PREFIX_COLUMNS.items()], list(columns)), len(
+        value
+    )
 
 
 # In the order in which tables contain them. Types are explicit because a table may have no rows.
-PREFIX_COLUMNS: Mapping[str, pa.DataType] = {
+_PREFIX_COLUMNS: Mapping[str, pa.DataType] = {
     "group_id": pa.string(),
     "step": pa.int64(),
     "trajectory_id": pa.string(),
@@ -125,8 +127,8 @@ def refuse_name(out: AnyPath) -> None:
     Raises:
         TreepackError: another suffix than .jsonl or .parquet.
     """
-    if out.suffix not in SUFFIXES:
-        raise TreepackError(f"{out}: its name must end in {' or '.join(SUFFIXES)}, which selects the format")
+    if out.suffix not in _SUFFIXES:
+        raise TreepackError(f"{out}: its name must end in {' or '.join(_SUFFIXES)}, which selects the format")
 
 
 def write_prefix_table(table: pa.Table, out: AnyPath, *, overwrite: bool = False) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 from treepack.native.library import FLOAT64, INT, INT64, in_c
 from treepack.trajectory import Float64, Int64
 
-BLOCK = 3  # first rollouts of a prompt, all of the same worth, see allocation.allocate_roots
+_BLOCK = 3  # first rollouts of a prompt, all of the same worth, see allocation.allocate_roots
 
 
 def fill_roots(value: Float64, maximum: Int64, budget: int) -> tuple[Int64, int]:
@@ -51,7 +51,7 @@ def spend_on_roots(
         i = heap[0][1]
         if count[i] == 0 and left == 1:
             break
-        units = min(BLOCK, maximum[i], left) if count[i] == 0 else 1
+        units = min(_BLOCK, maximum[i], left) if count[i] == 0 else 1
         count[i] += units
         left -= units
         if count[i] == maximum[i]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from treepack.errors import TreepackError
 from treepack.option_fields import option
 
-MAX_COUNT = 10**6  # prompts, rollouts or steps: keeps time and memory within a laptop's
+_MAX_COUNT = 10**6  # prompts, rollouts or steps: keeps time and memory within a laptop's
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +37,8 @@ class BudgetExperiment:
             TreepackError: a value outside its range, or a budget below two rollouts per selected prompt.
         """
         for name, minimum in (("candidates", 1), ("budget", 2), ("expand", 1), ("steps", 2), ("seed", 0)):
-            if not minimum <= getattr(self, name) <= MAX_COUNT:
-                raise TreepackError(f"{name} is {getattr(self, name)}; expected {minimum} .. {MAX_COUNT:,}")
+            if not minimum <= getattr(self, name) <= _MAX_COUNT:
+                raise TreepackError(f"{name} is {getattr(self, name)}; expected {minimum} .. {_MAX_COUNT:,}")
         for name in ("root_noise", "prefix_noise"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise TreepackError(f"{name} is {getattr(self, name)}; expected 0 or a positive number")

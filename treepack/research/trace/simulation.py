@@ -24,9 +24,9 @@ from treepack.research.trace.options import BudgetExperiment
 from treepack.research.trace.worlds import SimulatedRollouts, World
 from treepack.trajectory import Float64, Int64
 
-NORMAL_95_PERCENT = 1.959964  # standard errors on either side that include 95 % of a normal distribution
+_NORMAL_95_PERCENT = 1.959964  # standard errors on either side that include 95 % of a normal distribution
 # Range of the true chances before noise is added: log-odds of 0 and 1 are infinite, and no noise would move them.
-PREDICTED_RANGE = (0.01, 0.99)
+_PREDICTED_RANGE = (0.01, 0.99)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +89,12 @@ def simulate(world: World, experiment: BudgetExperiment) -> tuple[list[Experimen
 
 def interval(values: Float64) -> tuple[float, float]:
     """Return the mean of `values` [steps] and half of its 95 % confidence interval, by the normal approximation."""
-    return float(values.mean()), float(NORMAL_95_PERCENT * values.std(ddof=1) / math.sqrt(len(values)))
+    return float(values.mean()), float(_NORMAL_95_PERCENT * values.std(ddof=1) / math.sqrt(len(values)))
 
 
 def _predict(value: Float64, noise: float, random: np.random.Generator) -> Float64:
     # Noise on log-odds: a chance of 0.9 has log-odds of 2.2, and with noise of -3 it is predicted as 0.31.
-    known = np.clip(value, *PREDICTED_RANGE)
+    known = np.clip(value, *_PREDICTED_RANGE)
     odds = np.log(known / (1 - known)) + noise * random.standard_normal(len(known))
     return 1 / (1 + np.exp(-odds))
 

@@ -18,7 +18,7 @@ from treepack.research.trace.targets import anchors, binary_rewards
 from treepack.trajectory import Float64, Int64
 from treepack.trie.trie import Trie
 
-MIN_CHANCE = 1e-9  # distance of chances from 0 and 1, because the beta distribution needs positive parameters
+_MIN_CHANCE = 1e-9  # distance of chances from 0 and 1, because the beta distribution needs positive parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class MarkovWorld:
             raise TreepackError(f"max_turns is {self.max_turns}; expected 2 or more, else there is no prefix")
         if not 0 < self.success < 1:
             raise TreepackError(f"success is {self.success}; expected a mean chance between 0 and 1")
-        # So that p v, a parameter of the beta distribution, is positive also at `MIN_CHANCE`.
+        # So that p v, a parameter of the beta distribution, is positive also at `_MIN_CHANCE`.
         for name in ("spread", "persistence"):
             if not 1e-6 <= getattr(self, name) < float("inf"):
                 raise TreepackError(f"{name} is {getattr(self, name)}; expected a number of at least 1e-6")
@@ -77,7 +77,7 @@ class MarkovWorld:
         values = np.empty((len(prompt), self.max_turns))
         values[:, 0] = value
         for turn in range(1, self.max_turns):
-            before = np.clip(values[:, turn - 1], MIN_CHANCE, 1 - MIN_CHANCE)
+            before = np.clip(values[:, turn - 1], _MIN_CHANCE, 1 - _MIN_CHANCE)
             values[:, turn] = random.beta(self.persistence * before, self.persistence * (1 - before))
         turns = random.integers(2, self.max_turns + 1, len(prompt))
         reward = random.random(len(prompt)) < values[np.arange(len(prompt)), turns - 1]

@@ -41,12 +41,12 @@ def register_local_attention() -> None:
     """Make the implementation known to transformers by its `NAME`."""
     from transformers import AttentionInterface
 
-    AttentionInterface.register(NAME, paged_flash)
+    AttentionInterface.register(NAME, _paged_flash)
     # Some versions put this in front of the names of all implementations that read pages.
-    AttentionInterface.register(f"paged|{NAME}", paged_flash)
+    AttentionInterface.register(f"paged|{NAME}", _paged_flash)
 
 
-def paged_flash(
+def _paged_flash(
     module: torch.nn.Module,
     query: Tensor,
     key: Tensor,

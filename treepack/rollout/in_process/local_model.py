@@ -20,8 +20,8 @@ from treepack.model.layers import head_widths
 from treepack.rollout.in_process import local_attention
 
 OLDEST_TRANSFORMERS = "5.17"
-CPU_CACHE_TOKENS = 32768  # a cache of the default size would take nine tenths of the machine's memory
-CPU_BATCH_TOKENS = 512
+_CPU_CACHE_TOKENS = 32768  # a cache of the default size would take nine tenths of the machine's memory
+_CPU_BATCH_TOKENS = 512
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class LocalOptions:
 
     page_size: int = 16  # tokens of a page of the cache; prompts share only full pages
     # Tokens whose keys and values fit in the cache, of all requests together. None takes `memory_share` of the GPU, or
-    # `CPU_CACHE_TOKENS`.
+    # `_CPU_CACHE_TOKENS`.
     cache_tokens: int | None = None
     memory_share: float = 0.8  # share of the free memory of the GPU for the cache and what the manager needs beside it
 
@@ -137,7 +137,7 @@ def manager_settings(options: LocalOptions, device_type: str) -> Any:
     known = _known_settings()
     tokens, batch = options.cache_tokens, None
     if device_type == "cpu":
-        tokens, batch = tokens or CPU_CACHE_TOKENS, CPU_BATCH_TOKENS
+        tokens, batch = tokens or _CPU_CACHE_TOKENS, _CPU_BATCH_TOKENS
     settings: dict[str, Any] = {
         # The page's tokens have another name in older versions.
         "page_size" if "page_size" in known else "block_size": options.page_size,

@@ -24,12 +24,12 @@ from treepack.rollout.options import Sampling
 from treepack.trajectory import Int32
 
 Json = dict[str, Any]
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 # vLLM sends this number in place of a log-probability that is missing, infinite or not a number.
-NO_LOGPROB = -9999.0
-LARGEST_LOGPROB = 0.25  # half a unit in the last place of a logit of 64 in bfloat16; exact ones are at most 0
-LARGEST_ID = np.iinfo(np.int32).max
+_NO_LOGPROB = -9999.0
+_LARGEST_LOGPROB = 0.25  # half a unit in the last place of a logit of 64 in bfloat16; exact ones are at most 0
+_LARGEST_ID = np.iinfo(np.int32).max
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +144,7 @@ def _segment(tokens: Any, logprobs: Any, finish: Any, version: str, cached: Any)
     if finish == ABORT and not are_numbers:
         logprobs = []
     values = np.array(logprobs, np.float32)
-    is_possible = (values > NO_LOGPROB) & (values <= LARGEST_LOGPROB)
+    is_possible = (values > _NO_LOGPROB) & (values <= _LARGEST_LOGPROB)
     if finish != ABORT and not (are_numbers and array.shape == values.shape and is_possible.all()):
         raise ValueError("not one log-probability for each token")
     return Segment(array, values, finish, version, None if cached is None else int(cached))
@@ -160,7 +160,7 @@ def checked_ids(tokens: Any) -> Int32:
     if not isinstance(tokens, list) or not set(map(type, tokens)) <= {int}:
         raise TypeError("token ids that are not integers")
     array = np.array(tokens, np.int64)
-    if array.size and not 0 <= array.min() <= array.max() <= LARGEST_ID:
+    if array.size and not 0 <= array.min() <= array.max() <= _LARGEST_ID:
         raise ValueError("token ids below 0 or above 2^31 - 1")
     return array.astype(np.int32)
 
@@ -279,7 +279,7 @@ def read_continuations(dialect: ServerDialect, answer: Any, *, url: str) -> list
         ) from error
 
 
-def read_answer_part(reader: Callable[[Any], T], dialect: ServerDialect, answer: Any, name: str, *, url: str) -> T:
+def read_answer_part(reader: Callable[[Any], _T], dialect: ServerDialect, answer: Any, name: str, *, url: str) -> _T:
     """Return `reader(answer)`, another part of an answer than its continuations.
 
     Raises:

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     import aiohttp
 
 # Time-outs, overload, and gateways in front of a server that starts or restarts. A dying vLLM engine answers 500.
-TEMPORARY = frozenset({408, 425, 429, 500, 502, 503, 504})
-SECONDS_TO_CONNECT = 30.0
-LONGEST_MESSAGE = 300
+_TEMPORARY = frozenset({408, 425, 429, 500, 502, 503, 504})
+_SECONDS_TO_CONNECT = 30.0
+_LONGEST_MESSAGE = 300
 LONGEST_ANSWER = 64_000_000  # bytes without any continuation: fields of a server, and the prompt if it comes back
 
 _READABLE = 10_000  # characters of an answer that may be shown
@@ -49,7 +49,7 @@ class HttpAnswer:
                 words = words[key]
         text = words if isinstance(words, str) else self.text
         line = re.sub(r"\s+", " ", text).strip()
-        return line if len(line) <= LONGEST_MESSAGE else line[: LONGEST_MESSAGE - 3] + "..."
+        return line if len(line) <= _LONGEST_MESSAGE else line[: _LONGEST_MESSAGE - 3] + "..."
 
 
 class HttpClient:
@@ -76,7 +76,7 @@ class HttpClient:
             auto_decompress=False,  # see _unpacked
             # The caller limits the requests and the time of each; a second limit here would hide the first.
             connector=aiohttp.TCPConnector(limit=0),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=SECONDS_TO_CONNECT),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=_SECONDS_TO_CONNECT),
         )
 
     async def get(self, path: str) -> HttpAnswer:
@@ -148,7 +148,7 @@ class HttpClient:
         """
         if answer.status == 200 and answer.value is not None:
             return answer.value
-        if answer.status in TEMPORARY:
+        if answer.status in _TEMPORARY:
             raise TemporaryError(f"{self.url}{path}: status {answer.status} ({answer.message}); check the server's log")
         if answer.status in (401, 403):
             raise EngineError(f"{self.url}{path}: the server refuses the request ({answer.message}); check the API key")

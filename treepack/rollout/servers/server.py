@@ -34,11 +34,11 @@ from treepack.rollout.servers.http_client import LONGEST_ANSWER, HttpClient
 from treepack.rollout.servers.server_routes import routes_of_answer
 from treepack.trajectory import Int32
 
-ALTERNATIVES = 5  # most likely tokens that the check of the temperature compares; servers allow 20 by default
-LEAST_SPREAD = 0.02  # nats between them, from which on rounding cannot change the verdict
-BYTES_PER_TOKEN = 1_000  # of a new token: its id, its log-probability, and their names; servers send 100 to 200
-BYTES_PER_ROUTES = 8_000  # of the experts of one token: 1,500 of them as int32 in base64
-PROBES = (range(1, 9), range(8, 64), (3,), (11, 7, 5))  # prompts of small ids, which every vocabulary contains
+_ALTERNATIVES = 5  # most likely tokens that the check of the temperature compares; servers allow 20 by default
+_LEAST_SPREAD = 0.02  # nats between them, from which on rounding cannot change the verdict
+_BYTES_PER_TOKEN = 1_000  # of a new token: its id, its log-probability, and their names; servers send 100 to 200
+_BYTES_PER_ROUTES = 8_000  # of the experts of one token: 1,500 of them as int32 in base64
+_PROBES = (range(1, 9), range(8, 64), (3,), (11, 7, 5))  # prompts of small ids, which every vocabulary contains
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,8 +243,8 @@ def longest_answer(wish: SamplingRequest) -> int:
     """Return the maximum of bytes that an answer to `wish` can need; a longer one is not read."""
     new, old = wish.count * wish.max_tokens, wish.count * len(wish.ids)
     # A server may send the prompt back with each continuation, as ids of at most 10 digits.
-    size = LONGEST_ANSWER + BYTES_PER_TOKEN * new + 12 * old
-    return size + BYTES_PER_ROUTES * (new + old) if wish.routes else size
+    size = LONGEST_ANSWER + _BYTES_PER_TOKEN * new + 12 * old
+    return size + _BYTES_PER_ROUTES * (new + old) if wish.routes else size
 
 
 async def _find_dialect(client: HttpClient, model: str | None) -> ServerDialect:
@@ -278,18 +278,18 @@ async def _check_temperature(client: HttpClient, dialect: ServerDialect, model: 
     The difference between the log-probabilities of two tokens is d at temperature 1, d / 2 at temperature 2, and d
     again if the server ignores the temperature.
     """
-    for probe in PROBES:
+    for probe in _PROBES:
         at = []
         for temperature in (1.0, 2.0):
             wish = SamplingRequest(
-                np.array(probe, np.int32), 1, 1, Sampling(temperature), seed=0, model=model, alternatives=ALTERNATIVES
+                np.array(probe, np.int32), 1, 1, Sampling(temperature), seed=0, model=model, alternatives=_ALTERNATIVES
             )
             answer = await client.post(dialect.path, dialect.body(wish))
             value = client.checked(answer, dialect.path)
             at.append(read_answer_part(_likely(dialect), dialect, value, "likely tokens", url=client.url))
         # The sampled token is among them too and differs, so only tokens of both answers are compared.
         common = sorted(at[0].keys() & at[1].keys(), key=at[0].__getitem__)
-        if not common or (spread := at[0][common[-1]] - at[0][common[0]]) < LEAST_SPREAD:
+        if not common or (spread := at[0][common[-1]] - at[0][common[0]]) < _LEAST_SPREAD:
             continue
         if (at[1][common[-1]] - at[1][common[0]]) / spread > 0.75:
             remedy = (

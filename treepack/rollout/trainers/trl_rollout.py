@@ -31,12 +31,12 @@ from treepack.rollout.requests import LimitedEngine, all_or_none
 from treepack.rollout.trainers.sampled_leaves import SampledLeaf, TrainerWorld, check_width, read_leaves, sample_query
 from treepack.rollout.tree import Tree
 
-Result = TypeVar("Result")
+_Result = TypeVar("_Result")
 EngineOf = Callable[[Any], Engine | Awaitable[Engine]]
 Reward = Callable[..., Sequence[float | None]]
 
-ATTEMPTS = 5  # of a request; the pauses between them are 0.5, 1, 2 and 4 seconds
-TIMEOUT = 3600.0  # seconds of an attempt: a server answers late when many trees wait for it
+_ATTEMPTS = 5  # of a request; the pauses between them are 0.5, 1, 2 and 4 seconds
+_TIMEOUT = 3600.0  # seconds of an attempt: a server answers late when many trees wait for it
 
 
 def tree_rollouts(
@@ -209,7 +209,7 @@ class TreeRollouts:
         if version != self._version:
             await self._engine.publish(version)
             self._version = version
-        engine = LimitedEngine(self._engine, max_requests=self.max_requests, attempts=ATTEMPTS, timeout=TIMEOUT)
+        engine = LimitedEngine(self._engine, max_requests=self.max_requests, attempts=_ATTEMPTS, timeout=_TIMEOUT)
 
         world = TrainerWorld(self.environment, trainer.processing_class, self.seed)
         return await all_or_none(sample_query(query, engine, options, world) for query in queries)
@@ -288,7 +288,7 @@ class _LoopThread:
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="treepack-rollouts", daemon=True).start()
 
-    def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
+    def run(self, coroutine: Coroutine[Any, Any, _Result]) -> _Result:
         """Return the result of `coroutine`, and cancel it if the wait for it is interrupted."""
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:

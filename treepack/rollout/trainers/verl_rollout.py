@@ -40,8 +40,8 @@ from treepack.rollout.trainers.sampled_leaves import SampledLeaf, TrainerWorld, 
 from treepack.rollout.user_code import load_callable
 from treepack.trajectory import Int32
 
-ATTEMPTS = 5  # of a request that the server aborted; the pauses between them are 0.5, 1, 2 and 4 seconds
-TIMEOUT = 24 * 3600.0  # seconds; verl waits for its servers without a limit
+_ATTEMPTS = 5  # of a request that the server aborted; the pauses between them are 0.5, 1, 2 and 4 seconds
+_TIMEOUT = 24 * 3600.0  # seconds; verl waits for its servers without a limit
 
 
 class TreeAgentLoop(AgentLoopBase):  # type: ignore[misc]
@@ -127,7 +127,7 @@ class TreeAgentLoop(AgentLoopBase):  # type: ignore[misc]
         if await self.process_multi_modal_info(messages):
             raise TreepackError("verl: the prompt has images, videos or audio; trees are sampled from text only")
         prompt = np.array(await self.ct_build_initial_tokens(messages), np.int32)
-        engine = VerlEngine(
+        engine = _VerlEngine(
             self.server_manager,
             _sampling(sampling_params, self._stops or self._default_stops()),
             sampling_params,
@@ -138,7 +138,7 @@ class TreeAgentLoop(AgentLoopBase):  # type: ignore[misc]
         if engine.is_repeatable:
             # verl draws each uid at random; the place in the batch and the prompt are the same in every run.
             name = f"{fields.get('priority', 0)} {derived_seed(*prompt.tolist())}"
-        limited = LimitedEngine(engine, max_requests=options.width, attempts=ATTEMPTS, timeout=TIMEOUT)
+        limited = LimitedEngine(engine, max_requests=options.width, attempts=_ATTEMPTS, timeout=_TIMEOUT)
         start = perf_counter()
         query = Query(name, name, prompt, fields=fields, source="verl")
         tree = await sample_query(query, limited, options, TrainerWorld(self._environment, self.tokenizer, self._seed))
@@ -199,7 +199,7 @@ def _generation_stops(path: str, trust_remote_code: bool) -> tuple[int, ...]:
     return tuple(stops) if isinstance(stops, list) else () if stops is None else (stops,)
 
 
-class VerlEngine:
+class _VerlEngine:
     """verl's server manager as an engine: one request for each continuation, all with the same request_id.
 
     The server manager sends equal ids to the same server, whose cache holds the prefix then. `first_step` and
@@ -259,7 +259,7 @@ class VerlEngine:
         """Nothing to do: the server manager is verl's."""
 
 
-def _output(leaf: SampledLeaf, prompt: Int32, engine: VerlEngine, seconds: float) -> AgentLoopOutput:
+def _output(leaf: SampledLeaf, prompt: Int32, engine: _VerlEngine, seconds: float) -> AgentLoopOutput:
     """Return a leaf as verl expects it."""
     return AgentLoopOutput(
         prompt_ids=prompt.tolist(),

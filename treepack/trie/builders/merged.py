@@ -40,11 +40,11 @@ class RunsOfRange:
 
 def merge_range(spools: Sequence[SpoolFiles], task: RunsOfRange) -> MergedOrder:
     """Merge a range of the runs in `spools`."""
-    runs = [sorted_run(spools, run, ranks, task.share)[0] for run, ranks in zip(task.runs, task.ranks, strict=True)]
+    runs = [_sorted_run(spools, run, ranks, task.share)[0] for run, ranks in zip(task.runs, task.ranks, strict=True)]
     return merge(runs, task.limits, sharing=task.share != "none")
 
 
-def sorted_run(spools: Sequence[SpoolFiles], run: StoredRun, ranks: Int32, share: str) -> tuple[SortedRun, RunIndex]:
+def _sorted_run(spools: Sequence[SpoolFiles], run: StoredRun, ranks: Int32, share: str) -> tuple[SortedRun, RunIndex]:
     """Return a run as `run_merge` needs it, and its index."""
     spool = spools[run.spool]
     index = read_index(spool, run)
@@ -175,7 +175,7 @@ def merge_runs(
     """Merge `runs`, at least one: `merge_ranges` does it in other processes; without it, this process."""
     keys = {key: i for i, key in enumerate(sorted({key for run in runs for key in run.partitions}))}
     ranks = [np.array([keys[key] for key in run.partitions], np.int32) for run in runs]
-    opened = [sorted_run(spools, run, rank, share) for run, rank in zip(runs, ranks, strict=True)]
+    opened = [_sorted_run(spools, run, rank, share) for run, rank in zip(runs, ranks, strict=True)]
     tasks = [RunsOfRange(runs, ranks, each, share) for each in split([run for run, _ in opened], num_ranges)]
     order = MergedOrder()
     for part in (merge_range(spools, task) for task in tasks) if merge_ranges is None else merge_ranges(tasks):

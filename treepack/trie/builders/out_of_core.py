@@ -40,7 +40,7 @@ from treepack.trie.trie import Trie, trie_of_nodes
 RUN_BYTES = 1 << 27
 # Trajectories are put into final order for so many tokens at a time: some 100 MB of columns.
 TABLE_TOKENS = 1 << 23
-COPY_TOKENS = 1 << 18  # tokens that are put into final order at a time
+_COPY_TOKENS = 1 << 18  # tokens that are put into final order at a time
 
 
 def run_size(memory: int | None) -> int:
@@ -89,14 +89,14 @@ def rebuild(trie: Trie, trajectories: Iterable[Trajectory]) -> Trie:
 
 
 def _batches(trajectories: Iterable[Trajectory]) -> Iterator[Sequences]:
-    """Yield the columns of `trajectories`, of `COPY_TOKENS` tokens or more at a time."""
+    """Yield the columns of `trajectories`, of `_COPY_TOKENS` tokens or more at a time."""
     batch: list[Trajectory] = []
     num_tokens = 0
     for trajectory in trajectories:
         assert isinstance(trajectory.content, Tokens)
         batch.append(trajectory)
         num_tokens += len(trajectory.content.tokens)
-        if num_tokens >= COPY_TOKENS:
+        if num_tokens >= _COPY_TOKENS:
             yield as_columns(batch)
             batch, num_tokens = [], 0
     if batch:
@@ -124,8 +124,8 @@ def mapped_trie(merged: MergedRuns, storage: ArrayStorage) -> Trie:
     """
     growing = storage.growing_array(np.int32, in_file=True)
     size = int(merged.begins[-1])
-    for begin in range(0, size, COPY_TOKENS):
-        growing.append(read_merged_tokens(merged.spools, merged.token_places(begin, min(begin + COPY_TOKENS, size))))
+    for begin in range(0, size, _COPY_TOKENS):
+        growing.append(read_merged_tokens(merged.spools, merged.token_places(begin, min(begin + _COPY_TOKENS, size))))
     tokens, storage = growing.finish()
     table, storage = stored_table(_tables(merged), storage)
     return replace(trie_of_nodes(merged.nodes, tokens, table, share=merged.share), storage=storage)

@@ -1,6 +1,6 @@
 """Order trajectories with recorded routes for a trie that splits where routes differ.
 
-    tokens, routes --route_letters--> one number for each token     equal for equal tokens with equal experts
+    tokens, routes --_route_letters--> one number for each token     equal for equal tokens with equal experts
     letters        --sort, routed_order--> order, shared tokens     siblings by token and routes
 
 A letter ranks a token and a hash of its experts, so rows of some hundred bytes are neither sorted nor copied, and may
@@ -58,7 +58,7 @@ def routed_order(
             left out.
         shares_last: share last tokens that were not recorded, see above.
     """
-    letters = route_letters(given.tokens, given.routes)
+    letters = _route_letters(given.tokens, given.routes)
     order = sorted_by_tokens(letters, given.offsets, given.partition, list(by_id))
     shared = shared_with_previous(letters, given.offsets, given.partition, order)
     lengths = np.diff(given.offsets)[order]
@@ -71,7 +71,7 @@ def routed_order(
     return _Arrangement(given, order, lengths, forest, rank).arranged(groups, firsts, shares_last=shares_last)
 
 
-def route_letters(tokens: Int32, routes: Routes) -> Int32:
+def _route_letters(tokens: Int32, routes: Routes) -> Int32:
     """Return a number for each token, equal for equal tokens with equal experts, ascending by token; int32 [N].
 
     Equal means equal 64-bit hashes of the experts, which other experts of one token never have in practice.

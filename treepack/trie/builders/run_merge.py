@@ -30,9 +30,9 @@ from numpy.typing import NDArray
 from treepack.trajectory import Int32, Int64
 
 # Tokens compared at a time, four times as many after each step: most sequences differ soon, some only after thousands.
-FIRST_STEP, LAST_STEP = 64, 1 << 14
+_FIRST_STEP, _LAST_STEP = 64, 1 << 14
 # Sequences of which one splitter is chosen; ranges are then about as even as 1/16 of one.
-SAMPLES = 16
+_SAMPLES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +125,7 @@ def split(runs: Sequence[SortedRun], count: int) -> list[SequenceRange]:
     if count == 1:
         return [SequenceRange()]
     total = sum(int(run.offsets[-1] - run.offsets[0]) for run in runs)
-    step = max(1, total // (count * SAMPLES))  # bytes from one sample to the next
+    step = max(1, total // (count * _SAMPLES))  # bytes from one sample to the next
     samples: list[Int32] = []
     done = 0
     for run in runs:
@@ -257,12 +257,12 @@ def _smallest(heads: list[_Head], known: list[int], common: int) -> int:
 
 def _common(a: Int32, b: Int32, start: int = 0) -> int:
     """Return the first index from `start` on where `a` and `b` differ, or the size of the shorter one."""
-    stop, step = min(len(a), len(b)), FIRST_STEP
+    stop, step = min(len(a), len(b)), _FIRST_STEP
     while start < stop:
         end = min(start + step, stop)
         different = a[start:end] != b[start:end]
         at = int(different.argmax())
         if different[at]:
             return start + at
-        start, step = end, min(4 * step, LAST_STEP)
+        start, step = end, min(4 * step, _LAST_STEP)
     return stop

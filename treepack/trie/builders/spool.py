@@ -33,7 +33,7 @@ from treepack.trie.nodes import shared_with_previous, sorted_by_tokens
 from treepack.trie.store.table_stream import pad, write_table
 
 
-class SpoolFile:
+class _SpoolFile:
     """A temporary file without a name, appended to and then read; it disappears with its last user."""
 
     def __init__(self, folder: Path | None) -> None:
@@ -70,9 +70,9 @@ class SpoolFile:
         return _received, (self._folder, DupFd(self.file.fileno()))
 
 
-def _received(folder: Path | None, handle: Any) -> SpoolFile:
+def _received(folder: Path | None, handle: Any) -> _SpoolFile:
     """Return the file of a process in a process that it starts."""
-    spool = SpoolFile(folder)
+    spool = _SpoolFile(folder)
     spool._file = os.fdopen(handle.detach(), "r+b")
     return spool
 
@@ -82,7 +82,7 @@ class SpoolFiles:
 
     def __init__(self, folder: Path | None) -> None:
         self.folder = folder
-        self.tokens, self.tables, self.routes = SpoolFile(folder), SpoolFile(folder), SpoolFile(folder)
+        self.tokens, self.tables, self.routes = _SpoolFile(folder), _SpoolFile(folder), _SpoolFile(folder)
 
     def __enter__(self) -> SpoolFiles:
         return self

@@ -32,7 +32,7 @@ from treepack.trie.storage import ArrayStorage, disk, map_file
 from treepack.trie.store.table_stream import write_table
 
 # Bytes of a text in an Arrow column beyond the bytes in the file: repeated texts are stored once there.
-TEXT_BYTES = 64
+_TEXT_BYTES = 64
 _WIDTHS = {"BOOLEAN": 1, "INT32": 4, "FLOAT": 4, "INT64": 8, "DOUBLE": 8}
 
 
@@ -52,7 +52,7 @@ def decoded_bytes(directory: Path, manifest: Manifest) -> int:
         for i in range(part.num_columns)
     )
     return sum(
-        column.num_values * _WIDTHS.get(column.physical_type, TEXT_BYTES)
+        column.num_values * _WIDTHS.get(column.physical_type, _TEXT_BYTES)
         + (0 if column.physical_type in _WIDTHS else column.total_uncompressed_size)
         for column in columns
     )

@@ -25,7 +25,7 @@ from treepack.files.part_columns import with_types
 from treepack.files.remote.location import DirectoryLocation
 from treepack.trajectory import Int64
 
-OPENERS = 16  # remote parts that are opened side by side; each costs some round trips
+_OPENERS = 16  # remote parts that are opened side by side; each costs some round trips
 # Columns of trajectories that may be null.
 OPTIONAL = ("reward", "advantage", "temperature", *PER_TOKEN, "rollout_id")
 
@@ -119,7 +119,7 @@ def read_footers(location: DirectoryLocation) -> TrieFooters:
         TreepackError: a part is missing or truncated, or has other columns; or the directory is not a trie.
     """
     manifest = read_manifest(location, schema.TRIE_FORMAT)
-    with ThreadPoolExecutor(1 if location.is_local else OPENERS) as pool:
+    with ThreadPoolExecutor(1 if location.is_local else _OPENERS) as pool:
         footers = [*pool.map(lambda entry: _footer(location, entry), manifest["files"])]
     both = [*zip(manifest["files"], footers, strict=True)]
     parts = {stem: [pair for pair in both if pair[0]["name"].startswith(stem)] for stem in schema.TRIE}

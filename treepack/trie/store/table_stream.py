@@ -11,7 +11,7 @@ from typing import IO
 import pyarrow as pa
 
 # Arrow reads buffers without a copy if they start at a multiple of 64 bytes.
-ALIGNMENT = 64
+_ALIGNMENT = 64
 
 
 def write_table(file: IO[bytes], parts: Iterable[pa.Table]) -> int:
@@ -29,5 +29,5 @@ def write_table(file: IO[bytes], parts: Iterable[pa.Table]) -> int:
 
 
 def pad(file: IO[bytes], start: int) -> None:
-    """Append zeros until the bytes since `start` are a multiple of `ALIGNMENT`."""
-    file.write(bytes(-(file.tell() - start) % ALIGNMENT))
+    """Append zeros until the bytes since `start` are a multiple of `_ALIGNMENT`."""
+    file.write(bytes(-(file.tell() - start) % _ALIGNMENT))

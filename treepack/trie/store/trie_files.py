@@ -31,7 +31,7 @@ from treepack.trie.trie import Trie
 # Nodes are written as slices of so many to a part, and trajectories too; this bounds memory.
 SLICES, TRAJECTORY_SLICES = 8, 2
 # Tokens of a slice with routes, some hundred bytes for each: a column of bytes has offsets of 32 bits.
-ROUTE_TOKENS = 1 << 18
+_ROUTE_TOKENS = 1 << 18
 
 
 def write_trie(
@@ -48,7 +48,7 @@ def write_trie(
     nodes = PartWriter(directory, "nodes", schema.node_columns(names))
     tree_id = trie.tree_id
     max_token_id = 0
-    for a, b in token_slices(trie.node_length, PART_TOKENS // SLICES if routes is None else ROUTE_TOKENS):
+    for a, b in token_slices(trie.node_length, PART_TOKENS // SLICES if routes is None else _ROUTE_TOKENS):
         each = slice(trie.node_start[a], trie.node_start[b])
         tokens = trie.tokens[each]
         max_token_id = max(max_token_id, int(tokens.max()))

@@ -34,23 +34,23 @@ from treepack.ingest.readers.format import LINEAGE, MASKS, Format
 from treepack.ingest.readers.kinds import ANY, ValueKind
 from treepack.trajectory import Skipped, Trajectory
 
-CONTEXT_NOTE = "system prompt and tools are not in exports of ChatGPT"
-FILES_NOTE = "files that the user attached are not in the export"
+_CONTEXT_NOTE = "system prompt and tools are not in exports of ChatGPT"
+_FILES_NOTE = "files that the user attached are not in the export"
 RECAP_NOTE = "length of the reasoning ('Thought for 5 seconds') not used"
-THOUGHTS_NOTE = "thoughts without an answer not used"
+_THOUGHTS_NOTE = "thoughts without an answer not used"
 PARENT_NOTE = "node whose parent is not in the conversation"
-CHILD_NOTE = "node with a child that is not in the conversation"
-NAME_NOTE = "node whose id is not its name"
+_CHILD_NOTE = "node with a child that is not in the conversation"
+_NAME_NOTE = "node whose id is not its name"
 EMPTY_NOTE, EMPTY_CALL_NOTE = "message of the model without text not used", "call without text not used"
 NO_ANSWER = "conversation without an answer"
-ALL = "all"  # the recipient of a message that is not a call
-NODE = frozenset({"id", "message", "parent", "children"})
-MESSAGE = frozenset(
+_ALL = "all"  # the recipient of a message that is not a call
+_NODE = frozenset({"id", "message", "parent", "children"})
+_MESSAGE = frozenset(
     "id author create_time update_time content status end_turn weight metadata recipient channel".split()
 )
-CUT = frozenset({"in_progress", "finished_partial_completion"})  # values of `status`
+_CUT = frozenset({"in_progress", "finished_partial_completion"})  # values of `status`
 
-Message = dict[str, Any]
+_Message = dict[str, Any]
 Node = dict[str, Any]
 
 
@@ -58,7 +58,7 @@ def _has_children(node: Node) -> bool:
     return "children" in node and isinstance(node["children"], list | None)
 
 
-NODES = ValueKind(
+_NODES = ValueKind(
     "an object of nodes with parent, children and message",
     lambda value: (
         isinstance(value, dict)
@@ -72,7 +72,7 @@ NODES = ValueKind(
 class _PathTurns:
     """The messages of a path in chat form, the thoughts before the next one, and notes to be counted."""
 
-    messages: list[Message] = field(default_factory=list)
+    messages: list[_Message] = field(default_factory=list)
     thoughts: list[str] = field(default_factory=list)
     notes: dict[str, None] = field(default_factory=dict)
     num_calls: int = 0
@@ -94,7 +94,7 @@ def read_chatgpt(record: Record, options: ReadOptions) -> Iterator[Trajectory | 
     if not paths:
         yield Skipped(source, "; ".join(reasons) or NO_ANSWER, group_id=name)
         return
-    notes = (CONTEXT_NOTE, *(f"turns after it not used: {reason}" for reason in reasons), *notes)
+    notes = (_CONTEXT_NOTE, *(f"turns after it not used: {reason}" for reason in reasons), *notes)
     items: list[Trajectory] = []
     for leaf, path in enumerate(paths):
         turns = _turns(path, source)
@@ -142,9 +142,9 @@ def _links(mapping: dict[str, Node]) -> tuple[str, ...]:
         if node.get("parent") is not None and node["parent"] not in mapping:
             notes[PARENT_NOTE] = None
         if any(not isinstance(child, str) or child not in mapping for child in node["children"] or []):
-            notes[CHILD_NOTE] = None
+            notes[_CHILD_NOTE] = None
         if node.get("id", name) != name:
-            notes[NAME_NOTE] = None
+            notes[_NAME_NOTE] = None
     return tuple(notes)
 
 
@@ -152,8 +152,8 @@ def _unused(mapping: dict[str, Node], source: str) -> tuple[str, ...]:
     messages = [node["message"] for node in mapping.values() if isinstance(node["message"], dict)]
     contents = [message["content"] for message in messages if isinstance(message.get("content"), dict)]
     return (
-        *unused_fields(mapping.values(), NODE, source=source),
-        *unused_fields(messages, MESSAGE, source=source),
+        *unused_fields(mapping.values(), _NODE, source=source),
+        *unused_fields(messages, _MESSAGE, source=source),
         *unused_fields(contents, CONTENT, source=source),
     )
 
@@ -166,7 +166,7 @@ def _readable(path: list[Node], source: str) -> tuple[list[Node], str | None]:
     return path, None
 
 
-def _metadata(message: Message, source: str) -> dict[str, Any]:
+def _metadata(message: _Message, source: str) -> dict[str, Any]:
     metadata = message.get("metadata") or {}
     details = metadata.get("finish_details") if isinstance(metadata, dict) else metadata
     if not isinstance(details, dict | None):
@@ -208,7 +208,7 @@ def _turns(path: list[Node], source: str) -> _PathTurns:
         )
         metadata = _metadata(message, source)
         if metadata.get("attachments"):
-            turns.notes[FILES_NOTE] = None
+            turns.notes[_FILES_NOTE] = None
         if kind == "reasoning_recap":
             turns.notes[RECAP_NOTE] = None
         elif kind == "thoughts" or (role == "assistant" and message.get("channel") == "analysis"):
@@ -247,14 +247,14 @@ def _add_system(turns: _PathTurns, text: str) -> None:
         turns.messages.append({"role": "system", "content": text})
 
 
-def _add_answer(turns: _PathTurns, message: Message, text: str, metadata: dict[str, Any]) -> None:
+def _add_answer(turns: _PathTurns, message: _Message, text: str, metadata: dict[str, Any]) -> None:
     if not text:
-        turns.notes[EMPTY_NOTE if message.get("recipient") in (None, ALL) else EMPTY_CALL_NOTE] = None
+        turns.notes[EMPTY_NOTE if message.get("recipient") in (None, _ALL) else EMPTY_CALL_NOTE] = None
         return
-    answer: Message = {"role": "assistant", "content": text}
+    answer: _Message = {"role": "assistant", "content": text}
     details = metadata.get("finish_details")
     reason = details.get("type") if details else None
-    if message.get("status") in CUT:
+    if message.get("status") in _CUT:
         reason = "interrupted"
     if message.get("weight") is not None:
         answer["weight"] = message["weight"]
@@ -262,7 +262,7 @@ def _add_answer(turns: _PathTurns, message: Message, text: str, metadata: dict[s
         answer["reasoning_content"] = "\n\n".join(turns.thoughts)
         turns.thoughts = []
     recipient = message.get("recipient")
-    if recipient not in (None, ALL):
+    if recipient not in (None, _ALL):
         turns.num_calls += 1
         kind = message["content"].get("content_type")
         # Ids of nine letters and digits, because the export has none.
@@ -286,12 +286,12 @@ def _arguments(text: str, kind: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {"code" if kind == "code" else "input": text}
 
 
-def _add_other(turns: _PathTurns, message: Message, role: str, text: str) -> None:
+def _add_other(turns: _PathTurns, message: _Message, role: str, text: str) -> None:
     """Add a message of the user or of a tool; an empty one is left out, unless it is the result of a call."""
     if turns.thoughts and role == "user":
-        turns.notes[THOUGHTS_NOTE] = None
+        turns.notes[_THOUGHTS_NOTE] = None
         turns.thoughts = []
-    other: Message = {"role": role, "content": text}
+    other: _Message = {"role": role, "content": text}
     if role == "tool":
         calls = [call for each in turns.messages for call in each.get("tool_calls", [])]
         answered = {each.get("tool_call_id") for each in turns.messages}
@@ -315,7 +315,7 @@ FORMAT = Format(
     rank=510,
     program="ChatGPT (export of conversations)",
     recognised_by="`mapping`, an object of nodes with `message` and `children`, and `current_node` or `title`",
-    requires=[{"mapping": NODES, ("current_node", "title"): ANY}],
+    requires=[{"mapping": _NODES, ("current_node", "title"): ANY}],
     used="""
         current_node conversation_id id title mapping.*.id mapping.*.parent mapping.*.children mapping.*.message=message
         message.author.role message.author.name message.status message.weight message.recipient message.channel

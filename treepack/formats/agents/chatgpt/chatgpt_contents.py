@@ -24,11 +24,11 @@ CONTENT = frozenset(
     """.split()
 )
 # Fields that are text or null, of a message and of a content; another value would be left out in silence.
-TEXT_OF_MESSAGE = ("status", "recipient", "channel")
-TEXT_OF_CONTENT = tuple("text result title url user_profile user_instructions model_set_context".split())
+_TEXT_OF_MESSAGE = ("status", "recipient", "channel")
+_TEXT_OF_CONTENT = tuple("text result title url user_profile user_instructions model_set_context".split())
 # Parts that repeat an audio_transcription as sound.
-SOUND = frozenset({"audio_asset_pointer", "real_time_user_audio_video_asset_pointer"})
-MEDIA = SOUND | {"image_asset_pointer", "video_container_asset_pointer"}
+_SOUND = frozenset({"audio_asset_pointer", "real_time_user_audio_video_asset_pointer"})
+_MEDIA = _SOUND | {"image_asset_pointer", "video_container_asset_pointer"}
 
 
 def reason_of(node: Node, source: str) -> str | None:
@@ -41,12 +41,12 @@ def reason_of(node: Node, source: str) -> str | None:
     kinds = [str(part.get("content_type")) for part in _list(content) if isinstance(part, dict)]
     has_words = "audio_transcription" in kinds
     for kind in kinds:
-        if kind in MEDIA and not (has_words and kind in SOUND):
+        if kind in _MEDIA and not (has_words and kind in _SOUND):
             return MEDIA_REASON
-        if kind not in MEDIA and kind != "audio_transcription":
+        if kind not in _MEDIA and kind != "audio_transcription":
             return f"content parts of type '{kind[:40]}' are not read"
     kind = str(content.get("content_type"))
-    if content and kind not in TEXTS and kind not in ("thoughts", "reasoning_recap"):
+    if content and kind not in _TEXTS and kind not in ("thoughts", "reasoning_recap"):
         return f"content of type '{kind[:40]}' is not read"
     return None
 
@@ -63,7 +63,7 @@ def content_of(node: Node, source: str) -> dict[str, Any]:
     content = message.get("content") if isinstance(message, dict) else None
     if not isinstance(content, dict):
         raise TreepackError(f"{source}: a message has the content {shown(content)}; expected content_type and parts")
-    for holder, names in ((message, TEXT_OF_MESSAGE), (content, TEXT_OF_CONTENT)):
+    for holder, names in ((message, _TEXT_OF_MESSAGE), (content, _TEXT_OF_CONTENT)):
         for name in names:
             if not isinstance(holder.get(name), str | None):
                 raise TreepackError(f"{source}: a message has the {name} {shown(holder[name])}; expected text")
@@ -99,7 +99,7 @@ def _instructions(content: dict[str, Any]) -> str:
 
 
 # The text of each type of content.
-TEXTS: dict[str, Callable[[dict[str, Any]], str]] = {
+_TEXTS: dict[str, Callable[[dict[str, Any]], str]] = {
     "text": _parts,
     "multimodal_text": _parts,
     "code": lambda content: str(content.get("text") or ""),
@@ -122,4 +122,4 @@ def chatgpt_text(node: Node, source: str) -> str:
     """
     content = content_of(node, source)
     kind = str(content.get("content_type"))
-    return TEXTS[kind](content) if kind in TEXTS else ""
+    return _TEXTS[kind](content) if kind in _TEXTS else ""

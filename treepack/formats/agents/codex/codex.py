@@ -42,11 +42,11 @@ from treepack.trajectory import Skipped, Trajectory
 
 CONTEXT_NOTE = "tools, and changes of the system prompt for them, are not in sessions of Codex"
 SUMMARY_NOTE = "summary for a compaction not used"
-COPIED_NOTE = "turns that were copied from another session not trained"
-SNAPSHOT = "ghost_snapshot"  # an item of Codex itself: the state of the files, which no model reads
+_COPIED_NOTE = "turns that were copied from another session not trained"
+_SNAPSHOT = "ghost_snapshot"  # an item of Codex itself: the state of the files, which no model reads
 
 
-Message = dict[str, Any]
+_Message = dict[str, Any]
 
 
 @dataclass(slots=True)
@@ -57,7 +57,7 @@ class _ItemRange:
     num_before: int = 0
 
 
-def read_codex(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def _read_codex(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     """Read the trajectories of a session, named after its id.
 
     Their group is derived from the first prompt, so that sessions with the same task are a group.
@@ -97,7 +97,7 @@ def _calls_of_file(rows: list[Record]) -> CallLog:
     stretches = _stretches(rows, log)
     copied = copied_items([row.value for row in rows], path)
     if copied:
-        log.note(COPIED_NOTE)
+        log.note(_COPIED_NOTE)
     for stretch in stretches:
         chat = messages_of_items(stretch.items, source=path)
         log.note(*chat.notes)
@@ -105,7 +105,7 @@ def _calls_of_file(rows: list[Record]) -> CallLog:
     return log
 
 
-def _system(meta: dict[str, Any]) -> list[Message]:
+def _system(meta: dict[str, Any]) -> list[_Message]:
     base = meta.get("base_instructions")
     text = base.get("text") if isinstance(base, dict) else base
     return [{"role": "system", "content": text}] if isinstance(text, str) and text else []
@@ -123,7 +123,7 @@ def _stretches(rows: list[Record], log: CallLog) -> list[_ItemRange]:
         metadata = row.value.get("metadata")
         if kind == "response_item" and isinstance(metadata, dict) and metadata.get("compaction_output"):
             log.note(SUMMARY_NOTE)
-        elif kind == "response_item" and payload.get("type") != SNAPSHOT:
+        elif kind == "response_item" and payload.get("type") != _SNAPSHOT:
             stretches[-1].items.append(payload)
         elif kind == "compacted":
             # A copy, because later items are appended, and the list belongs to the record.
@@ -159,7 +159,7 @@ def _is_turn(item: Item) -> bool:
     return not any(isinstance(text, str) and text.lstrip().startswith("<") for text in texts)
 
 
-def _add_calls(log: CallLog, system: list[Message], chat: ItemMessages, earlier: Sequence[Item]) -> None:
+def _add_calls(log: CallLog, system: list[_Message], chat: ItemMessages, earlier: Sequence[Item]) -> None:
     """Add a call for each message of the model that does not consist of `earlier` items."""
     earlier_ids = {id(item) for item in earlier}
     history = _joined([*system, *chat.messages])
@@ -172,7 +172,7 @@ def _add_calls(log: CallLog, system: list[Message], chat: ItemMessages, earlier:
         log.add(history[: number + shift], [message], reason=reason)
 
 
-def _joined(messages: list[Message]) -> list[Message]:
+def _joined(messages: list[_Message]) -> list[_Message]:
     """Return `messages` with the system prompt and the developer messages after it as one message.
 
     Codex sends them as several messages, which many chat templates do not accept.
@@ -205,5 +205,5 @@ FORMAT = Format(
     ),
     keeps={MASKS},
     links="type".split(),
-    read_file=read_codex,
+    read_file=_read_codex,
 )

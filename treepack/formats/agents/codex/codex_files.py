@@ -19,7 +19,7 @@ from typing import Any
 from treepack.ingest.readers.calls.session_files import SessionFile, first_records
 from treepack.ingest.readers.files.inputs import STDIN
 
-FILES = "rollout-*.jsonl*"
+_FILES = "rollout-*.jsonl*"
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ def _threads_beside(path: str) -> dict[str, _CodexThread]:
 def _threads(folder: str, _changed: int) -> dict[str, _CodexThread]:
     """Return the sessions of a folder by their ids. O(files); reads one line of each."""
     threads: dict[str, _CodexThread] = {}
-    for number, path in enumerate(sorted(Path(folder).glob(FILES))):
+    for number, path in enumerate(sorted(Path(folder).glob(_FILES))):
         for record in islice(first_records(path), 1):
             meta = record.value.get("payload")
             if (

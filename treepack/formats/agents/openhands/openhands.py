@@ -33,16 +33,16 @@ from treepack.ingest.readers.kinds import TEXT, Fields, first
 from treepack.trajectory import Skipped, Trajectory
 
 Event = dict[str, Any]
-EVENT_FILE = re.compile(r"event-(\d+)-.*\.json")
+_EVENT_FILE = re.compile(r"event-(\d+)-.*\.json")
 SYSTEM_NOTE = "system prompt is not in the file"
 NO_CALL = "conversation without a response of the model"
 # An event before version 1, and one since then. Actions that start a conversation have no result yet.
-ACTION: Fields = {"action": TEXT, "source": TEXT}
-OBSERVATION: Fields = {"observation": TEXT, "source": TEXT}
-KIND: Fields = {"kind": TEXT, "source": TEXT, "timestamp": TEXT}
+_ACTION: Fields = {"action": TEXT, "source": TEXT}
+_OBSERVATION: Fields = {"observation": TEXT, "source": TEXT}
+_KIND: Fields = {"kind": TEXT, "source": TEXT, "timestamp": TEXT}
 
 
-def read_openhands(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def _read_openhands(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     """Read each record with a `history` as a conversation, and all other records of the file as the events of one.
 
     Raises:
@@ -74,10 +74,10 @@ def read_openhands(records: Iterator[Record], options: ReadOptions) -> Iterator[
 def _event_files(record: Record) -> list[Path]:
     """Return the files of a conversation with one file per event, in their order; empty if `record` is not in one."""
     path = Path(record.path)
-    if record.path == STDIN or EVENT_FILE.fullmatch(path.name) is None:
+    if record.path == STDIN or _EVENT_FILE.fullmatch(path.name) is None:
         return []
     # "event-00010-x.json" -> 10
-    matches = [match for each in path.parent.iterdir() if (match := EVENT_FILE.fullmatch(each.name)) is not None]
+    matches = [match for each in path.parent.iterdir() if (match := _EVENT_FILE.fullmatch(each.name)) is not None]
     ordered = sorted(matches, key=lambda match: (int(match[1]), match[0]))
     return [path.parent / match[0] for match in ordered]
 
@@ -143,7 +143,7 @@ FORMAT = Format(
     rank=180,
     program="OpenHands",
     recognised_by="`history` with events, or events: `action` or `observation` with `source`, or `kind` with `source`",
-    requires=[{"history": first(ACTION, OBSERVATION, KIND)}, ACTION, OBSERVATION, KIND],
+    requires=[{"history": first(_ACTION, _OBSERVATION, _KIND)}, _ACTION, _OBSERVATION, _KIND],
     checked="first",
     used="""
         history instance_id instruction report.resolved test_result.final_score metadata.llm_config.model
@@ -159,5 +159,5 @@ FORMAT = Format(
     ),
     keeps={MASKS, REWARDS},
     links="kind".split(),
-    read_file=read_openhands,
+    read_file=_read_openhands,
 )

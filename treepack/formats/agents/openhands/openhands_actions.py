@@ -23,12 +23,12 @@ Event = dict[str, Any]
 RECALL_NOTE = "text about the workspace that OpenHands adds is not in the file"
 NO_RESPONSE = "action of the agent without the response of the model"
 # Actions of the agent that no model chose: they are in no prompt.
-OWN_ACTIONS = frozenset(
+_OWN_ACTIONS = frozenset(
     "change_agent_state condensation_request recall null start pause resume stop loop_recovery".split()
 )
 # Observations that no prompt contains, as a result or as a message.
-HIDDEN = frozenset("agent_state_changed null loop_detection recall".split())
-MARKS = {
+_HIDDEN = frozenset("agent_state_changed null loop_detection recall".split())
+_MARKS = {
     "error": "{}\n[Error occurred in processing last action]",
     "user_rejected": "OBSERVATION:\n{}\n[Last action has been rejected by the user]",
 }
@@ -58,7 +58,7 @@ def add_action_event(view: EventView, event: Event) -> str | None:
     elif not is_agent:
         command = f"User executed the command:\n{args.get('command')}" if action == "run" else None
         view.add(name, {"role": "user", "content": command} if command else None)
-    elif str(action) not in OWN_ACTIONS:
+    elif str(action) not in _OWN_ACTIONS:
         return NO_RESPONSE
     return None
 
@@ -72,13 +72,13 @@ def _add_observation(view: EventView, event: Event) -> None:
     kind, extras, content = event.get("observation"), _object(event.get("extras")), event.get("content") or ""
     if kind == "recall":
         view.log.note(RECALL_NOTE)
-    if str(kind) in HIDDEN:
+    if str(kind) in _HIDDEN:
         return
     if kind == "run":
         content = command_output(content, extras.get("metadata"))
     elif kind == "delegate":
         content = _object(extras.get("outputs")).get("content", content)
-    content = MARKS.get(str(kind), "{}").format(content)
+    content = _MARKS.get(str(kind), "{}").format(content)
     call = _object(event.get("tool_call_metadata"))
     if call.get("tool_call_id") is not None:
         result = {"tool_call_id": call["tool_call_id"], "name": call.get("function_name"), "content": content}

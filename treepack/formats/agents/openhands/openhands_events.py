@@ -21,9 +21,9 @@ from treepack.ingest.readers.fields.values import is_messages
 
 Event = dict[str, Any]
 
-TOOLS_NOTE = "tools are in the file without their parameters"
-ERROR = "[An error occurred during execution.]\n"  # the agent puts it before the text of a failed tool
-SHELLS = frozenset({"TerminalObservation", "ExecuteBashObservation"})
+_TOOLS_NOTE = "tools are in the file without their parameters"
+_ERROR = "[An error occurred during execution.]\n"  # the agent puts it before the text of a failed tool
+_SHELLS = frozenset({"TerminalObservation", "ExecuteBashObservation"})
 
 
 def add_events(view: EventView, events: Sequence[Event]) -> None:
@@ -35,7 +35,7 @@ def add_events(view: EventView, events: Sequence[Event]) -> None:
             if is_messages(tools) and all("function" in tool for tool in tools):
                 view.tools = tools or None
             elif tools:
-                view.log.note(TOOLS_NOTE)
+                view.log.note(_TOOLS_NOTE)
             prompt = [event_text(first.get("system_prompt")), event_text(first.get("dynamic_context"))]
             view.add(first.get("id"), {"role": "system", "content": "".join(filter(None, map(str, prompt)))})
         elif kind == "ActionEvent":
@@ -108,8 +108,8 @@ def _result(event: Event) -> str | list[Any]:
     text = event_text(parts)
     if isinstance(text, list) or observation.get("screenshot_data"):
         return text if isinstance(text, list) else [{"type": "image"}]
-    if str(observation.get("kind")) in SHELLS:
+    if str(observation.get("kind")) in _SHELLS:
         text = command_output(text, observation.get("metadata"))
     added = event_text(event.get("extended_content"))
-    prefix = ERROR if observation.get("is_error") else ""
+    prefix = _ERROR if observation.get("is_error") else ""
     return prefix + text + (added if isinstance(added, str) else "")

@@ -53,15 +53,15 @@ from treepack.ingest.readers.messages.normal_form import normalise_messages
 from treepack.trajectory import Chat, Skipped, Trajectory
 
 # The sources of ATIF -> the roles of chat.
-ROLES = {"system": "system", "user": "user", "agent": "assistant"}
+_ROLES = {"system": "system", "user": "user", "agent": "assistant"}
 # Fields of a document that are read, or that repeat the steps.
-TOP = frozenset({"schema_version", "trajectory_id", "agent", "steps", "final_metrics"})
-LINKS = frozenset({"continued_trajectory_ref", "subagent_trajectories"})
-MAIN = "trajectory.json"
+_TOP = frozenset({"schema_version", "trajectory_id", "agent", "steps", "final_metrics"})
+_LINKS = frozenset({"continued_trajectory_ref", "subagent_trajectories"})
+_MAIN = "trajectory.json"
 # The result of a trial, seen from agent/, from steps/<name>/agent/ and from a folder without subfolders.
-ABOVE = ("../result.json", "../../../result.json", "result.json")
-SOME_NOTE = "token ids of some steps only, not used"
-MEDIA_NOTE = "steps from the first image or sound to the end not used"
+_ABOVE = ("../result.json", "../../../result.json", "result.json")
+_SOME_NOTE = "token ids of some steps only, not used"
+_MEDIA_NOTE = "steps from the first image or sound to the end not used"
 CONTEXT_NOTE = "steps after an event of the harness, such as a summary, not used: their prompt is not known"
 
 
@@ -71,7 +71,7 @@ def read_atif(record: Record, options: ReadOptions) -> Iterator[Trajectory | Ski
     Raises:
         TreepackError: steps of a different kind, token ids that contradict each other, or several rewards.
     """
-    if has_fields(record.value, [RESULT]):
+    if has_fields(record.value, [_RESULT]):
         yield from _read_result(record, options)
         return
     path, result = _result_above(record)
@@ -86,7 +86,7 @@ def read_atif(record: Record, options: ReadOptions) -> Iterator[Trajectory | Ski
     inner = folder_and_document(record)[1].removeprefix("trajectory").lstrip(".-_")
     step_name = step.name if is_step else ""
     facts = _facts(result, part, (step_name, inner), str(path), options)
-    main = companion_path(record, MAIN)
+    main = companion_path(record, _MAIN)
     if not _is_in_details(part, main, str(path)):
         file = file_of_trial(record, step if is_step else path.parent, _name(result, step_name))
         yield from _read_document(record, facts, file, options)
@@ -94,7 +94,7 @@ def read_atif(record: Record, options: ReadOptions) -> Iterator[Trajectory | Ski
     elif main is not None and main.name == Path(record.path).name:
         yield from _read_details(Record(str(path), str(path), facts), part, options)
     else:
-        yield Skipped(record.source, f"its token ids are read with {MAIN if main else path.name}", is_rollout=False)
+        yield Skipped(record.source, f"its token ids are read with {_MAIN if main else path.name}", is_rollout=False)
 
 
 def _read_result(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
@@ -102,8 +102,8 @@ def _read_result(record: Record, options: ReadOptions) -> Iterator[Trajectory | 
     result, source = record.value, record.source
     steps = as_objects(result.get("step_results"), source=source, name="step_results")
     # A trial of one step keeps agent/trajectory.json, a trial of several steps one file per step.
-    parts = [("", result, f"agent/{MAIN}")]
-    parts += [(str(step.get("step_name")), step, f"steps/{step.get('step_name')}/agent/{MAIN}") for step in steps]
+    parts = [("", result, f"agent/{_MAIN}")]
+    parts += [(str(step.get("step_name")), step, f"steps/{step.get('step_name')}/agent/{_MAIN}") for step in steps]
     nothing = True
     for name, part, main in parts:
         if companion_path(record, main) is None and _is_in_details(part, None, source):
@@ -184,7 +184,7 @@ def _read_agents(
     value, source = record.value, record.source
     agent = object_or_empty(value.get("agent"))
     facts = {
-        **without(value, TOP | LINKS),
+        **without(value, _TOP | _LINKS),
         **trial,
         "agent": agent.get("name"),
         "model": agent.get("model_name"),
@@ -196,7 +196,7 @@ def _read_agents(
     embedded = as_objects(value.get("subagent_trajectories"), source=source, name="subagent_trajectories")
     for number, each in enumerate(embedded):
         where = f"{source}: subagent_trajectories[{number}]"
-        if not has_fields(each, [TRAJECTORY]):
+        if not has_fields(each, [_TRAJECTORY]):
             raise TreepackError(f"{where} is {shown(each)}; expected a trajectory with schema_version ATIF and steps")
         name = f"{facts['trajectory_id']}/{each.get('trajectory_id') or number}"
         yield from _read_agents(Record(where, record.path, each), trial | {"trajectory_id": name}, options)
@@ -250,7 +250,7 @@ def _read_steps(
 ) -> Iterator[Trajectory | Skipped]:
     """Read the steps as one conversation, up to the first step with media or with a change of the context."""
     messages: list[dict[str, Any]] = []
-    notes: tuple[str, ...] = (SOME_NOTE,) if some_ids else ()
+    notes: tuple[str, ...] = (_SOME_NOTE,) if some_ids else ()
     for number, step in enumerate(steps):
         if step.get("source") == "system" and step.get("observation"):
             # An event before the first call or after the last one changes no prompt.
@@ -260,7 +260,7 @@ def _read_steps(
             continue
         said = _messages(step, f"{record.source}: step {number + 1}")
         if any(map(_has_media, said)):
-            notes += (MEDIA_NOTE,)
+            notes += (_MEDIA_NOTE,)
             break
         messages += said
     done = normalise_messages(messages, source=record.source)
@@ -276,9 +276,9 @@ def _messages(step: dict[str, Any], source: str) -> list[dict[str, Any]]:
     """Return the messages that a step adds to the conversation."""
     # A step of the agent with two tool calls -> an assistant message and two tool messages.
     origin = step.get("source")
-    if not isinstance(origin, str) or origin not in ROLES:
+    if not isinstance(origin, str) or origin not in _ROLES:
         raise TreepackError(f"{source}: source is {shown(origin)}; expected system, user or agent")
-    message: dict[str, Any] = {"role": ROLES[origin], "content": step.get("message")}
+    message: dict[str, Any] = {"role": _ROLES[origin], "content": step.get("message")}
     if origin != "agent":
         return [message] if message["content"] else []
     if step.get("reasoning_content"):
@@ -314,12 +314,12 @@ def _has_media(message: dict[str, Any]) -> bool:
 
 def _result_above(record: Record) -> tuple[Path | None, dict[str, Any]]:
     """Return the path and the content of the result of the trial that wrote `record`; None and {} if there is none."""
-    for path in filter(None, (companion_path(record, name) for name in ABOVE)):
+    for path in filter(None, (companion_path(record, name) for name in _ABOVE)):
         try:
             result = read_document(path)
         except NoObjectError:
             continue
-        if has_fields(result, [RESULT]):
+        if has_fields(result, [_RESULT]):
             return path, result
     return None, {}
 
@@ -355,14 +355,14 @@ def _reward(result: dict[str, Any], source: str, options: ReadOptions) -> float 
     return reward_of({"reward": rewards}, source, reward_key=options.reward_key)[0]
 
 
-TRAJECTORY: Fields = {"schema_version": starting("ATIF"), "steps": LIST}
-RESULT: Fields = {"task_name": ANY, "trial_name": ANY, "agent_info": ANY}
+_TRAJECTORY: Fields = {"schema_version": starting("ATIF"), "steps": LIST}
+_RESULT: Fields = {"task_name": ANY, "trial_name": ANY, "agent_info": ANY}
 FORMAT = Format(
     name="atif",
     rank=200,
     program="Harbor; NeMo and others that write ATIF",
     recognised_by="`schema_version` that begins with ATIF, and `steps`; or a trial's `task_name` and `trial_name`",
-    requires=[TRAJECTORY, RESULT],
+    requires=[_TRAJECTORY, _RESULT],
     used="""
         steps.source steps.message steps.reasoning_content steps.tool_calls steps.observation.results
         steps.metrics.prompt_token_ids steps.metrics.completion_token_ids steps.metrics.logprobs

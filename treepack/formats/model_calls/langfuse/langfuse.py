@@ -39,15 +39,15 @@ from treepack.ingest.readers.spans.span_calls import INSTRUCTIONS, messages_of_p
 from treepack.ingest.readers.spans.trace_spans import get, parsed, tree
 from treepack.trajectory import Skipped, Trajectory
 
-NO_CALL_NOTE = "observation without an LLM call"
-AROUND_NOTE = "generation around other generations, which repeats them"
-FAILED_NOTE = "LLM call that failed"
-NO_CONTENT_NOTE = "LLM call whose input or output was not captured"
-NO_OBSERVATIONS_NOTE = "trace without its observations; export the observations, too"
-DAMAGED_NOTE = "trace with an observation that cannot be read"
-CORRECTIONS_NOTE = "corrections of outputs not used"
-OTHER_TOOLS_NOTE = "tool definitions beside other tools of the input not used"
-TYPES = frozenset("GENERATION SPAN EVENT AGENT TOOL CHAIN RETRIEVER EVALUATOR EMBEDDING GUARDRAIL".split())
+_NO_CALL_NOTE = "observation without an LLM call"
+_AROUND_NOTE = "generation around other generations, which repeats them"
+_FAILED_NOTE = "LLM call that failed"
+_NO_CONTENT_NOTE = "LLM call whose input or output was not captured"
+_NO_OBSERVATIONS_NOTE = "trace without its observations; export the observations, too"
+_DAMAGED_NOTE = "trace with an observation that cannot be read"
+_CORRECTIONS_NOTE = "corrections of outputs not used"
+_OTHER_TOOLS_NOTE = "tool definitions beside other tools of the input not used"
+_TYPES = frozenset("GENERATION SPAN EVENT AGENT TOOL CHAIN RETRIEVER EVALUATOR EMBEDDING GUARDRAIL".split())
 
 
 @dataclass(slots=True)
@@ -63,7 +63,7 @@ class _TraceFacts:
     fault: str = ""
 
 
-def read_langfuse(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def _read_langfuse(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     """Read the trajectories of the traces of one file, in the order of their first records.
 
     Raises:
@@ -81,7 +81,7 @@ def read_langfuse(records: Iterator[Record], options: ReadOptions) -> Iterator[T
                 _add_facts(trace, item, record.source)
                 if not _observations(item):
                     yield Skipped(
-                        record.source, NO_OBSERVATIONS_NOTE, is_rollout=not is_messages(item.get("observations"))
+                        record.source, _NO_OBSERVATIONS_NOTE, is_rollout=not is_messages(item.get("observations"))
                     )
     for name, trace in traces.items():
         yield from _read(name, trace, options)
@@ -139,11 +139,11 @@ def _add_observation(trace: _TraceFacts, value: dict[str, Any], source: str) -> 
     unused = unread(metadata, METADATA, "metadata.") if isinstance(metadata, dict) else ()
     trace.notes |= dict.fromkeys(not_used(path) for path, text, _ in unused if text is None)
     if str(value.get("type")).upper() != "GENERATION":
-        return Skipped(source, NO_CALL_NOTE, is_rollout=False)
+        return Skipped(source, _NO_CALL_NOTE, is_rollout=False)
     if str(value.get("level")).upper() == "ERROR":
-        return Skipped(source, FAILED_NOTE)
+        return Skipped(source, _FAILED_NOTE)
     if value.get("input") is None or value.get("output") is None:
-        return Skipped(source, NO_CONTENT_NOTE)
+        return Skipped(source, _NO_CONTENT_NOTE)
     trace.generations.append((source, value))
     return None
 
@@ -166,7 +166,7 @@ def _add_facts(trace: _TraceFacts, value: dict[str, Any], source: str) -> None:
     trace.notes |= dict.fromkeys(f"{name} of the trace differs between records, the last one used" for name in changed)
     trace.value |= known
     if value.get("corrections"):
-        trace.notes[CORRECTIONS_NOTE] = None
+        trace.notes[_CORRECTIONS_NOTE] = None
     try:
         _add_scores(trace, value.get("scores"), source)
     except TreepackError as error:
@@ -204,7 +204,7 @@ def _read(name: str, trace: _TraceFacts, options: ReadOptions) -> Iterator[Traje
             trace.generations, key=lambda item: str(start_time(item[1], "startTime", "start_time", source=item[0]))
         ):
             if str(value.get("id")) in around:
-                items.append(Skipped(source, AROUND_NOTE, is_rollout=False))
+                items.append(Skipped(source, _AROUND_NOTE, is_rollout=False))
                 continue
             found = _calls(value, source, trace.notes)
             reason = skip_reason([message for call in found for message in (*call.prompt, *call.response)])
@@ -220,7 +220,7 @@ def _read(name: str, trace: _TraceFacts, options: ReadOptions) -> Iterator[Traje
         if calls:
             items += with_notes(read_chats(replace(trace.record, value=facts), calls, options), tuple(trace.notes))
     except TreepackError as error:
-        items = [Skipped(trace.record.source, DAMAGED_NOTE, detail=str(error))]
+        items = [Skipped(trace.record.source, _DAMAGED_NOTE, detail=str(error))]
     yield from items
 
 
@@ -256,7 +256,7 @@ def _calls(value: dict[str, Any], source: str, notes: dict[str, None]) -> list[C
         temperature = _number(heat)
     defined = _defined(value)
     if prompt.tools and defined and not _are_same(prompt.tools, defined):
-        notes[OTHER_TOOLS_NOTE] = None
+        notes[_OTHER_TOOLS_NOTE] = None
     tools = prompt.tools or defined or _schemas(metadata, attributes)
     return [ChatCall(prompt.messages, response, tools, temperature=temperature) for response in responses]
 
@@ -325,19 +325,19 @@ def _schema(schema: dict[str, Any]) -> dict[str, Any]:
     return {"parameters" if name == "inputSchema" else name: value for name, value in schema.items()}
 
 
-KIND = ValueKind("a type of observation", lambda value: isinstance(value, str) and value.upper() in TYPES)
-OBSERVATION: Fields = {"id": TEXT, ("traceId", "trace_id"): TEXT, "type": KIND}
-NAMES = ValueKind(
+_KIND = ValueKind("a type of observation", lambda value: isinstance(value, str) and value.upper() in _TYPES)
+_OBSERVATION: Fields = {"id": TEXT, ("traceId", "trace_id"): TEXT, "type": _KIND}
+_NAMES = ValueKind(
     "a list of ids", lambda value: isinstance(value, list) and all(isinstance(each, str) for each in value)
 )
-TRACE: Fields = {"id": TEXT, "timestamp": TEXT, "observations": NAMES}
-FULL: Fields = {"observations": some(OBSERVATION)}
+_TRACE: Fields = {"id": TEXT, "timestamp": TEXT, "observations": _NAMES}
+_FULL: Fields = {"observations": some(_OBSERVATION)}
 FORMAT = Format(
     name="langfuse",
     rank=590,
     program="Langfuse (traces and observations of the UI, the API, or an export)",
     recognised_by="`observations` with `traceId` and `type`, or one of them, or `data` with traces or observations",
-    requires=[FULL, OBSERVATION, TRACE, {"data": first(OBSERVATION, TRACE)}],
+    requires=[_FULL, _OBSERVATION, _TRACE, {"data": first(_OBSERVATION, _TRACE)}],
     checked="none",
     used=USED,
     also=ALSO,
@@ -350,5 +350,5 @@ FORMAT = Format(
         "usage, costs, times, versions, prompts",
     ),
     keeps={REWARDS},
-    read_file=read_langfuse,
+    read_file=_read_langfuse,
 )

@@ -33,7 +33,7 @@ METADATA = declare(
         *(f"attributes.{name}" for name in (*FINISHED, *SCHEMAS)),
     ]
 )
-PREFIXES = ("", "observations.", "data.", "data.observations.")  # of observations and scores
+_PREFIXES = ("", "observations.", "data.", "data.observations.")  # of observations and scores
 
 
 def langfuse_view(value: dict[str, Any]) -> dict[str, Any]:
@@ -62,7 +62,7 @@ ALSO = (
     *_paths("trace. data. ", "session_id user_id metadata{} metadata.*"),
     *(
         prefix + name
-        for prefix in PREFIXES
+        for prefix in _PREFIXES
         for name in (
             *"trace_id parent_observation_id start_time startTime! start_time! providedModelName".split(),
             *"provided_model_name tool_definitions modelParameters{} modelParameters.temperature".split(),

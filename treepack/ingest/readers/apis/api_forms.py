@@ -39,21 +39,21 @@ from treepack.ingest.readers.spans.trace_spans import parsed
 
 Message = dict[str, Any]
 
-ITEM_TYPES = frozenset((*CALLS, *RESULTS, "reasoning", "message", "web_search_call", "file_search_call"))
+_ITEM_TYPES = frozenset((*CALLS, *RESULTS, "reasoning", "message", "web_search_call", "file_search_call"))
 # Fields of a message without which nothing is lost: ids, times, usage, and marks of the logger.
-HARMLESS = frozenset(
+_HARMLESS = frozenset(
     "id type index created annotations logprobs usage model service_tier phase object event.name gen_ai.system "
     "gen_ai.message.index additional_kwargs response_metadata usage_metadata example status cache_control".split()
 )
 # Known fields of requests, besides the fields of OpenAI's APIs; ANSWERS in a request would be left out of the training.
-REQUEST_FIELDS = API_FIELDS | frozenset(
+_REQUEST_FIELDS = API_FIELDS | frozenset(
     "contents config generation_config generationConfig system_instruction systemInstruction system functions role "
     "function_call model metadata safety_settings safetySettings labels tool_config toolConfig thinking extra_body "
     "extra_headers top_k stop_sequences frequency_penalty presence_penalty logit_bias modalities args content name "
     "anthropic_version betas timeout max_retries http_options custom_llm_provider api_base".split()
 )
-ANSWERS = frozenset("choices output completion completions response responses answer generations chosen".split())
-RESPONSE_FIELDS = API_FIELDS | frozenset(
+_ANSWERS = frozenset("choices output completion completions response responses answer generations chosen".split())
+_RESPONSE_FIELDS = API_FIELDS | frozenset(
     "id model type candidates generations content role stop_reason stop_sequence message finish_reason index "
     "finishReason usage_metadata usageMetadata model_version modelVersion sdk_http_response sdkHttpResponse "
     "automatic_function_calling_history response_id responseId create_time createTime llm_output run event.name "
@@ -61,12 +61,12 @@ RESPONSE_FIELDS = API_FIELDS | frozenset(
     "safety_ratings safetyRatings avg_logprobs avgLogprobs token_count tokenCount citation_metadata citationMetadata "
     "provider_specific_fields native_finish_reason done done_reason".split()
 )
-CALLING = frozenset({"tool_calls", "tool_use", "function_call", "tool-calls", "tool_call"})
-CUT = {"max_output_tokens": "length"}  # reasons of an incomplete response, by the names of chat completions
+_CALLING = frozenset({"tool_calls", "tool_use", "function_call", "tool-calls", "tool_call"})
+_CUT = {"max_output_tokens": "length"}  # reasons of an incomplete response, by the names of chat completions
 # Some tracers join the messages of a prompt with line feeds, so that their ends are lost.
-TRANSCRIPT = re.compile(r"(system|developer|user|assistant): ")
-NO_BEGINNING = "the prompt begins with the result of a tool"
-NO_CALLS = "a response that ends with a tool call has none"
+_TRANSCRIPT = re.compile(r"(system|developer|user|assistant): ")
+_NO_BEGINNING = "the prompt begins with the result of a tool"
+_NO_CALLS = "a response that ends with a tool call has none"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ def prompt_of(value: Any, *, source: str) -> RequestPrompt:
         TreepackError: it has no known form.
     """
     form = parsed(value)
-    if isinstance(form, str) and TRANSCRIPT.match(form):
+    if isinstance(form, str) and _TRANSCRIPT.match(form):
         raise TreepackError(f"{source}: the prompt is a transcript, {shown(form)}; log the messages as a list")
     if isinstance(form, str):
         return RequestPrompt([{"role": "user", "content": form}])
@@ -97,12 +97,12 @@ def prompt_of(value: Any, *, source: str) -> RequestPrompt:
         prompt = None
     if prompt is None:
         raise TreepackError(f"{source}: the prompt is {shown(value)}; expected messages or text")
-    if begins_with_result(prompt.messages):
-        raise TreepackError(f"{source}: {NO_BEGINNING}; log the whole conversation as the prompt of each call")
+    if _begins_with_result(prompt.messages):
+        raise TreepackError(f"{source}: {_NO_BEGINNING}; log the whole conversation as the prompt of each call")
     return prompt
 
 
-def begins_with_result(messages: Sequence[Message]) -> bool:
+def _begins_with_result(messages: Sequence[Message]) -> bool:
     """Return whether the messages before the first result of a tool are missing."""
     roles = (message.get("role") for message in messages)
     return next((role for role in roles if role != "system"), None) in ("tool", "function")
@@ -112,10 +112,10 @@ def _prompt_of_object(value: dict[str, Any], source: str) -> RequestPrompt | Non
     found = _prompt_of_request(value, source)
     if found is None or not found.messages:
         return found
-    if answers := [name for name in ANSWERS & value.keys() if value[name]]:
+    if answers := [name for name in _ANSWERS & value.keys() if value[name]]:
         raise TreepackError(f"{source}: the prompt has {min(answers)}; expected a request without a response")
     *others, last = found.messages
-    return replace(found, messages=[*others, last | left_over(value, REQUEST_FIELDS, "request")])
+    return replace(found, messages=[*others, last | left_over(value, _REQUEST_FIELDS, "request")])
 
 
 def _prompt_of_request(value: dict[str, Any], source: str) -> RequestPrompt | None:
@@ -124,7 +124,7 @@ def _prompt_of_request(value: dict[str, Any], source: str) -> RequestPrompt | No
     if "contents" in value:
         config = _first_object(value, "config", "generation_config", "generationConfig")
         holders = (value, config)
-        system = next((each[name] for each in holders for name in SYSTEM_NAMES if each.get(name)), None)
+        system = next((each[name] for each in holders for name in _SYSTEM_NAMES if each.get(name)), None)
         declared = gemini_tools(next((each["tools"] for each in holders if each.get("tools")), None))
         heat = temperature if temperature is not None else temperature_of(config)
         return RequestPrompt(gemini_messages(value["contents"], system, source), declared, heat)
@@ -143,7 +143,7 @@ def _prompt_of_request(value: dict[str, Any], source: str) -> RequestPrompt | No
     return None
 
 
-SYSTEM_NAMES = ("system_instruction", "systemInstruction")
+_SYSTEM_NAMES = ("system_instruction", "systemInstruction")
 
 
 def _first_object(value: dict[str, Any], *names: str) -> dict[str, Any]:
@@ -177,7 +177,7 @@ def _prompt_of_list(value: list[Any], source: str) -> RequestPrompt | None:
 def _is_other(message: Message) -> bool:
     """Return whether `message` is an item of the Responses API, or a message of LangChain."""
     kind = message.get("type")
-    return kind in ITEM_TYPES or kind in ROLES or isinstance(message.get("kwargs"), dict)
+    return kind in _ITEM_TYPES or kind in ROLES or isinstance(message.get("kwargs"), dict)
 
 
 def _is_schema(message: Message) -> bool:
@@ -187,7 +187,7 @@ def _is_schema(message: Message) -> bool:
 
 def _messages(values: list[Message], source: str) -> Iterator[Message]:
     """Yield the messages of a list in chat form; the results of tools become separate messages."""
-    if any(each.get("type") in ITEM_TYPES - {"message"} for each in values):
+    if any(each.get("type") in _ITEM_TYPES - {"message"} for each in values):
         yield from messages_of_items(values, source=source).messages
         return
     calls: dict[str, Any] = {}  # ids of calls by the name of the tool
@@ -218,7 +218,7 @@ def _message(value: Message, source: str) -> list[Message]:
         if value.get("role") is None and not _is_other(value):
             raise TreepackError(f"{source}: has the message {shown(value)}; expected an object with a role")
         return chat_messages(value, source)
-    done = {name: each for name, each in value.items() if name not in HARMLESS}
+    done = {name: each for name, each in value.items() if name not in _HARMLESS}
     # A refusal is text that the model wrote, in place of the content.
     refusal = done.pop("refusal", None)
     if not done.get("content") and isinstance(refusal, str):
@@ -271,8 +271,8 @@ def _check_calls(response: Sequence[Message], source: str) -> None:
     parts = [part for each in response for part in each["content"]] if _in_parts(response) else []
     has_calls = any(each.get("tool_calls") or each.get("function_call") for each in response)
     has_blocks = any(isinstance(part, dict) and part.get("type") == "tool_use" for part in parts)
-    if reason in CALLING and not has_calls and not has_blocks:
-        raise TreepackError(f"{source}: {NO_CALLS}; log its tool calls as tool_calls of the message")
+    if reason in _CALLING and not has_calls and not has_blocks:
+        raise TreepackError(f"{source}: {_NO_CALLS}; log its tool calls as tool_calls of the message")
 
 
 def _in_parts(response: Sequence[Message]) -> bool:
@@ -282,7 +282,7 @@ def _in_parts(response: Sequence[Message]) -> bool:
 def _responses_of_object(value: dict[str, Any], source: str) -> list[list[Message]] | None:
     found = _responses_of_response(value, source)
     if found and found[0] and "role" not in value:
-        found[0][-1] = found[0][-1] | left_over(value, RESPONSE_FIELDS, "response")
+        found[0][-1] = found[0][-1] | left_over(value, _RESPONSE_FIELDS, "response")
     return found
 
 
@@ -295,7 +295,7 @@ def _responses_of_response(value: dict[str, Any], source: str) -> list[list[Mess
         details = value.get("incomplete_details")
         if messages and value.get("status") == "incomplete":
             reason = details.get("reason") if isinstance(details, dict) else None
-            messages[-1]["finish_reason"] = CUT.get(str(reason), reason or "length")
+            messages[-1]["finish_reason"] = _CUT.get(str(reason), reason or "length")
         return [messages]
     if isinstance(entries := value.get("generations"), list):
         lists = entries if all(isinstance(each, list) for each in entries) else [entries]
@@ -327,14 +327,14 @@ def _of_choice(choice: dict[str, Any], source: str) -> list[Message]:
     else:
         raise TreepackError(f"{source}: has the choice {shown(choice)}; expected a message")
     if messages:
-        messages[-1] = messages[-1] | left_over(choice, RESPONSE_FIELDS, "choice")
-    reason = next((choice[name] for name in REASONS if choice.get(name) is not None), None)
+        messages[-1] = messages[-1] | left_over(choice, _RESPONSE_FIELDS, "choice")
+    reason = next((choice[name] for name in _REASONS if choice.get(name) is not None), None)
     if messages and isinstance(reason, str):
         messages[-1].setdefault("finish_reason", reason if reason.islower() else reason.lower())
     return messages
 
 
-REASONS = ("finish_reason", "finishReason", "stop_reason", "done_reason")
+_REASONS = ("finish_reason", "finishReason", "stop_reason", "done_reason")
 
 
 def _message_of_choice(message: Message, source: str) -> list[Message]:

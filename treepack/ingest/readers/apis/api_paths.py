@@ -12,19 +12,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-CALL = "id type name arguments args input function.name function.arguments".split()
-PART = (
+_CALL = "id type name arguments args input function.name function.arguments".split()
+_PART = (
     "type text thinking reasoning content refusal id name input modality tool_use_id is_error summary.text "
     "summary.type toolCallId toolName args output result arguments response thought"
 ).split()
-GEMINI = [
+_GEMINI = [
     f"{call}.{name}"
     for call in ("functionCall", "function_call", "functionResponse", "function_response")
     for name in ("id", "name", "args", "response")
 ]
-ENDINGS = "finish_reason finishReason stop_reason done_reason".split()
+_ENDINGS = "finish_reason finishReason stop_reason done_reason".split()
 # The items of the Responses API are among the messages: a call, and the result of one.
-ITEM = "call_id arguments input output action status summary.text".split()
+_ITEM = "call_id arguments input output action status summary.text".split()
 
 
 def _below(prefixes: Iterable[str], names: Iterable[str]) -> list[str]:
@@ -35,46 +35,46 @@ def _below(prefixes: Iterable[str], names: Iterable[str]) -> list[str]:
 _FIELDS = [
     *"role type name content refusal reasoning_content reasoning tool_call_id is_error".split(),
     *("content{}", "parts{}", "tool_calls{}"),
-    *_below(["content", "parts"], [*PART, *GEMINI]),
-    *_below(["tool_calls"], CALL),
+    *_below(["content", "parts"], [*_PART, *_GEMINI]),
+    *_below(["tool_calls"], _CALL),
     *_below(["function_call"], ("name", "arguments")),
-    *_below(["additional_kwargs"], _below(["tool_calls"], CALL)),
+    *_below(["additional_kwargs"], _below(["tool_calls"], _CALL)),
     *_below(["additional_kwargs"], ("function_call.name", "function_call.arguments", "reasoning_content")),
-    *_below(["response_metadata"], ENDINGS),
-    *ENDINGS,
-    *ITEM,
+    *_below(["response_metadata"], _ENDINGS),
+    *_ENDINGS,
+    *_ITEM,
 ]
 # A message, also as LangChain wraps it.
-MESSAGE = [*_FIELDS, *_below(["message", "kwargs", "data"], _FIELDS)]
+_MESSAGE = [*_FIELDS, *_below(["message", "kwargs", "data"], _FIELDS)]
 _TOOLS = "tools functions".split()
 _REQUEST = [
-    *MESSAGE,
+    *_MESSAGE,
     *_TOOLS,
     *"temperature prompt instructions input system args".split(),
     *("messages{}", "prompt{}", "input{}", "contents{}", "system{}"),
-    *_below(["messages", "prompt", "input", "contents"], MESSAGE),
-    *_below(["prompt"], ("messages", *_below(["messages"], MESSAGE))),
-    *_below(["system", "instructions", "system_instruction", "systemInstruction"], PART),
-    *_below(["system_instruction", "systemInstruction"], _below(["parts"], PART)),
+    *_below(["messages", "prompt", "input", "contents"], _MESSAGE),
+    *_below(["prompt"], ("messages", *_below(["messages"], _MESSAGE))),
+    *_below(["system", "instructions", "system_instruction", "systemInstruction"], _PART),
+    *_below(["system_instruction", "systemInstruction"], _below(["parts"], _PART)),
     *_below(
         ["config", "generation_config", "generationConfig"],
         (*_TOOLS, "temperature", "system_instruction", "systemInstruction"),
     ),
 ]
 _RESPONSE = [
-    *MESSAGE,
+    *_MESSAGE,
     *"text completion reasoning reasoningText status incomplete_details.reason".split(),
     *("output{}", "toolCalls{}"),
-    *_below(["toolCalls"], PART),
-    *_below(["output", "messages", "message", "generations"], MESSAGE),
-    *_below(["generations"], ("text", *_below(["generation_info"], ENDINGS))),
-    *_below(["choices", "candidates"], ("text", *ENDINGS, *_below(["message", "content"], _FIELDS))),
+    *_below(["toolCalls"], _PART),
+    *_below(["output", "messages", "message", "generations"], _MESSAGE),
+    *_below(["generations"], ("text", *_below(["generation_info"], _ENDINGS))),
+    *_below(["choices", "candidates"], ("text", *_ENDINGS, *_below(["message", "content"], _FIELDS))),
 ]
 
 
 def messages(path: str) -> list[str]:
     """Return the paths of messages at `path`, which may be JSON text."""
-    return [path + "{}", *_below([path], MESSAGE)]
+    return [path + "{}", *_below([path], _MESSAGE)]
 
 
 def requests(path: str) -> list[str]:

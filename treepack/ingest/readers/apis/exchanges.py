@@ -23,9 +23,9 @@ from treepack.ingest.readers.files.record_files import read_records
 from treepack.ingest.readers.files.records import Record
 from treepack.trajectory import Skipped
 
-SESSIONS = ("rollout_id", "trajectory_id", "session_id", "conversation_id", "trace_id")
-REQUESTS_NOTE = "batch request, read with its response"
-FAILED_NOTE = "request that failed"
+_SESSIONS = ("rollout_id", "trajectory_id", "session_id", "conversation_id", "trace_id")
+_REQUESTS_NOTE = "batch request, read with its response"
+_FAILED_NOTE = "request that failed"
 # Fields of requests and responses. If one object contains both, every other field describes the rollout.
 API_FIELDS = frozenset(
     (
@@ -36,7 +36,7 @@ API_FIELDS = frozenset(
         "completed_at choices output usage system_fingerprint status error billing incomplete_details prompt_token_ids"
     ).split()
 )
-NOT_KEPT = frozenset("id custom_id request response error method url body".split())
+_NOT_KEPT = frozenset("id custom_id request response error method url body".split())
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class ApiExchange:
         """Session of the exchange, from the record, its `metadata` or the metadata of the request; None without one."""
         for fields in (self.rest, self.rest.get("metadata"), self.request.get("metadata")):
             if isinstance(fields, dict):
-                for name in SESSIONS:
+                for name in _SESSIONS:
                     # bool is a subclass of int.
                     if isinstance(session := fields.get(name), str | int) and not isinstance(session, bool):
                         return str(session)
@@ -99,10 +99,10 @@ def read_exchanges(records: Iterator[Record], *, asks: str, answers: str) -> Ite
         request, response = request_and_response(value)
         # The input file of a batch in the same folder: its lines are read when their responses come.
         if "custom_id" in value and not response and asks in request:
-            yield Skipped(source, REQUESTS_NOTE, is_rollout=False)
+            yield Skipped(source, _REQUESTS_NOTE, is_rollout=False)
             continue
         if value.get("error") is not None or response.get("error") is not None:
-            yield Skipped(source, FAILED_NOTE)
+            yield Skipped(source, _FAILED_NOTE)
             continue
         if "custom_id" in value and not request:
             if requests is None:  # read once, and only if the file is the output of a batch
@@ -119,7 +119,7 @@ def read_exchanges(records: Iterator[Record], *, asks: str, answers: str) -> Ite
                 f"{source}: is not a pair of a request with {asks} and a response with {answers}; "
                 "expected one pair per record"
             )
-        fields = API_FIELDS | NOT_KEPT if request is value else NOT_KEPT
+        fields = API_FIELDS | _NOT_KEPT if request is value else _NOT_KEPT
         rest = {name: other for name, other in value.items() if name not in fields and other is not None}
         model = response.get("model") or request.get("model")
         yield ApiExchange(record, request, response, ({"model": model} if isinstance(model, str) else {}) | rest)
@@ -128,7 +128,7 @@ def read_exchanges(records: Iterator[Record], *, asks: str, answers: str) -> Ite
 def description(exchanges: Sequence[ApiExchange], name: str) -> Record:
     """Return the fields of one rollout besides its calls; the last of `exchanges` with a field counts."""
     # The last one, because a reward is usually known only at the end.
-    value = {key: other for exchange in exchanges for key, other in exchange.rest.items() if key not in SESSIONS}
+    value = {key: other for exchange in exchanges for key, other in exchange.rest.items() if key not in _SESSIONS}
     return replace(exchanges[0].record, value=value | {"rollout_id": name})
 
 

@@ -32,20 +32,20 @@ ANSWER_FIELDS = tuple(
     "prediction reply assistant assistant_response answer".split()
 )
 # Words of the names of answers that are not known, such as `llm_response` and `final_answer`, and of other things.
-ANSWER_WORDS = frozenset("completion response output generation prediction reply answer result".split())
-WORDS_OF_TEXT = frozenset(
+_ANSWER_WORDS = frozenset("completion response output generation prediction reply answer result".split())
+_WORDS_OF_TEXT = frozenset(
     "text texts content contents message messages raw str string full data obj object json".split()
 )
-REFERENCE_WORDS = frozenset(
+_REFERENCE_WORDS = frozenset(
     """
     gold golden expected reference ref correct true truth ground target label ideal oracle human user tool judge grader
     critic reviewer environment env previous last prior example num
     """.split()
 )
-CALLS = ("tool_calls", "function_call")
-ANSWERS_BY_NAME = frozenset("content message text tool_calls function_call choices candidates generations".split())
+_CALLS = ("tool_calls", "function_call")
+_ANSWERS_BY_NAME = frozenset("content message text tool_calls function_call choices candidates generations".split())
 # Names of a text that a template made of the messages.
-RENDERED = ("text", "texts")
+_RENDERED = ("text", "texts")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ def dialogue(value: Message, source: str) -> ChatDialogue:
     messages = split_blocks(message_list(value["messages"], "messages", source))
     answers = _answers(value, messages, source)
     prompt = _prompt(value.get("prompt"), messages, answers, source)
-    rendered = [name for name in RENDERED if _is_rendering(value.get(name), messages)]
+    rendered = [name for name in _RENDERED if _is_rendering(value.get(name), messages)]
     used = frozenset({"messages", "prompt", *answers, *rendered})
     notes = tuple(f"field '{name}' not used, because it repeats the messages" for name in rendered)
     if not answers:
@@ -87,7 +87,7 @@ def dialogue(value: Message, source: str) -> ChatDialogue:
             f"{source}: messages end with an answer, and {name} is another one; say which one was sampled with "
             f"--columns answer={name}, or leave it out with --columns ignore={name}"
         )
-    beside = [each for each in (*CALLS, "reasoning_content") if not is_empty(value.get(each))]
+    beside = [each for each in (*_CALLS, "reasoning_content") if not is_empty(value.get(each))]
     if len(answer) == 1 and beside and answer[0].keys().isdisjoint(beside):
         # {"response": "Let me look.", "tool_calls": [..]}: the parts of one answer next to each other
         answer, used = [answer[0] | {each: value[each] for each in beside}], used | frozenset(beside)
@@ -198,7 +198,7 @@ def _refuse_unknown_answer(value: Message, messages: list[Any], source: str) -> 
             if is_text and not is_empty(field) and _is_answer_name(name):
                 path = f"{prefix}{name}"
                 say = f"say so with --columns prompt=messages,answer={path}"
-                if name in CALLS:
+                if name in _CALLS:
                     say = "move it into a message of the assistant"
                 raise TreepackError(
                     f"{source}: messages end with role {_role(messages[-1])}, and the field '{path}' may be the "
@@ -212,15 +212,15 @@ def _is_texts(value: Any) -> bool:
 
 def _is_answer_name(name: str) -> bool:
     """Return whether a name that is not known may be an answer's: "llm_response", "finalAnswer", "output_text"."""
-    if name in ANSWERS_BY_NAME or name in ANSWER_FIELDS:
+    if name in _ANSWERS_BY_NAME or name in ANSWER_FIELDS:
         return True
     words = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", str(name)).lower().split("_")
-    if REFERENCE_WORDS.intersection(words):
+    if _REFERENCE_WORDS.intersection(words):
         return False
-    while len(words) > 1 and words[-1] in WORDS_OF_TEXT:
+    while len(words) > 1 and words[-1] in _WORDS_OF_TEXT:
         words.pop()
     singular = words[-1].removesuffix("s")
-    return singular in ANSWER_WORDS or words == ["assistant"]
+    return singular in _ANSWER_WORDS or words == ["assistant"]
 
 
 def _prompt(prompt: Any, messages: list[Any], answers: Message, source: str) -> int:

@@ -18,7 +18,7 @@ from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.messages.content_blocks import skip_reason
 from treepack.trajectory import Skipped, Trajectory
 
-UNUSED = "call not used: "
+_UNUSED = "call not used: "
 NO_CALL = "session without a turn of the model"
 
 
@@ -38,7 +38,7 @@ class CallLog:
     @property
     def fault(self) -> str | None:
         """The first note on a call that is not used."""
-        return next((note for note in self.notes if note.startswith(UNUSED)), None)
+        return next((note for note in self.notes if note.startswith(_UNUSED)), None)
 
     def note(self, *notes: str) -> None:
         """Add `notes`."""
@@ -58,7 +58,7 @@ class CallLog:
         `reason` is the reason if text cannot represent the prompt. A `model` that is not text is left out.
         """
         if (unused := reason or skip_reason(response)) is not None:
-            self.note(UNUSED + unused)
+            self.note(_UNUSED + unused)
             return
         self.calls.append(ChatCall(prompt, response, **settings))
         if isinstance(model, str):

@@ -17,7 +17,7 @@ from treepack.ingest.readers.fields.values import as_objects, shown
 
 # Fields that may hold an answer or a part of one, a mask, or a preference. A node that has one unknown to its reader is
 # refused, because the rest of the node would be trained without it.
-ANSWERS = frozenset(
+_ANSWERS = frozenset(
     """
     message messages text content completion completions response responses output outputs answer answers chosen
     rejected generation generations generated_text raw_output prediction prompt value thought thoughts thinking
@@ -73,7 +73,7 @@ def unused_fields(nodes: Iterable[dict[str, Any]], known: Collection[str], *, so
     """Return a note for each field of `nodes` that is not in `known` and is not null, in the order of the nodes.
 
     Raises:
-        TreepackError: such a field may hold an answer or a mask (`ANSWERS`).
+        TreepackError: such a field may hold an answer or a mask (`_ANSWERS`).
     """
     names: dict[str, None] = {}
     for node in nodes:
@@ -82,7 +82,7 @@ def unused_fields(nodes: Iterable[dict[str, Any]], known: Collection[str], *, so
                 continue
             # {"text": "a", "value": 0.5}: the value of a search is a number, an answer is not.
             is_number = isinstance(value, int | float) and name in ("value", "tokens")
-            if name in ANSWERS and not is_number:
+            if name in _ANSWERS and not is_number:
                 raise TreepackError(
                     f"{source}: a node has the field {name} with {shown(value)}, which is not understood beside its "
                     "other fields; remove it, or write the node's text in one field"

@@ -9,7 +9,7 @@ from treepack.ingest.readers.fields import endings
 from treepack.ingest.readers.fields.token_fields import KEPT_SETS
 from treepack.ingest.readers.fields.values import is_messages, object_or_empty
 
-TOKEN_ID = "token_id:"
+_TOKEN_ID = "token_id:"
 SOME_NOTE = "token ids of some calls only, not used"
 LOGPROBS_NOTE = "log-probabilities without token ids not used"
 
@@ -40,5 +40,5 @@ def token_parts(choice: dict[str, Any]) -> list[dict[str, Any]]:
 def _ids_of_names(parts: list[dict[str, Any]]) -> list[int]:
     # ["token_id:5", "token_id:6"] -> [5, 6], and ["token_id:5", "Hi"] -> []
     names = [part.get("token") for part in parts]
-    numbers = [name.removeprefix(TOKEN_ID) for name in names if isinstance(name, str) and name.startswith(TOKEN_ID)]
+    numbers = [name.removeprefix(_TOKEN_ID) for name in names if isinstance(name, str) and name.startswith(_TOKEN_ID)]
     return [int(number) for number in numbers if number.isdecimal()] if len(numbers) == len(names) else []

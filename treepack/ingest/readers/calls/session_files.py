@@ -20,7 +20,7 @@ from treepack.ingest.readers.files.record_files import read_records
 from treepack.ingest.readers.files.records import Record
 from treepack.trajectory import Skipped, Trajectory
 
-AGENT_FILES = "agent-*.jsonl*"  # of Claude Code
+_AGENT_FILES = "agent-*.jsonl*"  # of Claude Code
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class SessionFile:
 
 def agents_below(session_path: str, session: str) -> list[str]:
     """Return the names of the files of sub-agents in the folder of a session of Claude Code."""
-    return sorted(each.name for each in (Path(session_path).parent / session / "subagents").glob(AGENT_FILES))
+    return sorted(each.name for each in (Path(session_path).parent / session / "subagents").glob(_AGENT_FILES))
 
 
 def agents_beside(session_path: str, agents: Iterable[str]) -> list[str]:

@@ -36,7 +36,7 @@ from treepack.trajectory import (
     is_recorded,
 )
 
-MASK, TEMPERATURES, ROUTES, KEPT = "loss_mask", "temperatures", "routed_experts", "kept_ids"
+_MASK, _TEMPERATURES, _ROUTES, _KEPT = "loss_mask", "temperatures", "routed_experts", "kept_ids"
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,15 +120,15 @@ def join_calls(calls: Sequence[TokenCall], *, source: str) -> list[JoinedTokens]
         ids = np.concatenate([prompt, response])
         values = _values(call, len(response), where)
         run.add(number, ids, len(prompt), values)
-        if (sets := read_sets(set_fields({KEPT: call.kept}), where)) is not None:
-            run.sets.append(_placed(sets[1], np.flatnonzero(values[MASK]), len(prompt), len(response), where))
+        if (sets := read_sets(set_fields({_KEPT: call.kept}), where)) is not None:
+            run.sets.append(_placed(sets[1], np.flatnonzero(values[_MASK]), len(prompt), len(response), where))
         if has_routes(call.routes):
-            trained = np.flatnonzero(values[MASK])
+            trained = np.flatnonzero(values[_MASK])
             run.add_routes(
                 read_routes(
                     call.routes,
                     source=where,
-                    name=ROUTES,
+                    name=_ROUTES,
                     num_tokens=len(ids),
                     start=0,
                     stored=len(ids),
@@ -161,7 +161,7 @@ class _CallChain:
     def add_routes(self, routes: Routes) -> None:
         if self._routes and routes.shape[1:] != self._routes[0].shape[1:]:
             raise TreepackError(
-                f"{ROUTES} of one call has {list(self._routes[0].shape[1:])} layers and experts, and of a later one "
+                f"{_ROUTES} of one call has {list(self._routes[0].shape[1:])} layers and experts, and of a later one "
                 f"{list(routes.shape[1:])}; keep the calls of one model"
             )
         self._routes.append(routes)
@@ -169,11 +169,11 @@ class _CallChain:
     def join(self) -> JoinedTokens:
         names = dict.fromkeys(name for _, values in self._parts for name in values)
         # Temperatures may be known for some calls only; the others have NaN, as untrained tokens do.
-        common = [name for name in names if name == TEMPERATURES or all(name in values for _, values in self._parts)]
+        common = [name for name in names if name == _TEMPERATURES or all(name in values for _, values in self._parts)]
         fields: dict[str, Any] = {"input_ids": self.ids}
         # ids P a T b, responses a at 1 and b at 3 -> loss_mask 0 m 0 m, log-probabilities NaN p NaN p.
         for name in common:
-            whole = np.full(len(self.ids), 0.0 if name == MASK else np.nan)
+            whole = np.full(len(self.ids), 0.0 if name == _MASK else np.nan)
             for start, values in self._parts:
                 if name in values:
                     whole[start : start + len(values[name])] = values[name]
@@ -184,10 +184,10 @@ class _CallChain:
             for routes in self._routes:
                 own = whole[: len(routes)]
                 own[...] = np.where((own < 0) & is_recorded(routes)[..., None], routes, own)
-            fields[ROUTES] = whole
+            fields[_ROUTES] = whole
         if self.sets:
             placed = {place: own for sets in self.sets for place, own in sets.items()}
-            fields[KEPT] = [placed.get(place, []) for place in range(len(self.ids))]
+            fields[_KEPT] = [placed.get(place, []) for place in range(len(self.ids))]
         notes = tuple(f"{name} of some calls only, not used" for name in names if name not in common)
         return JoinedTokens(tuple(self._calls), fields, notes)
 
@@ -202,19 +202,19 @@ def _values(call: TokenCall, num_tokens: int, where: str) -> dict[str, Float64]:
     """Return the values of `call`, each over all tokens of its response, and NaN for untrained tokens without value."""
     present = {name: value for name, value in call.values.items() if value is not None and not _is_empty(value)}
     mask = np.ones(num_tokens)
-    if MASK in present:
-        if not isinstance(present[MASK], list | np.ndarray):
+    if _MASK in present:
+        if not isinstance(present[_MASK], list | np.ndarray):
             raise TreepackError(
-                f"{where}: {MASK} is {shown(present[MASK])}; expected one value per token of the response"
+                f"{where}: {_MASK} is {shown(present[_MASK])}; expected one value per token of the response"
             )
-        mask = mask_values(present.pop(MASK), source=where, name=MASK).astype(np.float64)
+        mask = mask_values(present.pop(_MASK), source=where, name=_MASK).astype(np.float64)
         if len(mask) != num_tokens:
             raise TreepackError(
-                f"{where}: {MASK} has {len(mask)} values; expected {num_tokens}, one per token of the response"
+                f"{where}: {_MASK} has {len(mask)} values; expected {num_tokens}, one per token of the response"
             )
     # A list has one number per token of the response or per trained token; its length decides which.
     trained = np.flatnonzero(mask)
-    values = {MASK: mask}
+    values = {_MASK: mask}
     for name, value in present.items():
         if not isinstance(value, list | np.ndarray):
             values[name] = np.full(num_tokens, as_number(value, source=where, name=name))
@@ -237,7 +237,7 @@ def _placed(sets: RaggedArray, trained: Int64, start: int, num_tokens: int, wher
     """Return the set of each token of a response by the place of the token, after a prompt of `start` tokens."""
     if len(sets) not in (num_tokens, len(trained)):
         raise TreepackError(
-            f"{where}: {KEPT} has {len(sets)} sets; "
+            f"{where}: {_KEPT} has {len(sets)} sets; "
             f"expected {num_tokens} (the response) or {len(trained)} (its trained tokens)"
         )
     places = range(num_tokens) if len(sets) == num_tokens else trained.tolist()

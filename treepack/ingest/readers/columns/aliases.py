@@ -49,7 +49,7 @@ ALIASES = (
 )
 CONTAINERS = "conversation trajectory dialog dialogue history chat turns conversations".split()
 # Parts of messages in such a container: who speaks, and what.
-PARTS = (
+_PARTS = (
     "role=role,content=content",
     "role=from,content=value",
     "role=speaker,content=text",
@@ -60,12 +60,12 @@ PARTS = (
 )
 FIELDS = (*"prompt response responses instruction question problem answer solution query".split(), *CONTAINERS)
 # Names of fields that may be what the model wrote. A record with two of them is ambiguous.
-ANSWERS = frozenset(
+_ANSWERS = frozenset(
     "response responses completion completions output outputs generation generations answer raw_output".split()
 )
 # Next to `response` and a reward, `answer` is the reference that the reward compares: metadata. A `solution` next to
 # a response is one also without a reward.
-REFERENCES, SAMPLED = ("answer", "solution"), frozenset({"response", "responses", "completions", "raw_output"})
+_REFERENCES, _SAMPLED = ("answer", "solution"), frozenset({"response", "responses", "completions", "raw_output"})
 
 
 def matches(value: dict[str, Any]) -> bool:
@@ -91,8 +91,8 @@ def columns_of(record: Record) -> ColumnMap:
         )
     _refuse_left_out(value, source, lines[0])
     readings = [line for line in lines if not (_reads_reference(line, value) and len(lines) > 1)]
-    answers = {name for name in ANSWERS if _is_filled(value.get(name))}
-    answers -= {name for name in REFERENCES if _is_reference(name, value)}
+    answers = {name for name in _ANSWERS if _is_filled(value.get(name))}
+    answers -= {name for name in _REFERENCES if _is_reference(name, value)}
     if len(readings) == 1 and answers <= _fields(readings[0]):
         return _compiled(readings[0])
     named = [_with_ignore(line, answers | _fields_of(readings)) for line in readings]
@@ -135,7 +135,7 @@ def _matching(value: dict[str, Any]) -> list[str]:
         messages = as_messages(value.get(name))
         if not messages or not all(isinstance(value.get(key), str | type(None)) for key in ("prompt", "question")):
             continue
-        lines += [f"messages={name},{parts}" for parts in PARTS if _has_parts(messages, parts)][:1]
+        lines += [f"messages={name},{parts}" for parts in _PARTS if _has_parts(messages, parts)][:1]
     return lines
 
 
@@ -169,11 +169,11 @@ def _is_filled(value: Any) -> bool:
 def _is_reference(name: str, value: dict[str, Any]) -> bool:
     """Return True if the field `name` is the reference of a rollout, and not its answer."""
     has_reward = any(value.get(reward) is not None for reward in (*REWARDS, "correct", "is_correct"))
-    return (has_reward or name == "solution") and any(_is_filled(value.get(sampled)) for sampled in SAMPLED)
+    return (has_reward or name == "solution") and any(_is_filled(value.get(sampled)) for sampled in _SAMPLED)
 
 
 def _reads_reference(line: str, value: dict[str, Any]) -> bool:
-    return any(f"answer={name}" in line.split(",") and _is_reference(name, value) for name in REFERENCES)
+    return any(f"answer={name}" in line.split(",") and _is_reference(name, value) for name in _REFERENCES)
 
 
 @cache
@@ -204,7 +204,7 @@ def _present(line: str, value: dict[str, Any]) -> str:
 
 
 def _with_ignore(line: str, answers: set[str]) -> str:
-    others = sorted((answers & ANSWERS) - _fields(line))
+    others = sorted((answers & _ANSWERS) - _fields(line))
     return f"{line},ignore={'+'.join(others)}" if others else line
 
 

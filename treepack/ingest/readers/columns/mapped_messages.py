@@ -18,7 +18,7 @@ ROLE_NAMES = {
     **dict.fromkeys("gpt chatgpt bot ai model".split(), "assistant"),
     **dict.fromkeys("observation tool_response tool_result function_response".split(), "tool"),
 }
-MESSAGE_NAMES = {"calls": "tool_calls", "reasoning": "reasoning_content", "call_id": "tool_call_id"}
+_MESSAGE_NAMES = {"calls": "tool_calls", "reasoning": "reasoning_content", "call_id": "tool_call_id"}
 
 
 class MappedConversation:
@@ -83,7 +83,7 @@ class MappedConversation:
         self._found.update(values)
         rest = without_paths(message, [self._paths[key].steps for key in values])
         rest = {} if rest is GONE else rest
-        fields = {MESSAGE_NAMES.get(key, key): value for key, value in values.items() if key != "mask"}
+        fields = {_MESSAGE_NAMES.get(key, key): value for key, value in values.items() if key != "mask"}
         if "mask" in values:
             fields["trainable" if isinstance(values["mask"], bool) else "weight"] = values["mask"]
         for name in fields.keys() & rest.keys():

@@ -29,7 +29,7 @@ from treepack.ingest.readers.fields.values import is_messages, shown
 from treepack.ingest.readers.files.records import Record
 
 # Names of the fields of the new record. Of several names, those first in the lists of `rollout_facts` count.
-NAMES = {
+_NAMES = {
     "id": IDS[0],
     "group": GROUPS[0],
     "step": STEPS[0],
@@ -40,9 +40,9 @@ NAMES = {
     "logprobs": "rollout_log_probs",
 }
 # Values of a record with several answers, which may be lists with one value for each answer.
-PER_ANSWER = ("id", "reward", "weight", "mask", "logprobs", "advantage", "temperature", "finish_reason", "step")
-READ_AS_CONTENT = frozenset({"messages", "completion", "chosen", "rejected"})  # by the readers of the new record
-TOKEN_KEYS = frozenset({"ids", "prompt_ids", "answer_ids"})
+_PER_ANSWER = ("id", "reward", "weight", "mask", "logprobs", "advantage", "temperature", "finish_reason", "step")
+_READ_AS_CONTENT = frozenset({"messages", "completion", "chosen", "rejected"})  # by the readers of the new record
+_TOKEN_KEYS = frozenset({"ids", "prompt_ids", "answer_ids"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ def map_record(record: Record, columns: ColumnMap) -> MappedRecords:
         own = others
         if has_answers:
             own = {key: _one_of(each, key, number, len(contents), record) for key, each in others.items()}
-        fields = content | {NAMES.get(key, key): value for key, value in own.items()}
+        fields = content | {_NAMES.get(key, key): value for key, value in own.items()}
         kept = _beside(rest, fields, record.source)
         hidden |= dict.fromkeys(name for name in rest if name not in kept and rest[name] is not None)
         records.append(replace(record, value=kept | fields, line=None))
@@ -107,14 +107,14 @@ def _beside(rest: dict[str, Any], fields: dict[str, Any], source: str) -> dict[s
     Raises:
         TreepackError: a hidden field may be the content.
     """
-    is_talk = bool(fields.keys() & (READ_AS_CONTENT | {"prompt"}))
-    for name in READ_AS_CONTENT & rest.keys() if is_talk else ():
+    is_talk = bool(fields.keys() & (_READ_AS_CONTENT | {"prompt"}))
+    for name in _READ_AS_CONTENT & rest.keys() if is_talk else ():
         if rest[name] not in (None, "", []):
             raise TreepackError(
                 f"{source}: has the field {name} beside the columns of {WHERE}; add ignore={name}, or map it"
             )
     # Readers of the new record would take these for its content.
-    hidden = fields.keys() | (READ_AS_CONTENT | {"prompt"} if is_talk else set())
+    hidden = fields.keys() | (_READ_AS_CONTENT | {"prompt"} if is_talk else set())
     hidden |= {"system"} if "completion" in fields else set()
     return {name: value for name, value in rest.items() if name not in hidden}
 
@@ -126,7 +126,7 @@ def has_content(value: dict[str, Any], columns: ColumnMap) -> bool:
 
 
 def _is_in_messages(key: str, record: Record, columns: ColumnMap) -> bool:
-    if key != "mask" or TOKEN_KEYS & columns.content or not columns.content:
+    if key != "mask" or _TOKEN_KEYS & columns.content or not columns.content:
         return key in IN_MESSAGES
     return value_at(record.value, columns.paths[key][0].steps) is MISSING
 
@@ -152,7 +152,7 @@ def _value(record: Record, key: str, paths: Sequence[ColumnPath]) -> Any:
 
 def _contents(values: dict[str, Any], talk: MappedConversation, rest: dict[str, Any]) -> list[dict[str, Any] | None]:
     """Return the fields that are the content of each new record, None for an empty answer."""
-    if TOKEN_KEYS & values.keys():
+    if _TOKEN_KEYS & values.keys():
         return _token_contents(values, talk)
     if "messages" in values:
         messages = talk.messages(values["messages"])
@@ -177,7 +177,7 @@ def _contents(values: dict[str, Any], talk: MappedConversation, rest: dict[str, 
 
 
 def _token_contents(values: dict[str, Any], talk: MappedConversation) -> list[dict[str, Any] | None]:
-    content = {NAMES.get(key, key): values[key] for key in sorted(TOKEN_KEYS & values.keys())}
+    content = {_NAMES.get(key, key): values[key] for key in sorted(_TOKEN_KEYS & values.keys())}
     if not _has_answers(values, talk):
         return [content]
     return [content | {"response_ids": each} if len(each) else None for each in content["response_ids"]]
@@ -288,7 +288,7 @@ def _take_endings(values: dict[str, Any], rest: dict[str, Any], num_answers: int
 
 def _one_of(value: Any, key: str, number: int, num_answers: int, record: Record) -> Any:
     """Return the value of one answer: an element of a list, or the value of all."""
-    if key not in PER_ANSWER or not isinstance(value, list | np.ndarray):
+    if key not in _PER_ANSWER or not isinstance(value, list | np.ndarray):
         return value
     if len(value) != num_answers:
         raise TreepackError(

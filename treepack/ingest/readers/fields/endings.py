@@ -30,7 +30,7 @@ FIELDS = tuple(
     """.split()
 )
 # Names in snake case: reasons, which may have a prefix as in `completion_finish_reason`, and flags.
-REASONS = ("finish_reason", "stop_reason", "done_reason", "finish_details", "incomplete_details")
+_REASONS = ("finish_reason", "stop_reason", "done_reason", "finish_details", "incomplete_details")
 FLAGS = frozenset(
     """
     is_truncated truncated was_truncated response_truncated completion_truncated output_truncated answer_truncated
@@ -38,16 +38,16 @@ FLAGS = frozenset(
     """.split()
 )
 # Fields that record many other things too, and the values which mean that an answer was cut.
-STATES = frozenset("status state termination_reason exit_reason exit_status end_reason reason".split())
-CUT_STATES = frozenset(
+_STATES = frozenset("status state termination_reason exit_reason exit_status end_reason reason".split())
+_CUT_STATES = frozenset(
     "incomplete truncated length max_tokens max_output_tokens max_new_tokens max_completion_tokens".split()
 )
 # Objects in which loggers keep the fields of a response.
-HOLDERS = frozenset(
+_HOLDERS = frozenset(
     "metadata info extra extra_info response_metadata generation_info provider_specific_fields usage".split()
 )
 REASON, FLAG, STATE = "reason", "flag", "state"
-FINISH = "finish"  # the field of treepack's own rollouts, which has other reasons too, such as repetition
+_FINISH = "finish"  # the field of treepack's own rollouts, which has other reasons too, such as repetition
 EMPTY_NOTE = "answer without text, cut by a limit or stopped by a filter, not trained"
 
 _ENDED = frozenset(
@@ -84,10 +84,10 @@ def kind_of(name: str) -> str | None:
     snake = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", str(name)).lower()  # YAML has names that are numbers
     if snake in FLAGS:
         return FLAG
-    if snake in STATES:
+    if snake in _STATES:
         return STATE
     # A reason of one side of a pair is not a reason of the other side.
-    is_reason = snake.removesuffix("s").endswith(REASONS) or snake in REASONS
+    is_reason = snake.removesuffix("s").endswith(_REASONS) or snake in _REASONS
     return REASON if is_reason and not snake.startswith(("chosen_", "rejected_", "prompt_")) else None
 
 
@@ -122,8 +122,8 @@ def ending_of(fields: Mapping[str, Any]) -> tuple[str, tuple[str, ...]]:
             outcome = classify(value)
             outcomes += [outcome] if outcome else []
             is_noted = is_own and not outcome and not isinstance(value, bool)
-            notes += [unknown_note(name, value)] if is_noted else []
-    if classify(fields.get(FINISH)) == CUT:
+            notes += [_unknown_note(name, value)] if is_noted else []
+    if classify(fields.get(_FINISH)) == CUT:
         outcomes.append(CUT)
     return next((each for each in (CUT, FILTERED) if each in outcomes), ENDED), tuple(notes)
 
@@ -133,7 +133,7 @@ def _about_end(fields: Mapping[str, Any]) -> Iterator[tuple[str, Any, bool]]:
     for name, value in fields.items():
         if kind_of(name) is not None:
             yield name, value, True
-    for holder in HOLDERS.intersection(fields):
+    for holder in _HOLDERS.intersection(fields):
         inner = fields[holder]
         for name, value in inner.items() if isinstance(inner, Mapping) else ():
             if kind_of(str(name)) is not None:
@@ -141,8 +141,8 @@ def _about_end(fields: Mapping[str, Any]) -> Iterator[tuple[str, Any, bool]]:
 
 
 def is_cut_state(value: Any) -> bool:
-    """Return True if the `value` of one of `STATES` means that a limit on tokens cut the answer."""
-    return isinstance(value, str) and value.strip().casefold().replace("-", "_") in CUT_STATES
+    """Return True if the `value` of one of `_STATES` means that a limit on tokens cut the answer."""
+    return isinstance(value, str) and value.strip().casefold().replace("-", "_") in _CUT_STATES
 
 
 def is_set(value: Any) -> bool:
@@ -155,7 +155,7 @@ def is_cut(value: Any) -> bool:
     return classify(value) in (CUT, FILTERED)
 
 
-def unknown_note(name: str, value: Any) -> str:
+def _unknown_note(name: str, value: Any) -> str:
     """Return the note on a `value` of the field `name` that is not known."""
     text = str(value)
     return f"{name} {text if len(text) <= 40 else text[:37] + '...'!r} not known, answer read as complete"

@@ -14,7 +14,7 @@ from typing import Any
 from treepack.ingest.readers.fields.unread import is_prose
 from treepack.trajectory import Chat, PromptCompletion, Tokens
 
-NAMES = frozenset({"role", "from", "type", "name", "id", "speaker"})  # fields of a message that are not text
+_NAMES = frozenset({"role", "from", "type", "name", "id", "speaker"})  # fields of a message that are not text
 
 
 def repeats(value: Any, content: Tokens | Chat | PromptCompletion) -> bool:
@@ -50,5 +50,5 @@ def _texts(value: Any) -> Iterator[str]:
             yield from _texts(each)
     elif isinstance(value, dict):
         for name, each in value.items():
-            if name not in NAMES:
+            if name not in _NAMES:
                 yield from _texts(each)

@@ -35,7 +35,7 @@ STEPS = ("step", "global_step")
 SAMPLING_DICTS = ("sampling_params", "sampling_args", "generation_params", "generation_config")
 METADATA_DICTS = frozenset({"metadata", "info", "extra_info", "extra"})
 # Names of reasoning next to an answer. It may be of a judge, so no reader trains it unless the user names it.
-THOUGHTS = frozenset(
+_THOUGHTS = frozenset(
     "reasoning reasoning_content thinking thought thoughts chain_of_thought cot rationale reasoning_text".split()
 )
 ASKED = frozenset("input context passage question query instruction instructions problem system system_prompt".split())
@@ -43,7 +43,7 @@ UNTRAINED_PREFIX = "untrained_prefix"  # tokens of an augmented query, which its
 SEGMENTS = "segments"  # token offsets at which a sampler began its segments: a list of integers of any length
 SEGMENT_IDS = "segment_ids"  # one integer per segment, equal in two rollouts of a group if it is the same sample
 MAX_METADATA = 2000  # characters of one field: enough for settings and scores, too few for a transcript
-INTEGER = re.compile(r"[+-]?[0-9]{1,19}")
+_INTEGER = re.compile(r"[+-]?[0-9]{1,19}")
 NUMBER = re.compile(r"[0-9]{1,4}(\.[0-9]{1,20})?")  # a temperature as text
 
 
@@ -85,7 +85,7 @@ def describe(
     # Alpaca's `text` is the instruction and the output in one text.
     repeated = [k for k, v in rest.items() if danger(k, v) == ANSWER and repeats(v, content)]
     rest = {k: v for k, v in rest.items() if k not in repeated}
-    check_rest({k: v for k, v in rest.items() if k not in options.harmless}, source)
+    _check_rest({k: v for k, v in rest.items() if k not in options.harmless}, source)
     metadata, dropped = _metadata(rest)
     dropped += _other_rewards(rest, reward, reward_field) + tuple(map(note_on, repeated))
     ending, remarks = endings.ending_of({key: field for key, field in value.items() if key not in used})
@@ -110,7 +110,7 @@ def describe(
     return endings.cut(item) if has_end else replace(item, is_truncated=True)
 
 
-def check_rest(rest: dict[str, Any], source: str) -> None:
+def _check_rest(rest: dict[str, Any], source: str) -> None:
     """Refuse a record whose field can contain an answer or a mask; the reader has understood all fields but `rest`.
 
     Raises:
@@ -226,7 +226,7 @@ def _integer(value: Any) -> int | None:
     """Return the integer that `value` means: 12, 12.0 or "12"; None if it means none."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
-    if isinstance(value, str) and INTEGER.fullmatch(value):
+    if isinstance(value, str) and _INTEGER.fullmatch(value):
         return int(value)
     return int(value) if isinstance(value, int | np.integer) and not isinstance(value, bool) else None
 
@@ -249,7 +249,7 @@ def _metadata(rest: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
             fault = f"more than {MAX_METADATA} characters"
         if fault is None:
             metadata[name] = value
-            if name in THOUGHTS | ASKED and isinstance(value, str) and value.strip():
+            if name in _THOUGHTS | ASKED and isinstance(value, str) and value.strip():
                 notes.append(f"field '{name}' is metadata, not trained")
         else:
             notes.append(f"field '{name}' dropped, {fault}")

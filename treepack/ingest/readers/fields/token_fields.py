@@ -62,7 +62,7 @@ KEPT_SETS = ("kept_ids", "sampling_mask", "kept_tokens", *SIZES_OF_SETS)
 KEPT_FIELDS = frozenset({*KEPT_SETS, *SIZES_OF_SETS.values()})
 # Names of lists with one number per token, which may be arrays.
 NUMBERS = tuple(name for kind, names in NAMES.items() if kind not in (RESPONSE_LENGTH, LENGTHS) for name in names)
-LISTS = frozenset(NAMES) - {RESPONSE_LENGTH, ADVANTAGE, RETURN}  # an advantage may be one number for all tokens
+_LISTS = frozenset(NAMES) - {RESPONSE_LENGTH, ADVANTAGE, RETURN}  # an advantage may be one number for all tokens
 
 Fields = dict[str, dict[str, Any]]
 
@@ -83,7 +83,7 @@ def sort_fields(record: dict[str, Any], source: str) -> Fields:
             value = _list_of_text(value, f"{source}: {name}")
         if isinstance(value, str | dict):
             continue
-        if kind in LISTS and not isinstance(value, list | np.ndarray):
+        if kind in _LISTS and not isinstance(value, list | np.ndarray):
             continue
         # "prompts": ["Hi"] and "responses": [{"role": ..}] are texts and messages under the same names.
         if kind in TOKEN_IDS and len(value) > 0 and isinstance(value[0], str | dict):

@@ -22,18 +22,18 @@ from treepack.ingest.readers.files.json_text import parsed_json
 from treepack.trajectory import Chat, PromptCompletion, Skipped, Trajectory
 
 Declared = dict[str, Any]  # name -> Declared; an empty one covers everything under the name
-MAX_WORD = 64  # characters of a single word; a longer one is text, for example in a language without spaces
-HERE = ""  # key of a declared path that has deeper declared paths: a value that is not an object is used
-SAME = "="  # key of a field whose objects have the form of a different path, with this path and its declared paths
+_MAX_WORD = 64  # characters of a single word; a longer one is text, for example in a language without spaces
+_HERE = ""  # key of a declared path that has deeper declared paths: a value that is not an object is used
+_SAME = "="  # key of a field whose objects have the form of a different path, with this path and its declared paths
 NAME = "!"  # key, and end of a declared path, of a text that is a name
 JSON = "{}"  # key, and end of a declared path, of a value that is used, and looked through if it is JSON text
-ROOT = "."  # the record itself, as the form of a field
-COVERED: Declared = {HERE: {}, "*": {}}
+_ROOT = "."  # the record itself, as the form of a field
+_COVERED: Declared = {_HERE: {}, "*": {}}
 
 ANSWER, MASK = "an answer", "a mask or a label"
-MAX_SEARCHED = 1 << 30  # characters of trajectories in which the lines of one record or file are searched
-MAX_UNREAD = 200  # fields of one record that are named; documents keyed by task have thousands
-MORE = "more fields not used"
+_MAX_SEARCHED = 1 << 30  # characters of trajectories in which the lines of one record or file are searched
+_MAX_UNREAD = 200  # fields of one record that are named; documents keyed by task have thousands
+_MORE = "more fields not used"
 
 # Names of answers next to a conversation, whatever program wrote them.
 ANSWERS = frozenset(
@@ -54,7 +54,7 @@ MASKS = frozenset(
 
 
 # Words of the names of flags and lists that choose the trained tokens.
-NO_MARKS = frozenset("is_train is_training train_split mask_sample".split())  # parts of a data set; a mark of NeMo Gym
+_NO_MARKS = frozenset("is_train is_training train_split mask_sample".split())  # parts of a data set; a mark of NeMo Gym
 MARKS = frozenset("train trainable trained untrained masked mask loss weights".split())
 
 
@@ -72,12 +72,12 @@ def declare(paths: Iterable[str]) -> Declared:
             if path.endswith(mark):
                 node[mark] = {}
         if same:
-            target = "" if same == ROOT else same
-            node[SAME] = (f"{target}." if target else "", _at(tree, target) if target else tree)
+            target = "" if same == _ROOT else same
+            node[_SAME] = (f"{target}." if target else "", _at(tree, target) if target else tree)
         ends.append(node)
     for node in ends:
         if node:
-            node[HERE] = {}
+            node[_HERE] = {}
     return tree
 
 
@@ -96,7 +96,7 @@ class TrajectoryTexts:
         self._texts: set[str] = set()
         self._lines: set[str] | None = None
         self._whole = ""
-        self._budget = MAX_SEARCHED
+        self._budget = _MAX_SEARCHED
 
     def add(self, item: Trajectory | Skipped) -> None:
         """Collect the texts of one more item, before the first search."""
@@ -161,11 +161,11 @@ def unread(
         below = None if declared is None else _below(declared, str(name))
         if below and NAME in below:
             continue
-        covered = below is not None and (not below or HERE in below or below.get("*") == {})
+        covered = below is not None and (not below or _HERE in below or below.get("*") == {})
         # Nothing is declared under a covered path, so its numbers are used, but its texts must still be said.
-        inner = COVERED if covered and not below else below
+        inner = _COVERED if covered and not below else below
         # {"children": [{"children": [..]}]}: the path of all levels is that of the first one.
-        inner_prefix, inner = inner[SAME] if inner and SAME in inner else (f"{path}.", inner)
+        inner_prefix, inner = inner[_SAME] if inner and _SAME in inner else (f"{path}.", inner)
         is_open = below is not None and JSON in below
         for each in _values(field, is_open=is_open):
             if isinstance(each, dict):
@@ -188,7 +188,7 @@ def unsaid(fields: Iterable[tuple[str, str | None, bool]], said: TrajectoryTexts
 
 def is_prose(text: str) -> bool:
     """Return whether `text` is more than a word: a name or a type is used by what the reader does, and not copied."""
-    return len(text) > MAX_WORD or text[:1] in ("{", "[") or any(map(str.isspace, text.strip()))
+    return len(text) > _MAX_WORD or text[:1] in ("{", "[") or any(map(str.isspace, text.strip()))
 
 
 def _texts_of(item: Trajectory) -> Iterator[Any]:
@@ -213,7 +213,7 @@ def _leaves(value: Any) -> Iterator[str]:
 def named(paths: Iterable[str]) -> tuple[str, ...]:
     """Return one note for each of the `paths`, in order; of very many, one note for the rest."""
     notes = [not_used(path) for path in dict.fromkeys(paths)]
-    return (*notes[:MAX_UNREAD], *([MORE] if len(notes) > MAX_UNREAD else []))
+    return (*notes[:_MAX_UNREAD], *([_MORE] if len(notes) > _MAX_UNREAD else []))
 
 
 def not_used(path: str) -> str:
@@ -240,7 +240,7 @@ def danger(name: str, value: Any) -> str | None:
 def _is_mark(name: str) -> bool:
     """Return whether a flag or list of this name can choose the trained tokens: is_masked, roles_to_train."""
     words = set(name.split("_"))
-    return name not in NO_MARKS and bool(words & MARKS) and (len(words) > 1 or name == "weights")
+    return name not in _NO_MARKS and bool(words & MARKS) and (len(words) > 1 or name == "weights")
 
 
 def is_empty(value: Any) -> bool:
@@ -260,7 +260,7 @@ def _below(declared: Declared, name: str) -> Declared | None:
         if node is not None:
             return node
     rest: Declared | None = declared.get("*")
-    return COVERED if rest == {} else rest
+    return _COVERED if rest == {} else rest
 
 
 def _values(field: Any, *, is_open: bool) -> Iterator[Any]:

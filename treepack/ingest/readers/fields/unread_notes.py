@@ -3,7 +3,7 @@
     record, its trajectories   --notes_of_record-->  "field 'steps.cost' not used", ..
     records of a file, items   --NotesOfFile-->      the items, the last trajectory with the notes
 
-A field of the record itself may have become metadata, an id, the group, or the reward; `facts_of` collects these.
+A field of the record itself may have become metadata, an id, the group, or the reward; `_facts_of` collects these.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from treepack.trajectory import Skipped, Tokens, Trajectory
 
 View = Callable[[dict[str, Any]], dict[str, Any]]
 # Fields of a trajectory that come from fields of a record with any of several names.
-FACTS = ("trajectory_id", "group_id", "step", "reward", "temperature", "rollout_id")
+_FACTS = ("trajectory_id", "group_id", "step", "reward", "temperature", "rollout_id")
 TOO_DEEP = "is nested too deeply to be read; remove the objects or lists inside each other"
-TOKENS = "=tokens"  # key of facts if a trajectory is token ids
-MAX_TEXTS = 1 << 26  # characters of the texts of a file that are kept to search them in its trajectories
+_TOKENS = "=tokens"  # key of facts if a trajectory is token ids
+_MAX_TEXTS = 1 << 26  # characters of the texts of a file that are kept to search them in its trajectories
 
 
 def notes_of_record(
@@ -36,17 +36,17 @@ def notes_of_record(
     Raises:
         TreepackError: the record is nested too deeply.
     """
-    facts = facts_of(items)
+    facts = _facts_of(items)
     if not facts:
         return ()
     # The reader of tokens reads all fields of its names, or refuses the record; other formats have ids in other places.
-    if TOKENS in facts and not KINDS.keys() & declared.keys():
-        del facts[TOKENS]
+    if _TOKENS in facts and not KINDS.keys() & declared.keys():
+        del facts[_TOKENS]
     try:
         paths = list(unsaid(unread(value, declared), TrajectoryTexts(items)))
     except RecursionError:
         raise TreepackError(f"{source}: {TOO_DEEP}") from None
-    return named(path for path in paths if not is_fact(path, _value_at(value, path), facts))
+    return named(path for path in paths if not _is_fact(path, _value_at(value, path), facts))
 
 
 class NotesOfFile:
@@ -57,7 +57,7 @@ class NotesOfFile:
         self._declared = declared
         self._view = view
         self._fields: dict[tuple[str, str | None, bool], None] = {}  # an ordered set
-        self._room = MAX_TEXTS
+        self._room = _MAX_TEXTS
         self._said = TrajectoryTexts(())
 
     def of_records(self, records: Iterable[Record]) -> Iterator[Record]:
@@ -96,18 +96,18 @@ class NotesOfFile:
         yield from held
 
 
-Facts = dict[str, list[Any]]  # values by the name of their metadata, or by the name of a field of `Trajectory`
+_Facts = dict[str, list[Any]]  # values by the name of their metadata, or by the name of a field of `Trajectory`
 
 
-def facts_of(items: Iterable[Trajectory | Skipped]) -> Facts:
+def _facts_of(items: Iterable[Trajectory | Skipped]) -> _Facts:
     """Return the facts of the trajectories among `items` besides their content; empty without any."""
-    facts: Facts = {}
+    facts: _Facts = {}
     for item in items:
         if not isinstance(item, Trajectory):
             continue
         if isinstance(item.content, Tokens):
-            facts[TOKENS] = []
-        for name in FACTS:
+            facts[_TOKENS] = []
+        for name in _FACTS:
             facts.setdefault(f"={name}", []).append(getattr(item, name))
         for name, field in item.metadata.items():
             facts.setdefault(name, []).append(field)
@@ -126,7 +126,7 @@ def _inner(field: Any, path: str) -> Iterator[tuple[str, Any]]:
         yield from _inner(each, f"{path}.{name}")
 
 
-def is_fact(path: str, value: Any, facts: Facts) -> bool:
+def _is_fact(path: str, value: Any, facts: _Facts) -> bool:
     """Return whether the field at `path`, with `value` if it is a field of the record itself, is among the `facts`."""
     top = path.partition(".")[0]
     if f"note {path}" in facts or f"note {top}" in facts:
@@ -138,15 +138,15 @@ def is_fact(path: str, value: Any, facts: Facts) -> bool:
         return any(is_equal(value, reward) for reward in facts["=reward"]) or isinstance(value, dict)
     if path == "weight":
         return True
-    if TOKENS in facts and KINDS.get(path) not in (None, RETURN, LENGTHS):
+    if _TOKENS in facts and KINDS.get(path) not in (None, RETURN, LENGTHS):
         return not _is_text(value)
-    if TOKENS in facts and top in KEPT_FIELDS:
+    if _TOKENS in facts and top in KEPT_FIELDS:
         return not isinstance(value, int | float | str)
     if top in SAMPLING_DICTS:
         return True
     if path in (*IDS, *GROUPS, *STEPS, "temperature", "trial", "task.key", "task.hash"):
         # An id is a part of the name: "7" of "7/chosen".
-        names = [str(fact) for name in FACTS for fact in facts[f"={name}"]]
+        names = [str(fact) for name in _FACTS for fact in facts[f"={name}"]]
         return any(str(each) in name for name in names for each in (value, _whole(value)))
     return False
 

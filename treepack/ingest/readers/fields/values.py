@@ -10,7 +10,7 @@ import numpy as np
 
 from treepack.errors import TreepackError
 
-MAX_DEPTH = 100  # of nested values: far from 1000, at which Python's json raises RecursionError
+_MAX_DEPTH = 100  # of nested values: far from 1000, at which Python's json raises RecursionError
 
 
 class BadValueError(TreepackError):
@@ -99,8 +99,8 @@ def quoted(value: Any) -> str:
 
 def fault_in_json(value: Any, *, allow_nan: bool = True) -> str | None:
     """Return the reason why `value` cannot be written as JSON (its depth or its types), or None if it can."""
-    if _is_deeper(value, MAX_DEPTH):
-        return f"nested more than {MAX_DEPTH} deep"
+    if _is_deeper(value, _MAX_DEPTH):
+        return f"nested more than {_MAX_DEPTH} deep"
     try:
         json.dumps(value, allow_nan=allow_nan)
     except (TypeError, ValueError):

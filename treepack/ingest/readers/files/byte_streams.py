@@ -25,7 +25,7 @@ COMPRESSION = {b"\x1f\x8b": "gzip", b"\x28\xb5": "zstd"}  # by the first two byt
 CHUNK = 1 << 20  # bytes of one read of a stream that may be decompressed
 # Bytes of one read of a file. Smaller than that, because progress is measured in bytes of files: 1 MB of a compressed
 # one may take a minute to tokenise.
-FILE_CHUNK = 1 << 16
+_FILE_CHUNK = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class _Joined(io.RawIOBase):
 
 def as_buffer(rest: Any, data: bytes = b"") -> io.BufferedReader:
     """Return a buffer over `data` and then the stream `rest`, which stays open when the buffer is collected."""
-    return io.BufferedReader(_Joined(data, rest), FILE_CHUNK)
+    return io.BufferedReader(_Joined(data, rest), _FILE_CHUNK)
 
 
 def read_line(stream: Any, start: bytes, max_size: int) -> bytes:

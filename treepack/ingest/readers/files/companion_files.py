@@ -16,7 +16,7 @@ from treepack.ingest.readers.files.inputs import STDIN
 from treepack.ingest.readers.files.record_files import read_records
 from treepack.ingest.readers.files.records import Record, folder_and_stem
 
-ENDINGS = ("", ".gz", ".zst")  # in this order: the plain file wins
+_ENDINGS = ("", ".gz", ".zst")  # in this order: the plain file wins
 
 
 def companion_path(record: Record, name: str) -> Path | None:
@@ -24,7 +24,7 @@ def companion_path(record: Record, name: str) -> Path | None:
     if record.path == STDIN:  # standard input is in no folder
         return None
     folder = Path(record.path).parent
-    return next((path for ending in ENDINGS if _is_file(path := folder / (name + ending))), None)
+    return next((path for ending in _ENDINGS if _is_file(path := folder / (name + ending))), None)
 
 
 def _is_file(path: Path) -> bool:

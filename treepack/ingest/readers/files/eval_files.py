@@ -20,9 +20,9 @@ import pyarrow as pa
 
 from treepack.errors import TreepackError
 
-ZSTD = 93  # the number of zstd in the zip format
-LOCAL_HEADER = struct.Struct("<26x2H")  # before the bytes of an entry; it ends with the sizes of name and extra field
-START, HEADER, SAMPLES = "_journal/start.json", "header.json", "samples/"
+_ZSTD = 93  # the number of zstd in the zip format
+_LOCAL_HEADER = struct.Struct("<26x2H")  # before the bytes of an entry; it ends with the sizes of name and extra field
+_START, _HEADER, _SAMPLES = "_journal/start.json", "header.json", "samples/"
 
 
 def is_eval_file(data: bytes) -> bool:
@@ -31,7 +31,7 @@ def is_eval_file(data: bytes) -> bool:
         names = zipfile.ZipFile(io.BytesIO(data)).namelist()
     except Exception:  # another kind of archive, or a damaged one, which torch explains
         return False
-    return HEADER in names or START in names
+    return _HEADER in names or _START in names
 
 
 def read_eval_file(data: bytes, path: str, *, max_size: int) -> Iterator[dict[str, Any]]:
@@ -43,11 +43,11 @@ def read_eval_file(data: bytes, path: str, *, max_size: int) -> Iterator[dict[st
     archive = zipfile.ZipFile(io.BytesIO(data))
     names = archive.namelist()
     # A log that is not finished, or was interrupted, has no header yet, only its start.
-    header = _document(archive, data, HEADER if HEADER in names else START, path, max_size)
+    header = _document(archive, data, _HEADER if _HEADER in names else _START, path, max_size)
     if not isinstance(header, dict):
         raise TreepackError(f"{path}: the header is not an object; restore the file")
     # A sample that was run again is in the archive twice, and the later one counts; a dict keeps the first place.
-    samples = dict.fromkeys(name for name in names if name.startswith(SAMPLES) and name.endswith(".json"))
+    samples = dict.fromkeys(name for name in names if name.startswith(_SAMPLES) and name.endswith(".json"))
     if not samples:
         yield header | {"samples": []}
     for name in samples:
@@ -67,9 +67,9 @@ def _document(archive: zipfile.ZipFile, data: bytes, name: str, path: str, max_s
 
 
 def _unpack(archive: zipfile.ZipFile, data: bytes, entry: zipfile.ZipInfo) -> bytes:
-    if entry.compress_type != ZSTD:
+    if entry.compress_type != _ZSTD:
         return archive.read(entry)
-    name_size, extra_size = LOCAL_HEADER.unpack_from(data, entry.header_offset)
-    start = entry.header_offset + LOCAL_HEADER.size + name_size + extra_size
+    name_size, extra_size = _LOCAL_HEADER.unpack_from(data, entry.header_offset)
+    start = entry.header_offset + _LOCAL_HEADER.size + name_size + extra_size
     packed = pa.BufferReader(data[start : start + entry.compress_size])
     return bytes(pa.CompressedInputStream(packed, "zstd").read(entry.file_size))

@@ -26,8 +26,8 @@ from treepack.trajectory import Skipped
 # .pt is torch.save, .traj is SWE-agent and .root is DARS. A folder may also have YAML, but mostly as settings.
 EXTENSIONS = frozenset({".arrow", ".eval", ".jsonl", ".json", ".ndjson", ".parquet", ".pt", ".root", ".traj"})
 COMPRESSED = frozenset({".gz", ".zst"})
-HASH_CHUNK = 1 << 20  # bytes that are hashed at a time by a thread
-HASH_AHEAD = 1 << 26  # bytes by which such a thread may be ahead of the reading of its file
+_HASH_CHUNK = 1 << 20  # bytes that are hashed at a time by a thread
+_HASH_AHEAD = 1 << 26  # bytes by which such a thread may be ahead of the reading of its file
 STDIN = "<stdin>"  # the path of standard input, as in messages of Python itself
 
 
@@ -85,7 +85,7 @@ class FileHash:
         self._thread.start()
 
     def follow(self, end: int) -> None:
-        """Allow the thread to read to `HASH_AHEAD` bytes after `end`."""
+        """Allow the thread to read to `_HASH_AHEAD` bytes after `end`."""
         with self._changed:
             self.end = end
             self._changed.notify()
@@ -102,21 +102,21 @@ class FileHash:
         Raises:
             TreepackError: the file cannot be read.
         """
-        self.follow(sys.maxsize - HASH_AHEAD)
+        self.follow(sys.maxsize - _HASH_AHEAD)
         self._thread.join()
         if self._error is not None:
             raise unreadable(displayed(self._path), self._error) from self._error
         return self._sha256.hexdigest()
 
     def _run(self) -> None:
-        buffer = memoryview(bytearray(HASH_CHUNK))
+        buffer = memoryview(bytearray(_HASH_CHUNK))
         try:
             with Path(self._path).open("rb", buffering=0) as file:
                 while size := file.readinto(buffer):
                     self._sha256.update(buffer[:size])
                     self._position += size
                     with self._changed:
-                        self._changed.wait_for(lambda: self._is_stopped or self._position < self.end + HASH_AHEAD)
+                        self._changed.wait_for(lambda: self._is_stopped or self._position < self.end + _HASH_AHEAD)
                         if self._is_stopped:
                             return
         except OSError as error:
@@ -152,7 +152,7 @@ class InputHash:
     def add(self, path: str, sha256: str | FileHash) -> None:
         """Add one file, by the sha256 of its bytes as stored (the compressed bytes of a compressed file)."""
         if isinstance(sha256, FileHash):
-            sha256.follow(sys.maxsize - HASH_AHEAD)
+            sha256.follow(sys.maxsize - _HASH_AHEAD)
         self._files.append((path, sha256))
 
     def forget(self, path: str) -> None:

@@ -18,8 +18,8 @@ from typing import Any
 from treepack.errors import TreepackError
 
 # A header of CSV: at least two names, which contain no braces or colons as JSON does.
-CSV_HEADER = re.compile(rb'\s*"?[\w .-]+"?([,;\t]"?[\w .-]+"?)+\s*')
-SPACE = re.compile(r"[ \t\r\n]*")
+_CSV_HEADER = re.compile(rb'\s*"?[\w .-]+"?([,;\t]"?[\w .-]+"?)+\s*')
+_SPACE = re.compile(r"[ \t\r\n]*")
 
 
 def parse_leniently(text: bytes, *, path: str, line: int, remedy: str) -> Any:
@@ -108,14 +108,14 @@ def array_elements(data: bytes, path: str) -> Iterator[tuple[int, Any, str | Non
 
 
 def _after_space(text: str, position: int) -> int:
-    match = SPACE.match(text, position)
+    match = _SPACE.match(text, position)
     return position if match is None else match.end()
 
 
 def is_csv(first: bytes, path: str) -> bool:
     """Return True if a file that is not JSON, with the line `first`, is CSV by its name or its first line."""
     names = {suffix.lower() for suffix in Path(path).suffixes}
-    return bool(names & {".csv", ".tsv"}) or CSV_HEADER.fullmatch(first) is not None
+    return bool(names & {".csv", ".tsv"}) or _CSV_HEADER.fullmatch(first) is not None
 
 
 def csv_refusal(path: str) -> TreepackError:

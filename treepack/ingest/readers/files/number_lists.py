@@ -26,10 +26,10 @@ from numpy.typing import NDArray
 from treepack.native.library import FLOAT64, INT, INT32, INT64, UINT8, in_c, is_compiled
 from treepack.trajectory import Float64, Int32, Int64
 
-MAX_NAMES = 64  # of the fields whose lists are cut out
+_MAX_NAMES = 64  # of the fields whose lists are cut out
 # Limits of the floats: digits without leading zeros, places after the point as in 12e-3 = 0.012, digits of an exponent.
 # Within them, one division of integers is exact, because 10**19 and 5**27 are less than 2**64.
-MAX_DIGITS, MAX_PLACES, MAX_EXPONENT_DIGITS = 19, 27, 4
+_MAX_DIGITS, _MAX_PLACES, _MAX_EXPONENT_DIGITS = 19, 27, 4
 
 LARGE = 1 << 20  # bytes of a line that is read as few times, and copied as little, as possible
 
@@ -54,7 +54,7 @@ def cut_numbers(
 
     Args:
         line: the bytes of one line, [num_bytes].
-        names: the names of fields, at most `MAX_NAMES`, each with a zero after it.
+        names: the names of fields, at most `_MAX_NAMES`, each with a zero after it.
         integers: receives the numbers of all lists of integers, [num_bytes // 2 + 1].
         floats: receives the numbers of all other lists, [num_bytes // 2 + 1].
         lists: receives for each list the index of the name, 0 for `integers` or 1 for `floats`, and its start and end
@@ -109,11 +109,11 @@ def _numbers(texts: list[bytes]) -> list[int] | list[float] | None:
         return integers if all(-(2**31) <= each < 2**31 for each in integers) else None
     for _, whole, fraction, exponent in numbers:
         digits = (whole + fraction).lstrip(b"0")
-        if len(digits) > MAX_DIGITS or len(exponent.lstrip(b"+-")) > MAX_EXPONENT_DIGITS:
+        if len(digits) > _MAX_DIGITS or len(exponent.lstrip(b"+-")) > _MAX_EXPONENT_DIGITS:
             return None
         if not fraction and not exponent and int(digits or b"0") >= 2**53:
             return None
-        if digits and not 0 <= len(fraction) - int(exponent or b"0") <= MAX_PLACES:
+        if digits and not 0 <= len(fraction) - int(exponent or b"0") <= _MAX_PLACES:
             return None
     return [float(match[0]) for match in matches if match is not None]
 
@@ -137,19 +137,19 @@ def _end_of_value(text: bytes, at: int) -> int:
 
 
 def list_fields(text: bytes) -> list[str]:
-    """Return the names of the first fields of `text`, at most `MAX_NAMES`, that contain lists of numbers.
+    """Return the names of the first fields of `text`, at most `_MAX_NAMES`, that contain lists of numbers.
 
     They may be fields of an inner object, and a text may look like one, which costs `LineParser` nothing.
     """
-    names = dict.fromkeys(match[1] for match in islice(_LIST_FIELD.finditer(text), 4 * MAX_NAMES))
-    return [name.decode("utf-8", "replace") for name in islice(names, MAX_NAMES)]
+    names = dict.fromkeys(match[1] for match in islice(_LIST_FIELD.finditer(text), 4 * _MAX_NAMES))
+    return [name.decode("utf-8", "replace") for name in islice(names, _MAX_NAMES)]
 
 
 class LineParser:
     """Parse lines of JSON; lists of numbers in the fields `names` become arrays, if the loops are compiled."""
 
     def __init__(self, names: Sequence[str]) -> None:
-        assert len(names) <= MAX_NAMES, len(names)
+        assert len(names) <= _MAX_NAMES, len(names)
         self._names = list(names)
         self._terminated = np.frombuffer("".join(f"{name}\0" for name in names).encode(), np.uint8)
         self._is_fast = bool(names) and is_compiled()

@@ -50,11 +50,11 @@ from treepack.trajectory import Skipped
 # Smaller files are read here: a thread and two more openings of the file would cost more than reading it.
 MIN_FILE = 1 << 17
 # A first line that is longer is read by `json_files`, which may find that the file is one document.
-MAX_FIRST_LINE = 1 << 24
+_MAX_FIRST_LINE = 1 << 24
 # Stored bytes of the row groups of a block, at least one group.
 GROUP_BYTES = 1 << 22
 # Bytes of one request for lines of an object in a store.
-REMOTE_LINES = 1 << 23
+_REMOTE_LINES = 1 << 23
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +145,7 @@ class RowGroups:
 
 def _block(file: str) -> int:
     # A request to an object store costs as much time as some megabytes.
-    return REMOTE_LINES if is_address(file) else MAX_LINES
+    return _REMOTE_LINES if is_address(file) else MAX_LINES
 
 
 Range = LineRange | RowGroups
@@ -165,7 +165,7 @@ def plan_ranges(path: str, how: RecordLimits, input_hash: InputHash | None) -> I
     with Path(path).open("rb") as file:
         is_parquet = file.read(4) == PARQUET_MAGIC
         file.seek(0)
-        first = None if is_parquet else _first_object(file, path, min(MAX_FIRST_LINE, how.max_size))
+        first = None if is_parquet else _first_object(file, path, min(_MAX_FIRST_LINE, how.max_size))
     if not is_parquet and first is None:
         return None
     return _hashed(path, how, InputHash() if input_hash is None else input_hash, first)
@@ -189,7 +189,7 @@ def plan_object_ranges(
     if magic[:2] in COMPRESSION:
         return None
     reader = ObjectReader(address, entry.size)
-    first = _first_object(reader.stream(), address, min(MAX_FIRST_LINE, how.max_size))
+    first = _first_object(reader.stream(), address, min(_MAX_FIRST_LINE, how.max_size))
     return None if first is None else _hashed_object(address, how, reader, input_hash, first)
 
 

@@ -60,7 +60,7 @@ from treepack.ingest.readers.files.yaml_files import SUFFIXES as YAML_SUFFIXES
 from treepack.ingest.readers.files.yaml_files import read_yaml
 from treepack.trajectory import Skipped
 
-LFS_POINTER = b"version https://git-lfs.github.com/spec/"  # begins the small text that replaces a file in a clone
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"  # begins the small text that replaces a file in a clone
 
 
 def read_records(path: str, *, input_hash: InputHash | None = None) -> Iterator[Record]:
@@ -153,7 +153,7 @@ def _blocks_of(raw: HashingReader, path: str, how: RecordLimits) -> Iterator[Rec
     compression = COMPRESSION.get(stream.peek(2)[:2])
     if compression is not None:
         stream = io.BufferedReader(pa.CompressedInputStream(pa.PythonFile(stream, mode="r"), compression), CHUNK)
-    if stream.peek(len(LFS_POINTER)).startswith(LFS_POINTER):
+    if stream.peek(len(_LFS_POINTER)).startswith(_LFS_POINTER):
         raise TreepackError(f"{shown}: is a pointer of Git LFS; fetch the file with git lfs pull")
     if Path(path).suffix in YAML_SUFFIXES:
         return blocks_of_value(read_yaml(read_whole(stream, shown, how.max_size), shown), shown)

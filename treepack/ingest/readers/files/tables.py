@@ -21,7 +21,7 @@ from treepack.errors import TreepackError
 PARQUET_MAGIC, ARROW_FILE_MAGIC, ARROW_STREAM_MAGIC = b"PAR1", b"ARRO", b"\xff\xff\xff\xff"
 CHUNK = 1 << 20  # bytes of one read
 # Limits of a batch: 256 kB of rows keep a block cheap to send to a worker, and 1024 rows bound its records in memory.
-ROWS, ROW_BYTES = 1024, 1 << 18
+_ROWS, _ROW_BYTES = 1024, 1 << 18
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ def _stored_batches(source: Any) -> Iterator[pa.RecordBatch]:
 
 def _num_rows(row_bytes: float) -> int:
     # Rows of 100 bytes -> 1024 rows, of 1000 bytes -> 262, of 1 MB -> 1.
-    return int(max(1, min(ROWS, ROW_BYTES // max(1, row_bytes))))
+    return int(max(1, min(_ROWS, _ROW_BYTES // max(1, row_bytes))))
 
 
 @contextmanager

@@ -16,7 +16,7 @@ import numpy as np
 from treepack.errors import TreepackError, install_hint
 
 # Elements up to which a tensor may repeat stored values, as `expand` makes it: a file of 400 bytes can name 2^40.
-MAX_REPEATED = 1 << 20
+_MAX_REPEATED = 1 << 20
 MAGIC = b"PK\x03\x04"  # of a zip archive, the format of torch.save since torch 1.6
 
 
@@ -62,7 +62,7 @@ def _plain(value: Any, torch: Any) -> Any:
         return [_plain(part, torch) for part in value]
     if isinstance(value, torch.Tensor):
         value = value.detach()
-        if value.numel() > max(MAX_REPEATED, value.untyped_storage().nbytes() // value.element_size()):
+        if value.numel() > max(_MAX_REPEATED, value.untyped_storage().nbytes() // value.element_size()):
             raise ValueError(f"a tensor of the shape {list(value.shape)} repeats stored values")
         # numpy has no bfloat16. float16 is widened too, so that both give the same type.
         value = (value.float() if value.dtype in (torch.bfloat16, torch.float16) else value).numpy()

@@ -13,10 +13,10 @@ from typing import Any
 from treepack.errors import TreepackError
 
 SUFFIXES = frozenset({".yaml", ".yml"})
-MAX_DEPTH = 200  # of nested lists and objects: far from the depths at which Python or the C parser overflow
+_MAX_DEPTH = 200  # of nested lists and objects: far from the depths at which Python or the C parser overflow
 # Size to which aliases may expand a document, as a multiple of its bytes. An honest file repeats a list of tools or a
 # prompt for each rollout; a bomb of eight levels multiplies its size by millions.
-MAX_EXPANSION, SMALL = 100, 1 << 20
+_MAX_EXPANSION, _SMALL = 100, 1 << 20
 
 
 def read_yaml(data: bytes, path: str) -> Any:
@@ -47,7 +47,7 @@ def read_yaml(data: bytes, path: str) -> Any:
 
 def _fault(yaml: Any, data: bytes, loader: Any) -> str | None:
     """Return the reason why a document must not be loaded, or None; O(bytes), without recursion."""
-    limit = max(SMALL, MAX_EXPANSION * len(data))
+    limit = max(_SMALL, _MAX_EXPANSION * len(data))
     sizes: dict[str, int] = {}  # of the parts with a name, after the replacement of aliases
     parents: list[tuple[str | None, int]] = []  # name, and size until then, of each open list or object
     # a: &x [1, 2]   b: [*x, *x]  ->  x has size 3, and b has 1 + 3 + 3
@@ -57,8 +57,8 @@ def _fault(yaml: Any, data: bytes, loader: Any) -> str | None:
         if isinstance(event, yaml.CollectionStartEvent):
             parents.append((name, size))
             size = 0
-            if len(parents) > MAX_DEPTH:
-                return f"nested more than {MAX_DEPTH} deep"
+            if len(parents) > _MAX_DEPTH:
+                return f"nested more than {_MAX_DEPTH} deep"
         elif isinstance(event, yaml.CollectionEndEvent):
             name, before = parents.pop()
             size += 1

@@ -18,25 +18,25 @@ from treepack.ingest.readers.fields.values import is_messages
 from treepack.ingest.readers.files.json_text import parsed_json
 from treepack.ingest.readers.files.records import Record
 
-TALKS = ("messages", "conversations")  # always lists of messages
+_TALKS = ("messages", "conversations")  # always lists of messages
 # Text or messages. The fields of a row are parsed together: a prompt in prose may ask for an answer in JSON.
-PROSE = (("prompt", "completion"), ("chosen", "rejected"))
-SPEAKERS = ("role", "from")
+_PROSE = (("prompt", "completion"), ("chosen", "rejected"))
+_SPEAKERS = ("role", "from")
 
 
 def with_containers(record: Record) -> Record:
     """Return `record` with its known containers as lists of objects; the same record if nothing is to be parsed."""
     value = record.value
     changed: dict[str, Any] = {}
-    for name in TALKS:
+    for name in _TALKS:
         if is_messages(objects := _objects(value.get(name))):
             changed[name] = objects
-    for names in PROSE:
+    for names in _PROSE:
         changed |= _parsed_together({name: value[name] for name in names if value.get(name) is not None})
     tools = value.get("tools")
     if isinstance(tools, list) and is_messages(objects := _objects(tools)):
         changed["tools"] = objects
-    for name in (*TALKS, "prompt", "completion", "chosen", "rejected"):
+    for name in (*_TALKS, "prompt", "completion", "chosen", "rejected"):
         messages = changed.get(name, value.get(name))
         if is_messages(messages) and any(_is_stored(message) for message in messages):
             changed[name] = [_message(message) for message in messages]
@@ -75,7 +75,7 @@ def _parsed_together(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_talk(messages: list[dict[str, Any]]) -> bool:
-    return all(any(isinstance(message.get(name), str) for name in SPEAKERS) for message in messages)
+    return all(any(isinstance(message.get(name), str) for name in _SPEAKERS) for message in messages)
 
 
 def _is_stored(message: dict[str, Any]) -> bool:

@@ -15,10 +15,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-THINKING = frozenset("thinking redacted_thinking reasoning reasoning_content reasoningContent thought think".split())
+_THINKING = frozenset("thinking redacted_thinking reasoning reasoning_content reasoningContent thought think".split())
 # Fields of such a block that contain its text.
-THOUGHTS = ("thinking", "text", "reasoning", "think", "reasoningText", "content", "summary")
-BLOCKS = THINKING | {"tool_use", "tool_result"}
+_THOUGHTS = ("thinking", "text", "reasoning", "think", "reasoningText", "content", "summary")
+_BLOCKS = _THINKING | {"tool_use", "tool_result"}
 MEDIA_REASON = "images, audio and video are not read"
 # Content parts with an image, sound or video, in the forms of several APIs.
 MEDIA_PARTS = frozenset(
@@ -52,7 +52,7 @@ def skip_reason(messages: Sequence[Message]) -> str | None:
 
 def _has_blocks(message: Any) -> bool:
     content = message.get("content") if isinstance(message, dict) else None
-    return isinstance(content, list) and any(_kind(part) in BLOCKS for part in content)
+    return isinstance(content, list) and any(_kind(part) in _BLOCKS for part in content)
 
 
 def _kind(part: Any) -> str | None:
@@ -79,26 +79,26 @@ def _split(message: Message) -> Iterator[Message]:
 
 def _assistant(message: Message) -> Message:
     parts = message["content"]
-    texts = [text for part in parts if _kind(part) in THINKING and (text := _thought(part))]
+    texts = [text for part in parts if _kind(part) in _THINKING and (text := _thought(part))]
     calls = [
         {"id": part.get("id"), "name": part.get("name"), "arguments": part.get("input")}
         for part in parts
         if _kind(part) == "tool_use"
     ]
-    split = message | {"content": [part for part in parts if _kind(part) not in BLOCKS]}
+    split = message | {"content": [part for part in parts if _kind(part) not in _BLOCKS]}
     # `normalise_messages` refuses a list with anything else than text.
-    wrong = [part["thinking"] for part in parts if _kind(part) == "thinking" and not is_thought(part.get("thinking"))]
+    wrong = [part["thinking"] for part in parts if _kind(part) == "thinking" and not _is_thought(part.get("thinking"))]
     if texts or wrong:
         split["reasoning_content"] = wrong or "\n\n".join(texts)
     if calls:
         split["tool_calls"] = [*(message.get("tool_calls") or []), *calls]
     # The API may return a signature only, in place of the text of the reasoning.
-    if any(_kind(part) in THINKING and not _thought(part) for part in parts):
+    if any(_kind(part) in _THINKING and not _thought(part) for part in parts):
         split["redacted_thinking"] = True
     return split
 
 
-def is_thought(value: Any) -> bool:
+def _is_thought(value: Any) -> bool:
     """Return whether the value of a block of reasoning may contain text."""
     return value is None or isinstance(value, str | list | dict)
 
@@ -108,7 +108,7 @@ def _thought(part: Any) -> str:
     if isinstance(part, list):
         return "\n\n".join(filter(None, map(_thought, part)))
     if isinstance(part, dict):
-        return _thought(next((part[name] for name in THOUGHTS if part.get(name)), ""))
+        return _thought(next((part[name] for name in _THOUGHTS if part.get(name)), ""))
     return part if isinstance(part, str) else ""
 
 

@@ -22,10 +22,10 @@ TOOLS = frozenset(
     "tools functions tool_definitions tool_schemas available_tools tool_defs tools_schema function_schemas "
     "function_definitions available_functions".split()
 )
-PARAMETERS = ("input_schema", "inputSchema", "parameters_json_schema", "parametersJsonSchema", "json_schema", "schema")
-WRAPPERS = ("function_declarations", "functionDeclarations", "toolSpec")
+_PARAMETERS = ("input_schema", "inputSchema", "parameters_json_schema", "parametersJsonSchema", "json_schema", "schema")
+_WRAPPERS = ("function_declarations", "functionDeclarations", "toolSpec")
 # Variables that `chat_template` passes to the template itself, or that would change its mode.
-RESERVED = frozenset(
+_RESERVED = frozenset(
     "messages conversations tools chat_template add_generation_prompt continue_final_message "
     "return_assistant_tokens_mask".split()
 )
@@ -74,7 +74,7 @@ def _parsed(tools: Any, source: str) -> Any:
 
 def _declared(tool: Any) -> list[Any]:
     """Return the schemas in one element of a list: itself, or the schemas in Gemini's and Bedrock's wrappers."""
-    inner = next((tool[name] for name in WRAPPERS if tool.get(name)), None) if isinstance(tool, dict) else None
+    inner = next((tool[name] for name in _WRAPPERS if tool.get(name)), None) if isinstance(tool, dict) else None
     return [tool] if inner is None else inner if isinstance(inner, list) else [inner]
 
 
@@ -85,7 +85,7 @@ def _nest(tool: dict[str, Any]) -> dict[str, Any]:
     # {"name": "f", "input_schema": S} -> {"type": "function", "function": {"name": "f", "parameters": S}}
     if "function" in tool or not isinstance(tool.get("name"), str) or tool.get("type", "function") != "function":
         return tool
-    renamed = {"parameters" if key in PARAMETERS else key: value for key, value in tool.items() if key != "type"}
+    renamed = {"parameters" if key in _PARAMETERS else key: value for key, value in tool.items() if key != "type"}
     return {"type": "function", "function": _with_parameters(renamed)}
 
 
@@ -110,7 +110,7 @@ def normalise_template_kwargs(kwargs: Any, *, source: str) -> dict[str, Any] | N
         raise TreepackError(
             f"{source}: chat_template_kwargs is {shown(kwargs)}; expected an object of the template's variables"
         )
-    if reserved := sorted(RESERVED.intersection(kwargs)):
+    if reserved := sorted(_RESERVED.intersection(kwargs)):
         raise TreepackError(f"{source}: chat_template_kwargs sets {reserved[0]}, which treepack sets; remove it there")
     if (fault := fault_in_json(kwargs)) is not None:
         raise TreepackError(f"{source}: chat_template_kwargs is {fault}; expected an object in JSON")

@@ -26,12 +26,12 @@ EMPTY_NOTE = "message of the model without text or calls not used"
 Message = dict[str, Any]
 Part = dict[str, Any]
 
-USER_ROLES = frozenset({"user", "function", "tool"})
-CALL, RESULT = ("functionCall", "function_call"), ("functionResponse", "function_response")
+_USER_ROLES = frozenset({"user", "function", "tool"})
+_CALL, _RESULT = ("functionCall", "function_call"), ("functionResponse", "function_response")
 # Fields of a part next to its content: signatures of encrypted reasoning and details of media.
-DETAILS = frozenset("thoughtSignature thought_signature videoMetadata video_metadata media_resolution".split())
+_DETAILS = frozenset("thoughtSignature thought_signature videoMetadata video_metadata media_resolution".split())
 # Parts that are files.
-MEDIA = frozenset("inlineData inline_data fileData file_data".split())
+_MEDIA = frozenset("inlineData inline_data fileData file_data".split())
 # Paths of the fields of a content that are read, as programs write it; a format that has contents declares them.
 CONTENT = """
     role parts.text parts.thought parts.functionCall.id parts.functionCall.name parts.functionCall.args
@@ -100,7 +100,7 @@ def messages_of_content(content: Any, *, where: str) -> list[Message]:
         messages = [message] if message else []
     elif role == "system":
         messages = [_message("system", parts, where)] if parts else []
-    elif isinstance(role, str) and role in USER_ROLES:
+    elif isinstance(role, str) and role in _USER_ROLES:
         messages = list(user_messages(parts, where=where))
     else:
         raise TreepackError(f"{where} has role {quoted(role)}; expected user or model")
@@ -144,10 +144,10 @@ def assistant_message(parts: list[Part], *, where: str) -> Message | None:
     calls: list[dict[str, Any]] = []
     rest: Message = {}
     for part in parts:
-        name, call = _object(part, CALL)
+        name, call = _object(part, _CALL)
         if _is_thought(part, where):
             thoughts.append(_text(part, where) or "")
-            rest |= left_over(part, ("text", "thought", *DETAILS), "content")
+            rest |= left_over(part, ("text", "thought", *_DETAILS), "content")
         elif name is not None:
             arguments = {} if call.get("args") is None else call["args"]
             calls.append({"id": call.get("id"), "name": call.get("name"), "arguments": arguments})
@@ -171,7 +171,7 @@ def user_messages(parts: list[Part], *, where: str) -> Iterator[Message]:
     """
     rest: list[Part] = []
     for part in parts:
-        name, result = _object(part, RESULT)
+        name, result = _object(part, _RESULT)
         if name is None:
             rest.append(part)
             continue
@@ -179,7 +179,7 @@ def user_messages(parts: list[Part], *, where: str) -> Iterator[Message]:
             yield _message("user", rest, where)
         yield _result(result, where)
         beside = _without(part, name)
-        rest = [beside] if any(key not in DETAILS for key in beside) else []
+        rest = [beside] if any(key not in _DETAILS for key in beside) else []
     if rest:
         yield _message("user", rest, where)
 
@@ -232,11 +232,11 @@ def _message(role: str, parts: list[Part], where: str) -> Message:
     rest: Message = {}
     for part in parts:
         text = _text(part, where)
-        known = ("text", *(["thought"] if part.get("thought") is False else []), *DETAILS)
+        known = ("text", *(["thought"] if part.get("thought") is False else []), *_DETAILS)
         fields = {name: value for name, value in part.items() if name not in known and not is_empty(value)}
         if text:
             content.append({"type": "text", "text": text})
-        if media := [name for name in fields if name in MEDIA]:
+        if media := [name for name in fields if name in _MEDIA]:
             content.append({"type": "image"})
         elif fields and text is None:
             content.append({"type": next(iter(fields))})

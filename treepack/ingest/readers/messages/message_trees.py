@@ -16,9 +16,9 @@ from treepack.ingest.readers.messages.merged_turns import left_over
 Message = dict[str, Any]
 
 RENAMED_ROLES = {"Human": "user", "human": "user", "AI": "assistant", "ai": "assistant", "model": "assistant"}
-HIDDEN_NOTE = "encrypted reasoning left out"
-FIELDS = frozenset("role content contents tool_calls function_call_name function_call_arguments_json".split())
-CALL_FIELDS = frozenset("id type function name arguments reasoning_signature".split())
+_HIDDEN_NOTE = "encrypted reasoning left out"
+_FIELDS = frozenset("role content contents tool_calls function_call_name function_call_arguments_json".split())
+_CALL_FIELDS = frozenset("id type function name arguments reasoning_signature".split())
 # The text of a part, and the fields that providers attach to it: ids and encrypted reasoning, which is noted.
 PART_FIELDS = frozenset("type text id image signature data encrypted_content".split())
 
@@ -33,7 +33,7 @@ def message_of_tree(message: Message, source: str, notes: dict[str, None]) -> Me
     if not isinstance(fields, dict):
         raise TreepackError(f"{source}: has the message {shown(fields)}; expected an object")
     # Fields of other names become notes.
-    done = {key: value for key, value in fields.items() if key not in FIELDS}
+    done = {key: value for key, value in fields.items() if key not in _FIELDS}
     if "message" in message:
         done |= left_over(message, ("message",), "beside")
     role = fields.get("role")
@@ -72,7 +72,7 @@ def _content(part: dict[str, Any], message: Message, notes: dict[str, None]) -> 
         if isinstance(text, str):
             message["reasoning_content"] = message.get("reasoning_content", "") + text
         elif any(part.get(key) is not None for key in ("signature", "data", "encrypted_content")):
-            notes[HIDDEN_NOTE] = None
+            notes[_HIDDEN_NOTE] = None
         return []
     # Anything but text stays a part of its type, which `skip_reason` finds.
     if kind in MEDIA_PARTS or not isinstance(text, str):
@@ -92,10 +92,10 @@ def _joined(content: Any, parts: list[dict[str, Any]], source: str) -> Any:
 
 def _call(call: Message, message: Message, notes: dict[str, None]) -> Message:
     if call.get("reasoning_signature") is not None:
-        notes[HIDDEN_NOTE] = None
-    done = {key: value for key, value in call.items() if key in CALL_FIELDS and key != "reasoning_signature"}
+        notes[_HIDDEN_NOTE] = None
+    done = {key: value for key, value in call.items() if key in _CALL_FIELDS and key != "reasoning_signature"}
     function = done.get("function")
-    message |= left_over(call, CALL_FIELDS, "tool_calls")
+    message |= left_over(call, _CALL_FIELDS, "tool_calls")
     if isinstance(function, dict):
         message |= left_over(function, ("name", "arguments"), "tool_calls.function")
         # A call without arguments is written without them, with "" or with "{}", in the same trace.

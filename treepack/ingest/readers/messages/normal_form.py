@@ -34,26 +34,26 @@ from treepack.ingest.readers.messages.turn_weights import WEIGHT_FIELDS, weight_
 
 ROLES = frozenset({"system", "user", "assistant", "tool"})
 RENAMED_ROLES = {"developer": "system", "function": "tool", "human": "user", "model": "assistant", "ai": "assistant"}
-KEPT = ("name", "tool_call_id")  # copied as they are
+_KEPT = ("name", "tool_call_id")  # copied as they are
 # Fields of a message that are read; every other field becomes a note.
 READ = frozenset(
     [
-        *KEPT,
+        *_KEPT,
         *REASONING,
         *"role content refusal tool_calls function_call".split(),
         *WEIGHT_FIELDS,
     ]
 )
-READ_ALWAYS = READ - {"refusal"}  # a refusal is read only in place of the content
+_READ_ALWAYS = READ - {"refusal"}  # a refusal is read only in place of the content
 # Fields of parts and calls that have no text.
-OF_PARTS = frozenset({"type", "text"})
+_OF_PARTS = frozenset({"type", "text"})
 # Marks of a turn to be left out, and names of calls that are not read.
-LEFT_OUT = frozenset("skip skipped ignore ignored exclude excluded".split())
-OTHER_CALLS = frozenset(
+_LEFT_OUT = frozenset("skip skipped ignore ignored exclude excluded".split())
+_OTHER_CALLS = frozenset(
     "toolCalls tool_call toolCall function_calls functionCall functionCalls calls tool_uses toolUses "
     "tool_invocations toolInvocations".split()
 )
-NO_CONTENT = "message without content"
+_NO_CONTENT = "message without content"
 MEDIA = ("images", "videos", "audios")
 
 
@@ -108,7 +108,7 @@ def normalise_messages(messages: Sequence[Any], *, source: str, before: NormalMe
             content = json.dumps(content, ensure_ascii=False, default=str)
         normal: dict[str, Any] = {"role": role, "content": _content(content, where, notes)}
         reasoning, unread = reasoning_of(message, where)
-        used = READ_ALWAYS - unread if unread else READ_ALWAYS
+        used = _READ_ALWAYS - unread if unread else _READ_ALWAYS
         # SWE-agent writes the text of a turn twice, as content and as thought.
         if reasoning and reasoning.strip() == normal["content"].strip():
             reasoning = None
@@ -129,7 +129,7 @@ def normalise_messages(messages: Sequence[Any], *, source: str, before: NormalMe
         is_cut, more = _ending(message, normal) if role == "assistant" else (False, ())
         if not is_cut:  # a filter may leave nothing
             _check_content(message, normal, where, notes)
-        normal.update({key: checked_name(message[key], key, where) for key in KEPT if message.get(key) is not None})
+        normal.update({key: checked_name(message[key], key, where) for key in _KEPT if message.get(key) is not None})
         # OpenAI's older form has no ids: a message of role "function" is the result of the call just before it.
         if message["role"] == "function" and "tool_call_id" not in normal and done:
             normal.update(id_of_last_call(done))
@@ -144,7 +144,7 @@ def normalise_messages(messages: Sequence[Any], *, source: str, before: NormalMe
         if role == "assistant":
             unused = [key for key in unused if not _is_ending(key, message[key])]
         for key in unused:
-            if danger(key, message[key]) == MASK or (key in LEFT_OUT and message[key] is True):
+            if danger(key, message[key]) == MASK or (key in _LEFT_OUT and message[key] is True):
                 raise TreepackError(
                     f"{where} has the field '{key}', which can be a mask and is not read; remove it, or say which "
                     "turns are trained with loss, true or false"
@@ -162,11 +162,11 @@ def _refuse_parts(message: dict[str, Any], normal: dict[str, Any], unused: list[
         TreepackError: there is such a field.
     """
     for key in unused:
-        value, key_of_columns = message[key], "calls" if key in OTHER_CALLS else "content"
+        value, key_of_columns = message[key], "calls" if key in _OTHER_CALLS else "content"
         parts = value if isinstance(value, list) else [value]
         said = [each.strip() for each in parts if isinstance(each, str)]
         is_text = bool(said) and danger(key, value) == ANSWER and not _repeats(said, normal)
-        if is_text or (key in OTHER_CALLS and not normal.get("tool_calls")):
+        if is_text or (key in _OTHER_CALLS and not normal.get("tool_calls")):
             raise TreepackError(
                 f"{where} has the field '{key}' beside its content; it may be a part of the answer, so say what it is "
                 f"with --columns {key_of_columns}={key}, or leave it out with --columns ignore=messages[].{key}"
@@ -208,7 +208,7 @@ def _check_content(message: dict[str, Any], normal: dict[str, Any], where: str, 
                 f"{where} has no content, but {', '.join(texts[:3])}; name the field of the text with "
                 f"--columns content={texts[0]}"
             )
-        raise BadValueError(f"{where} has no content; expected text, or the calls of a turn", NO_CONTENT)
+        raise BadValueError(f"{where} has no content; expected text, or the calls of a turn", _NO_CONTENT)
     # The result of a tool may be empty; an empty turn of the model trains the end of a turn only.
     if normal["role"] == "assistant" or message.get("content") is None:
         notes[f"message of role '{normal['role']}' without text"] = None
@@ -244,5 +244,5 @@ def _part(part: Any, where: str, notes: dict[str, None]) -> str:
         return str(part["refusal"])  # the model wrote it in place of the content
     if kind != "text" or not isinstance(part.get("text"), str):
         raise TreepackError(f"{where} has a content part of type {quoted(kind)}; expected text parts only")
-    note_rest(part, OF_PARTS, "content part", notes)
+    note_rest(part, _OF_PARTS, "content part", notes)
     return str(part["text"])

@@ -32,10 +32,10 @@ REASONING = (
     "think",
     "chain_of_thought",
 )
-NAMES = frozenset(REASONING)
+_NAMES = frozenset(REASONING)
 # Names of the text in a part of reasoning, and of its summary.
-REASONING_TEXTS = ("text", "thinking", "reasoning", "think", "reasoningText", "content", "summary")
-THOUGHT = re.compile(r"\s*<think(?:ing)?>(.*?)</think(?:ing)?>", re.DOTALL)
+_REASONING_TEXTS = ("text", "thinking", "reasoning", "think", "reasoningText", "content", "summary")
+_THOUGHT = re.compile(r"\s*<think(?:ing)?>(.*?)</think(?:ing)?>", re.DOTALL)
 
 
 def reasoning_of(message: dict[str, Any], where: str) -> tuple[str | None, frozenset[str]]:
@@ -44,7 +44,7 @@ def reasoning_of(message: dict[str, Any], where: str) -> tuple[str | None, froze
     Raises:
         TreepackError: a reasoning is neither text nor parts with text.
     """
-    if NAMES.isdisjoint(message):  # most messages
+    if _NAMES.isdisjoint(message):  # most messages
         return None, frozenset()
     texts = {name: _reasoning_text(message[name], name, where) for name in REASONING if not is_empty(message.get(name))}
     texts = {name: text for name, text in texts.items() if text}  # encrypted reasoning has none, and is noted
@@ -62,7 +62,7 @@ def reasoning_of(message: dict[str, Any], where: str) -> tuple[str | None, froze
 
 def _thought(content: str) -> str | None:
     """Return the reasoning at the beginning of a content between tags, None if there is none."""
-    match = THOUGHT.match(content)
+    match = _THOUGHT.match(content)
     return None if match is None else match.group(1).strip()
 
 
@@ -78,7 +78,7 @@ def _reasoning_text(value: Any, name: str, where: str) -> str:
         return _reasoning_text(parsed, name, where) if is_parts else value
     texts = []
     for part in [value] if isinstance(value, dict) else value if isinstance(value, list) else [None]:
-        text = next((part[key] for key in REASONING_TEXTS if key in part), "") if isinstance(part, dict) else part
+        text = next((part[key] for key in _REASONING_TEXTS if key in part), "") if isinstance(part, dict) else part
         if not isinstance(text, str | list | dict):
             raise TreepackError(f"{where} has the {name} {shown(value)}; expected text")
         texts.append(_reasoning_text(text, name, where))

@@ -21,10 +21,10 @@ from treepack.ingest.readers.fields.values import is_messages, quoted, shown
 
 Item = dict[str, Any]
 
-REASONING, TEXT, CALL = range(3)  # the order of items in a turn
+_REASONING, TEXT, _CALL = range(3)  # the order of items in a turn
 CALLS = ("function_call", "custom_tool_call", "local_shell_call", "mcp_call")
 RESULTS = ("function_call_output", "custom_tool_call_output", "local_shell_call_output")
-TEXT_PARTS = frozenset({"input_text", "output_text", "text", "reasoning_text", "summary_text"})
+_TEXT_PARTS = frozenset({"input_text", "output_text", "text", "reasoning_text", "summary_text"})
 EMPTY_NOTE = "assistant turn without content left out"
 SUMMARY_NOTE = "reasoning with a summary only left out"
 ENCRYPTED_NOTE = "encrypted reasoning left out"
@@ -75,10 +75,10 @@ def _rank(item: Item) -> int | None:
     """Return the rank of an item in a turn of the assistant, or None if the assistant has not written it."""
     kind = _kind(item)
     if kind == "reasoning":
-        return REASONING
+        return _REASONING
     if kind == "message" and item.get("role") == "assistant":
         return TEXT
-    return CALL if kind in CALLS else None
+    return _CALL if kind in CALLS else None
 
 
 def _usable(items: list[Item], notes: dict[str, None]) -> Iterator[Item]:
@@ -113,7 +113,7 @@ def _turn(group: list[Item], source: str, notes: dict[str, None], *, summaries: 
     reasoning: list[str] = []
     for item in group:
         rank = _rank(item)
-        if rank == REASONING:
+        if rank == _REASONING:
             content = _text(item.get("content"), source)
             # The paragraphs of a summary are parts of their own, without newlines between them.
             summary = _text(item.get("summary"), source, between="\n\n")
@@ -168,7 +168,7 @@ def _content(content: Any, source: str) -> str | list[dict[str, Any]]:
     """Return the text of `content`, or its parts that are not text if it has such parts."""
     parts = content if isinstance(content, list) else []
     kinds = [part.get("type") for part in parts if isinstance(part, dict)]
-    others = [kind for kind in kinds if isinstance(kind, str) and kind not in (*TEXT_PARTS, "refusal")]
+    others = [kind for kind in kinds if isinstance(kind, str) and kind not in (*_TEXT_PARTS, "refusal")]
     return [{"type": kind} for kind in others] or _text(content, source)
 
 
@@ -183,7 +183,7 @@ def _text(content: Any, source: str, *, between: str = "") -> str:
     texts = []
     for part in content if isinstance(content, list) else [content]:
         kind = str(part.get("type")) if isinstance(part, dict) else ""
-        text = part.get("refusal") if kind == "refusal" else part.get("text") if kind in TEXT_PARTS else None
+        text = part.get("refusal") if kind == "refusal" else part.get("text") if kind in _TEXT_PARTS else None
         if not isinstance(text, str):
             raise TreepackError(f"{source}: has the content part {shown(part)}; expected text parts only")
         texts.append(text)

@@ -17,8 +17,8 @@ from treepack.ingest.readers.files.json_text import parsed_json
 # Names of the calls of a turn: a list, or one call. The first one counts.
 CALLS = ("tool_calls", "tool_call", "toolCalls", "function_calls", "functionCall")
 # Names of the arguments of a call.
-ARGUMENTS = ("arguments", "args", "input", "parameters")
-OF_CALLS = frozenset({"id", "type", "function", "index", "name"})
+_ARGUMENTS = ("arguments", "args", "input", "parameters")
+_OF_CALLS = frozenset({"id", "type", "function", "index", "name"})
 
 
 def checked_name(value: Any, key: str, where: str) -> str | int:
@@ -74,7 +74,7 @@ def _tool_call(call: dict[str, Any], default_id: str, where: str, notes: dict[st
     if call.get("type") not in (None, "function", "function_call", "tool_use", "tool_call"):
         notes[f"tool call of type '{str(call['type'])[:40]}' read as a function"] = None
     # Arguments next to the function, and not in it, mean the same.
-    found = [(holder, key) for holder in (function, call) for key in ARGUMENTS if holder.get(key) is not None]
+    found = [(holder, key) for holder in (function, call) for key in _ARGUMENTS if holder.get(key) is not None]
     arguments = _without_nothing(found[0][0][found[0][1]]) if found else "{}"
     if not found:
         notes["tool call without arguments"] = None
@@ -84,7 +84,7 @@ def _tool_call(call: dict[str, Any], default_id: str, where: str, notes: dict[st
         raise TreepackError(f"{where} calls {name} with arguments {fault}; expected an object in JSON")
     for each in (call, function) if function is not call else (call,):
         rest = {key: value for key, value in each.items() if not found or (each, key) != found[0]}
-        note_rest(rest, OF_CALLS, "tool call", notes)
+        note_rest(rest, _OF_CALLS, "tool call", notes)
     return {
         "id": default_id if call.get("id") is None else checked_name(call["id"], "id", where),
         "type": "function",

@@ -16,12 +16,12 @@ from treepack.errors import TreepackError
 from treepack.ingest.readers.fields.values import as_number, shown
 from treepack.trajectory import WEIGHTS, is_weight
 
-FLAGS = ("loss", "trainable", "train", "training", "mask")
-OPPOSITE = "masked"
-NUMBERS = ("weight", "loss_scale", "loss_weight")
-DETAIL = "train_detail"
-WEIGHT_FIELDS = (*FLAGS, OPPOSITE, *NUMBERS, DETAIL)
-DETAIL_NOTE = f"turn with a {DETAIL} that trains a part of it, not trained"
+_FLAGS = ("loss", "trainable", "train", "training", "mask")
+_OPPOSITE = "masked"
+_NUMBERS = ("weight", "loss_scale", "loss_weight")
+_DETAIL = "train_detail"
+WEIGHT_FIELDS = (*_FLAGS, _OPPOSITE, *_NUMBERS, _DETAIL)
+_DETAIL_NOTE = f"turn with a {_DETAIL} that trains a part of it, not trained"
 _TEXTS = {"true": True, "1": True, "1.0": True, "yes": True, "false": False, "0": False, "0.0": False, "no": False}
 
 
@@ -40,20 +40,20 @@ def weight_of(turn: dict[str, Any], where: str) -> tuple[float, tuple[str, ...]]
     """
     weight = 1.0
     # Several fields multiply: {"trainable": true, "loss_scale": 0.5} -> 0.5, {"loss": false, "weight": 2} -> 0.
-    for name in (*FLAGS, OPPOSITE):
+    for name in (*_FLAGS, _OPPOSITE):
         if (value := turn.get(name)) is not None:
             flag = as_flag(value)
             if flag is None:
                 raise TreepackError(f"{where} has {name} {shown(value)}; expected true or false")
-            weight *= flag != (name == OPPOSITE)
-    for name in NUMBERS:
+            weight *= flag != (name == _OPPOSITE)
+    for name in _NUMBERS:
         if (value := turn.get(name)) is not None:
             number = _number(value, where, name)
             if not is_weight(number):
                 raise TreepackError(f"{where} has {name} {shown(value)}; expected {WEIGHTS}")
             weight *= number
     is_whole, is_partial = _parts(turn, where)
-    return (weight, ()) if is_whole else (0.0, (DETAIL_NOTE,) if is_partial and weight else ())
+    return (weight, ()) if is_whole else (0.0, (_DETAIL_NOTE,) if is_partial and weight else ())
 
 
 def _number(value: Any, where: str, name: str) -> float:
@@ -69,14 +69,14 @@ def _number(value: Any, where: str, name: str) -> float:
 
 def _parts(turn: dict[str, Any], where: str) -> tuple[bool, bool]:
     """Return whether the details of a turn train all of it, and whether they train any of it."""
-    detail, content = turn.get(DETAIL), turn.get("content")
+    detail, content = turn.get(_DETAIL), turn.get("content")
     if detail is None or detail == []:
         return True, True
     entries = detail if isinstance(detail, list) and all(isinstance(part, dict) for part in detail) else [{}]
     flags = [as_flag(part.get("train")) for part in entries]
     if None in flags:
         raise TreepackError(
-            f"{where} has {DETAIL} {shown(detail)}; expected a list of objects with train true or false"
+            f"{where} has {_DETAIL} {shown(detail)}; expected a list of objects with train true or false"
         )
     # Text that no part covers is not trained. Parts 0 to 4 and 5 to 9 of 10 characters cover all of it.
     last = len(content) - 1 if isinstance(content, str) else 0

@@ -28,25 +28,29 @@ from treepack.trajectory import Skipped
 Message = dict[str, Any]
 
 # Operations of an LLM call; older instrumentations name no operation.
-OPERATIONS = (None, "chat", "generate_content", "text_completion")
-INSTRUCTIONS, INPUT, OUTPUT = "gen_ai.system_instructions", "gen_ai.input.messages", "gen_ai.output.messages"
-TOOLS, TEMPERATURE, REASONS = "gen_ai.tool.definitions", "gen_ai.request.temperature", "gen_ai.response.finish_reasons"
-LLM_INPUT, LLM_OUTPUT = "llm.input_messages", "llm.output_messages"
-PROMPT, COMPLETION, FUNCTIONS = "gen_ai.prompt", "gen_ai.completion", "llm.request.functions"
+_OPERATIONS = (None, "chat", "generate_content", "text_completion")
+INSTRUCTIONS, _INPUT, _OUTPUT = "gen_ai.system_instructions", "gen_ai.input.messages", "gen_ai.output.messages"
+_TOOLS, _TEMPERATURE, REASONS = (
+    "gen_ai.tool.definitions",
+    "gen_ai.request.temperature",
+    "gen_ai.response.finish_reasons",
+)
+_LLM_INPUT, _LLM_OUTPUT = "llm.input_messages", "llm.output_messages"
+_PROMPT, _COMPLETION, _FUNCTIONS = "gen_ai.prompt", "gen_ai.completion", "llm.request.functions"
 NO_CALL_NOTE = "span without an LLM call"
 NO_CONTENT_NOTE = "LLM call whose messages were not captured"
 FAILED_NOTE = "LLM call that failed"
-RAW_NOTE = "LLM call with input.value and output.value only, which have no fixed form"
-INDEXED_REASONS = (
+_RAW_NOTE = "LLM call with input.value and output.value only, which have no fixed form"
+_INDEXED_REASONS = (
     "gen_ai.response.finish_reason",
     "gen_ai.response.stop_reason",
     "llm.response.finish_reason",
     "llm.response.stop_reason",
 )
-PART_FIELDS = frozenset("type content id name arguments response result modality mime_type".split())
-EMPTY_SCHEMA_NOTE = "empty tool schema not used"
+_PART_FIELDS = frozenset("type content id name arguments response result modality mime_type".split())
+_EMPTY_SCHEMA_NOTE = "empty tool schema not used"
 # Attributes of calls in conventions that are not read, each with the name of the convention.
-UNREAD = {
+_UNREAD = {
     "ai.prompt": "the Vercel AI SDK",
     "ai.response": "the Vercel AI SDK",
     "langfuse.observation.input": "Langfuse's SDK",
@@ -63,7 +67,7 @@ UNREAD = {
     "braintrust.output_json": "Braintrust",
     "lk.chat_ctx": "LiveKit",
 }
-CHOICE_EVENTS = frozenset({"gen_ai.choice", "gen_ai.assistant.message", "gen_ai.content.completion"})
+_CHOICE_EVENTS = frozenset({"gen_ai.choice", "gen_ai.assistant.message", "gen_ai.content.completion"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +87,7 @@ def calls_of_span(span: TraceSpan) -> SpanCalls | Skipped:
     attributes = span.attributes
     if span.kind and span.kind not in ("LLM", "UNKNOWN"):
         return Skipped(span.source, NO_CALL_NOTE, is_rollout=False)
-    if get(attributes, "gen_ai.operation.name") not in OPERATIONS:
+    if get(attributes, "gen_ai.operation.name") not in _OPERATIONS:
         return Skipped(span.source, NO_CALL_NOTE, is_rollout=False)
     for prompt, response, read in _CONVENTIONS:
         if _has(attributes, prompt) and _has(attributes, response):
@@ -102,18 +106,18 @@ def _has(attributes: dict[str, Any], name: str) -> bool:
 def _without_messages(span: TraceSpan) -> Skipped:
     """Return the reason why the messages of `span` cannot be read."""
     attributes = span.attributes
-    convention = next((name for mark, name in UNREAD.items() if _has(attributes, mark)), None)
+    convention = next((name for mark, name in _UNREAD.items() if _has(attributes, mark)), None)
     is_call = span.kind == "LLM" or any(name.startswith(("gen_ai.", "llm.")) for name in attributes)
     if span.failed and is_call:
         return Skipped(span.source, FAILED_NOTE)
     if convention is not None:
         return Skipped(span.source, f"span in the convention of {convention}, which is not read")
-    if CHOICE_EVENTS & set(span.events):
+    if _CHOICE_EVENTS & set(span.events):
         return Skipped(span.source, "LLM call whose messages are in events of an older convention, which is not read")
     if not is_call:
         return Skipped(span.source, NO_CALL_NOTE, is_rollout=False)
     is_raw = _has(attributes, "input.value") and _has(attributes, "output.value")
-    return Skipped(span.source, RAW_NOTE if is_raw else NO_CONTENT_NOTE)
+    return Skipped(span.source, _RAW_NOTE if is_raw else NO_CONTENT_NOTE)
 
 
 # OpenTelemetry
@@ -125,16 +129,16 @@ def _genai(span: TraceSpan, notes: dict[str, None]) -> Iterator[ChatCall]:
     # Instructions are text, or a list of parts.
     parts = [{"type": "text", "content": instructions}] if isinstance(instructions, str) else instructions
     prompt = messages_of_parts([{"role": "system", "parts": parts}], span.source, INSTRUCTIONS) if parts else []
-    prompt += messages_of_parts(_value(span, INPUT) or [], span.source, INPUT)
-    responses = _value(span, OUTPUT)
+    prompt += messages_of_parts(_value(span, _INPUT) or [], span.source, _INPUT)
+    responses = _value(span, _OUTPUT)
     if not is_messages(responses):
-        raise TreepackError(f"{span.source}: {OUTPUT} is {shown(responses)}; expected a list of messages")
+        raise TreepackError(f"{span.source}: {_OUTPUT} is {shown(responses)}; expected a list of messages")
     reasons = _value(span, REASONS)
     for number, response in enumerate(responses):
         if isinstance(reasons, list) and number < len(reasons):
             response = {"finish_reason": reasons[number]} | response
-        said = answered(messages_of_parts([{"role": "assistant"} | response], span.source, OUTPUT))
-        yield ChatCall(prompt, said, _tools(_value(span, TOOLS), notes), temperature=_temperature(span))
+        said = answered(messages_of_parts([{"role": "assistant"} | response], span.source, _OUTPUT))
+        yield ChatCall(prompt, said, _tools(_value(span, _TOOLS), notes), temperature=_temperature(span))
 
 
 def _value(span: TraceSpan, name: str) -> Any:
@@ -142,7 +146,7 @@ def _value(span: TraceSpan, name: str) -> Any:
 
 
 def _temperature(span: TraceSpan) -> float | None:
-    return temperature_of({"temperature": get(span.attributes, TEMPERATURE)})
+    return temperature_of({"temperature": get(span.attributes, _TEMPERATURE)})
 
 
 def messages_of_parts(messages: Any, source: str, name: str) -> list[Message]:
@@ -173,7 +177,7 @@ def messages_of_parts(messages: Any, source: str, name: str) -> list[Message]:
 def _message_of_parts(role: Any, parts: list[Message], source: str, name: str) -> Message:
     message: Message = {"role": role, "content": ""}
     for part in parts:
-        message |= left_over(part, PART_FIELDS, "parts")
+        message |= left_over(part, _PART_FIELDS, "parts")
         kind, content = part.get("type"), part.get("content")
         if kind == "tool_call":
             message.setdefault("tool_calls", []).append({key: part.get(key) for key in ("id", "name", "arguments")})
@@ -202,8 +206,8 @@ def _openinference(span: TraceSpan, notes: dict[str, None]) -> Iterator[ChatCall
     """Yield the call of `span`, or one for each answer if several were asked for."""
     settings = parsed(get(span.attributes, "llm.invocation_parameters"))
     settings = settings if isinstance(settings, dict) else {}
-    prompt = [message_of_tree(each, span.source, notes) for each in _list(span, LLM_INPUT)]
-    said = [{"role": "assistant"} | message_of_tree(each, span.source, notes) for each in _list(span, LLM_OUTPUT)]
+    prompt = [message_of_tree(each, span.source, notes) for each in _list(span, _LLM_INPUT)]
+    said = [{"role": "assistant"} | message_of_tree(each, span.source, notes) for each in _list(span, _LLM_OUTPUT)]
     if said and (reason := get(span.attributes, "llm.finish_reason")) is not None:
         said[-1].setdefault("finish_reason", reason)
     schemas = [parsed(get(each, "tool.json_schema")) for each in _list(span, "llm.tools")]
@@ -228,13 +232,13 @@ def _list(span: TraceSpan, name: str) -> list[Message]:
 
 def _traceloop(span: TraceSpan, notes: dict[str, None]) -> Iterator[ChatCall]:
     """Yield one call for each completion of `span`."""
-    prompt = [_message_of_index({"role": "user"} | each) for each in _list(span, PROMPT)]
+    prompt = [_message_of_index({"role": "user"} | each) for each in _list(span, _PROMPT)]
     functions = [
         each | {"parameters": parsed(each.get("parameters"))} if "parameters" in each else each
-        for each in _list(span, FUNCTIONS)
+        for each in _list(span, _FUNCTIONS)
     ]
-    reason = next((found for name in INDEXED_REASONS if (found := get(span.attributes, name)) is not None), None)
-    for completion in _list(span, COMPLETION):
+    reason = next((found for name in _INDEXED_REASONS if (found := get(span.attributes, name)) is not None), None)
+    for completion in _list(span, _COMPLETION):
         said = _message_of_index({"role": "assistant", "finish_reason": reason} | completion)
         yield ChatCall(prompt, answered([said]), _tools(functions, notes), temperature=_temperature(span))
 
@@ -262,14 +266,14 @@ def _tools(schemas: Any, notes: dict[str, None]) -> Any:
     if not isinstance(schemas, list):
         return schemas or None
     if any(schema in ({}, None) for schema in schemas):
-        notes[EMPTY_SCHEMA_NOTE] = None
+        notes[_EMPTY_SCHEMA_NOTE] = None
     return [schema for schema in schemas if schema not in ({}, None)] or None
 
 
-ReadSpan = Callable[[TraceSpan, dict[str, None]], Iterator[ChatCall]]
+_ReadSpan = Callable[[TraceSpan, dict[str, None]], Iterator[ChatCall]]
 # The attributes of prompt and response of each convention; the first one that a span has counts.
-_CONVENTIONS: tuple[tuple[str, str, ReadSpan], ...] = (
-    (INPUT, OUTPUT, _genai),
-    (LLM_INPUT, LLM_OUTPUT, _openinference),
-    (PROMPT, COMPLETION, _traceloop),
+_CONVENTIONS: tuple[tuple[str, str, _ReadSpan], ...] = (
+    (_INPUT, _OUTPUT, _genai),
+    (_LLM_INPUT, _LLM_OUTPUT, _openinference),
+    (_PROMPT, _COMPLETION, _traceloop),
 )

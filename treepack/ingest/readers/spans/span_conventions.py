@@ -7,9 +7,9 @@ from typing import Any
 from treepack.ingest.readers.fields.values import is_messages
 from treepack.ingest.readers.spans.trace_spans import COLUMN, parsed
 
-KINDS = frozenset("LLM EMBEDDING CHAIN RETRIEVER RERANKER TOOL AGENT GUARDRAIL EVALUATOR PROMPT UNKNOWN".split())
-MARKS = ("openinference.", "llm.input_messages", "llm.output_messages")
-NESTED_MARKS = (("openinference", "span"), ("llm", "input_messages"), ("llm", "output_messages"))
+_KINDS = frozenset("LLM EMBEDDING CHAIN RETRIEVER RERANKER TOOL AGENT GUARDRAIL EVALUATOR PROMPT UNKNOWN".split())
+_MARKS = ("openinference.", "llm.input_messages", "llm.output_messages")
+_NESTED_MARKS = (("openinference", "span"), ("llm", "input_messages"), ("llm", "output_messages"))
 DROPPED = (
     "spans of tools, agents, chains and embeddings (the calls contain their results)",
     "settings of the call other than the temperature, usage, costs, resources",
@@ -30,7 +30,7 @@ def is_openinference(value: dict[str, Any]) -> bool:
     context = value.get("context")
     has_id = any(isinstance(each, dict) and ("span_id" in each or "spanId" in each) for each in (value, context))
     kind = value.get("span_kind")
-    is_kind = isinstance(kind, str) and kind.upper() in KINDS
+    is_kind = isinstance(kind, str) and kind.upper() in _KINDS
     attributes = value.get("attributes")
     return "attributes" in value and (_is_marked(attributes) or ((has_id or "context.span_id" in value) and is_kind))
 
@@ -38,8 +38,8 @@ def is_openinference(value: dict[str, Any]) -> bool:
 def _is_marked(attributes: Any) -> bool:
     attributes = parsed(attributes)
     if is_messages(attributes):
-        return any(str(each.get("key")).startswith(MARKS) for each in attributes)
+        return any(str(each.get("key")).startswith(_MARKS) for each in attributes)
     if not isinstance(attributes, dict):
         return False
-    nested = any(isinstance(attributes.get(name), dict) and inner in attributes[name] for name, inner in NESTED_MARKS)
-    return nested or any(name.startswith(MARKS) for name in attributes)
+    nested = any(isinstance(attributes.get(name), dict) and inner in attributes[name] for name, inner in _NESTED_MARKS)
+    return nested or any(name.startswith(_MARKS) for name in attributes)

@@ -24,18 +24,18 @@ from treepack.ingest.readers.spans.span_calls import SpanCalls, calls_of_span
 from treepack.ingest.readers.spans.trace_spans import TraceSpan, get, is_name, parsed, spans_of, tree
 from treepack.trajectory import Skipped, Trajectory
 
-METADATA = "metadata"
-FACTS = (
+_METADATA = "metadata"
+_FACTS = (
     ("model", ("gen_ai.response.model", "gen_ai.request.model", "llm.model_name")),
     ("agent", ("gen_ai.agent.name", "agent.name")),
 )
-DAMAGED_NOTE = "conversation with a damaged span"
-SPLIT_NOTE = "calls of one trace in several conversations"
-NO_TRACE_NOTE = "span without a trace"
-INSIDE_NOTE = "span inside the span of the same LLM call"
-CONVERSATIONS = ("gen_ai.conversation.id", "session.id", "traceloop.association.properties.session_id")
+_DAMAGED_NOTE = "conversation with a damaged span"
+_SPLIT_NOTE = "calls of one trace in several conversations"
+_NO_TRACE_NOTE = "span without a trace"
+_INSIDE_NOTE = "span inside the span of the same LLM call"
+_CONVERSATIONS = ("gen_ai.conversation.id", "session.id", "traceloop.association.properties.session_id")
 # The scores of OpenInference: attributes, and the name of their objects.
-SCORES = tuple(
+_SCORES = tuple(
     (f"{target}{name}s", name) for target in ("", "trace.", "session.") for name in ("annotation", "evaluation")
 )
 
@@ -84,15 +84,17 @@ def read_file(records: Iterator[Record], options: ReadOptions) -> Iterator[Traje
     for name, talk in conversations.items():
         fault = next((faults[each] for each in (name, *(span.trace for span, _ in talk.spans)) if each in faults), "")
         if fault:
-            yield Skipped(talk.record.source, DAMAGED_NOTE, detail=fault)
+            yield Skipped(talk.record.source, _DAMAGED_NOTE, detail=fault)
             faults = {each: sentence for each, sentence in faults.items() if sentence != fault}
         else:
             traces = dict.fromkeys(span.trace for span, _ in talk.spans)
             around = [span for trace in traces for span in others.get(trace, [])]
-            remark = NO_TRACE_NOTE if "" in traces else SPLIT_NOTE if any(spread[each] > 1 for each in traces) else None
+            remark = (
+                _NO_TRACE_NOTE if "" in traces else _SPLIT_NOTE if any(spread[each] > 1 for each in traces) else None
+            )
             yield from with_notes(_read(name, talk, around, options), () if remark is None else (remark,))
     for sentence in dict.fromkeys(faults.values()):
-        yield Skipped(sentence.partition(": ")[0], DAMAGED_NOTE, detail=sentence)
+        yield Skipped(sentence.partition(": ")[0], _DAMAGED_NOTE, detail=sentence)
 
 
 def _name(span: TraceSpan) -> str:
@@ -101,7 +103,7 @@ def _name(span: TraceSpan) -> str:
     Raises:
         TreepackError: the conversation is neither text nor a number.
     """
-    for attribute in CONVERSATIONS:
+    for attribute in _CONVERSATIONS:
         if name := get(span.attributes, attribute):
             if not is_name(name):
                 raise TreepackError(f"{span.source}: {attribute} is {shown(name)}; expected text")
@@ -121,7 +123,7 @@ def _read(
         reason = skip_reason([message for call in found.calls for message in (*call.prompt, *call.response)])
         # A library and the client that it calls may both write a span of the call.
         if span.parent in names:
-            yield Skipped(span.source, INSIDE_NOTE, is_rollout=False)
+            yield Skipped(span.source, _INSIDE_NOTE, is_rollout=False)
         elif reason is not None:
             yield Skipped(span.source, reason)
         else:
@@ -134,7 +136,7 @@ def _read(
         record = replace(talk.record, value=_description(name, used, others, notes))
         items = list(with_notes(read_chats(record, calls, options), tuple(notes)))
     except TreepackError as error:
-        items = [Skipped(talk.record.source, DAMAGED_NOTE, detail=str(error))]
+        items = [Skipped(talk.record.source, _DAMAGED_NOTE, detail=str(error))]
     yield from items
 
 
@@ -143,7 +145,7 @@ def _facts_only(span: TraceSpan) -> TraceSpan | None:
     kept = {
         name: value
         for name, value in span.attributes.items()
-        if name == METADATA or name.startswith(tuple(attribute for attribute, _ in SCORES))
+        if name == _METADATA or name.startswith(tuple(attribute for attribute, _ in _SCORES))
     }
     return replace(span, attributes=kept) if kept or span.scores else None
 
@@ -153,7 +155,7 @@ def _description(
 ) -> dict[str, Any]:
     """Return the facts of a conversation besides its calls, under the names that all formats share."""
     value: dict[str, Any] = {"rollout_id": name}
-    for key, names in FACTS:
+    for key, names in _FACTS:
         found = [next((each for name in names if (each := get(span.attributes, name))), None) for span in spans]
         if distinct := dict.fromkeys(str(each) for each in found if each is not None):
             value[key] = ", ".join(distinct)
@@ -162,15 +164,15 @@ def _description(
     # The root comes last, because its scores and metadata are about the whole trace.
     for span in sorted([*spans, *others], key=lambda span: not span.parent):
         scores |= span.scores | _annotations(span, notes)
-        of_span = parsed(get(span.attributes, METADATA))
+        of_span = parsed(get(span.attributes, _METADATA))
         metadata |= of_span if isinstance(of_span, dict) else {}
-    return value | ({"rewards": scores} if scores else {}) | ({METADATA: metadata} if metadata else {})
+    return value | ({"rewards": scores} if scores else {}) | ({_METADATA: metadata} if metadata else {})
 
 
 def _annotations(span: TraceSpan, notes: dict[str, None]) -> dict[str, Any]:
     """Return the scores among the annotations of OpenInference: {"correct": {"score": 1.0}}."""
     scores = {}
-    for attribute, kind in SCORES:
+    for attribute, kind in _SCORES:
         listed = tree(span.attributes, attribute)
         for each in listed if is_messages(listed) else ():
             fields = each.get(kind, each)

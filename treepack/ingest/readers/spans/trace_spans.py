@@ -24,10 +24,10 @@ from treepack.ingest.readers.fields.values import is_messages, shown
 from treepack.ingest.readers.files.records import Record
 
 COLUMN = "attributes."  # beginning of the columns of a table that contain attributes
-EVALUATION = "gen_ai.evaluation.result"
+_EVALUATION = "gen_ai.evaluation.result"
 # Attributes whose values may be objects with dots in their names: they are not names of attributes.
-RAW = frozenset("arguments json_schema parameters content value".split())
-FAILED = frozenset({"ERROR", "STATUS_CODE_ERROR", "2"})
+_RAW = frozenset("arguments json_schema parameters content value".split())
+_FAILED = frozenset({"ERROR", "STATUS_CODE_ERROR", "2"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +95,8 @@ def _contents(span: dict[str, Any], source: str) -> tuple[dict[str, Any], dict[s
     scores: dict[str, Any] = {}
     names: list[str] = []
     for event in _below([span], "events", source):
-        event_attributes = span_attributes(event.get("attributes"), source)
-        if event.get("name") == EVALUATION:
+        event_attributes = _span_attributes(event.get("attributes"), source)
+        if event.get("name") == _EVALUATION:
             score = event_attributes.get("gen_ai.evaluation.score.value")
             if score is None:
                 attributes |= event_attributes  # a label only, which becomes a note
@@ -106,7 +106,7 @@ def _contents(span: dict[str, Any], source: str) -> tuple[dict[str, Any], dict[s
             names.append(str(event.get("name")))
             attributes |= event_attributes
     # The attributes of the span come last and replace equal ones of its events.
-    attributes |= span_attributes(span.get("attributes"), source)
+    attributes |= _span_attributes(span.get("attributes"), source)
     attributes |= {name.removeprefix(COLUMN): each for name, each in span.items() if name.startswith(COLUMN)}
     return attributes, scores, tuple(names)
 
@@ -125,7 +125,7 @@ def _has_failed(span: dict[str, Any]) -> bool:
     status = span.get("status")
     status = status if isinstance(status, dict) else {"code": status}
     codes = (span.get("status_code"), status.get("code"), status.get("status_code"))
-    return any(str(code).upper() in FAILED for code in codes)
+    return any(str(code).upper() in _FAILED for code in codes)
 
 
 def _below(objects: Any, name: str, source: str) -> list[dict[str, Any]]:
@@ -142,7 +142,7 @@ def _list(value: Any) -> Any:
     return [] if value is None else value
 
 
-def span_attributes(attributes: Any, source: str) -> dict[str, Any]:
+def _span_attributes(attributes: Any, source: str) -> dict[str, Any]:
     """Return attributes as a dict, from a list of OTLP or from JSON text; the values of OTLP are unwrapped.
 
     Raises:
@@ -250,7 +250,7 @@ def _nested(value: Any) -> Any:
             inner[first][rest] = each
         else:  # {"a": 1, "a.b": 2}: neither may hide the other
             inner[name] = each
-    nested = {name: each if name in RAW else _nested(each) for name, each in inner.items()}
+    nested = {name: each if name in _RAW else _nested(each) for name, each in inner.items()}
     # {"0": a, "10": b, "2": c} -> [a, c, b]; an exporter may leave numbers out.
     if nested and all(name.isdecimal() for name in nested):
         return [nested[name] for name in sorted(nested, key=int)]

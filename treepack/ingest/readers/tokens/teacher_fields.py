@@ -18,7 +18,7 @@ from treepack.errors import TreepackError
 from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.tokens.token_layout import FieldLayout, Mask
 from treepack.ragged import RaggedArray
-from treepack.trajectory import MAX_TOKEN_ID, Tokens
+from treepack.trajectory import MAX_TOKEN_ID, Tokens, positions
 
 
 class _Pair(NamedTuple):
@@ -67,9 +67,24 @@ class TeacherWords(NamedTuple):
                 f"{layout.source}: {self.names.ids} or {self.names.values} has an impossible value at a trained token; "
                 "expected token ids and their log-probabilities"
             )
+        ordered = np.sort(ids, axis=1)
+        if (ordered[:, 1:] == ordered[:, :-1]).any():
+            raise TreepackError(
+                f"{layout.source}: {self.names.ids} repeats an id at a trained token; give each id once"
+            )
         if self.names.has_logits:  # the other logits are not recorded, so the words are the whole law
             values = values - np.logaddexp.reduce(values, axis=1, keepdims=True)
+        elif (np.exp(values).sum(axis=1) > 1.01).any():
+            raise TreepackError(
+                f"{layout.source}: {self.names.values} of a trained token are probabilities of more than 1 together; "
+                "give log-probabilities over the whole vocabulary"
+            )
         if ids.shape[1] == 1:
+            if (ids[:, 0] != content.tokens[positions(content.starts, content.ends)]).any():
+                raise TreepackError(
+                    f"{layout.source}: {self.names.ids} has one id for each token, which is not the sampled one; give "
+                    "the sampled token's, or several ids"
+                )
             return replace(content, teacher_logprobs=values[:, 0].astype(np.float32))
         offsets = np.arange(len(ids) + 1) * ids.shape[1]
         return replace(

@@ -31,14 +31,14 @@ from treepack.pack.plan.bounds.knapsack import best_profits, best_row, fill_tabl
 from treepack.pack.plan.problem import PlanTree
 from treepack.trajectory import Float64, Int32, Int64
 
-MAX_ROUNDS = 100  # the allowance of work usually ends the rounds earlier
-ROWS_PER_ROUND = 24  # each costs one knapsack table
-MAX_NEWTON_STEPS = 12  # per round; a round starts from the last centre, so few steps are enough
-NEWTON_ENTRIES = 20  # a Newton step with n prices takes as long as n**3 / 20 entries of a table
+_MAX_ROUNDS = 100  # the allowance of work usually ends the rounds earlier
+_ROWS_PER_ROUND = 24  # each costs one knapsack table
+_MAX_NEWTON_STEPS = 12  # per round; a round starts from the last centre, so few steps are enough
+_NEWTON_ENTRIES = 20  # a Newton step with n prices takes as long as n**3 / 20 entries of a table
 # Distance of the centre from the optimum, relative: the prices of early rounds must stay far from any corner.
-FIRST_GAP, LAST_GAP = 0.02, 2e-4
-GRIDS = (1024, 4096, 16384)  # units of room, from the first rounds to the last
-RELATIVE_GAP_TO_STOP = 0.0005  # between the bound and the value of the linear program with the rows so far
+_FIRST_GAP, _LAST_GAP = 0.02, 2e-4
+_GRIDS = (1024, 4096, 16384)  # units of room, from the first rounds to the last
+_RELATIVE_GAP_TO_STOP = 0.0005  # between the bound and the value of the linear program with the rows so far
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ def generated_bound(program: PricingProgram, allowance: WorkBudget, *, known: in
     Stops if no bound above `known` is possible, if `upper` is proven, or if the allowance is used up.
     """
     generator = _RowGenerator(program)
-    for _ in range(MAX_ROUNDS):
+    for _ in range(_MAX_ROUNDS):
         if allowance.left <= 0 or not generator.advance(allowance) or generator.value <= known:
             break
         # Costs are whole numbers, so a bound over `upper - 1` proves `upper`, if it is true without rounding.
@@ -123,7 +123,7 @@ class _RowGenerator:
         self.best_prices = start
         # Newton steps need prices strictly inside: below every cost and above 0.
         self.prices = 0.95 * start + 1e-6 * start.max()
-        self.gap = FIRST_GAP
+        self.gap = _FIRST_GAP
         self.value = float(program.upper)
         self._use_grid(0)
 
@@ -157,7 +157,7 @@ class _RowGenerator:
     def _use_grid(self, index: int) -> None:
         tree, capacity = self.program.tree, self.program.capacity
         self.grid = index
-        unit = max(1, capacity // GRIDS[index])
+        unit = max(1, capacity // _GRIDS[index])
         self.exact = unit == 1
         self.unit, self.room = unit, capacity // unit
         # Path lengths are rounded, not sizes, so that errors cancel along a path: sizes [3, 3, 3, 3] in units of 4 are
@@ -168,7 +168,7 @@ class _RowGenerator:
 
     def refine(self) -> bool:
         """Switch to finer units of room; return False if the units are already the finest."""
-        if self.exact or self.grid + 1 == len(GRIDS):
+        if self.exact or self.grid + 1 == len(_GRIDS):
             return False
         self._use_grid(self.grid + 1)
         return True
@@ -192,17 +192,17 @@ class _RowGenerator:
 
     def advance(self, allowance: WorkBudget) -> bool:
         """Do one round: centre, then the rows with the highest profit. Return False if nothing is left to gain."""
-        allowance.left -= self._centre() * len(self.prices) ** 3 / NEWTON_ENTRIES
+        allowance.left -= self._centre() * len(self.prices) ** 3 / _NEWTON_ENTRIES
         new, improved, tables = self._price()
         allowance.left -= tables * self.table.size
-        if self.value <= self.best * (1 + RELATIVE_GAP_TO_STOP):
+        if self.value <= self.best * (1 + _RELATIVE_GAP_TO_STOP):
             return False
         # Few new rows: first finer units of room, then a centre closer to the optimum.
-        if new < ROWS_PER_ROUND // 8:
+        if new < _ROWS_PER_ROUND // 8:
             refined = (new == 0 or self.gap < 0.004) and self.refine()
-            if not refined and new == 0 and not improved and self.gap <= LAST_GAP:
+            if not refined and new == 0 and not improved and self.gap <= _LAST_GAP:
                 return False
-            self.gap = max(LAST_GAP, self.gap / 2)
+            self.gap = max(_LAST_GAP, self.gap / 2)
         return True
 
     def _centre(self) -> int:
@@ -220,7 +220,7 @@ class _RowGenerator:
             prices = prices / (1.01 * highest)
         weight = (len(costs) + len(prices)) / (self.gap * self.program.upper)
         steps = 0
-        while steps < MAX_NEWTON_STEPS:
+        while steps < _MAX_NEWTON_STEPS:
             steps += 1
             slack = costs - rows.times(prices)
             gradient = weight * demand - rows.transposed_times(1 / slack, len(prices)) + 1 / prices
@@ -250,7 +250,7 @@ class _RowGenerator:
         if improved:
             self.best, self.best_prices = bound, self.prices
         tables = 1
-        while tables <= ROWS_PER_ROUND:
+        while tables <= _ROWS_PER_ROUND:
             # With so small a profit, `max_rows` rows lower the bound by at most 1e-5 of the cost.
             if self.table[0, -1] <= scale * 1e-5 * program.upper / program.max_rows:
                 break

@@ -10,8 +10,8 @@ import numpy as np
 from treepack.native.library import INT, INT64, in_c
 from treepack.trajectory import Int64
 
-MAX_ITEMS_PER_BIN = 16  # items over 1/2, 1/3, ... 1/17 of the room are counted: at most 1, 2, ... 16 of them fit a bin
-MAX_THRESHOLDS = 32  # tried for the bound L2, evenly spread over the sizes; each costs O(items)
+_MAX_ITEMS_PER_BIN = 16  # items over 1/2, 1/3, ... 1/17 of the room are counted: at most 1, 2, ... 16 of them fit a bin
+_MAX_THRESHOLDS = 32  # tried for the bound L2, evenly spread over the sizes; each costs O(items)
 
 
 def count(end: Int64, size: Int64, stop: Int64, capacity: int, tokens: Int64, times: Int64) -> tuple[Int64, Int64]:
@@ -68,14 +68,14 @@ def _min_bins(sizes: Int64, copies: Int64, room: int) -> int:
     bound = 0
     # At most n items over room / (n + 1) fit one bin: sizes [6, 6, 5, 2], room 10, n 1 -> 2 items over 5 -> 2 bins;
     # n 2 -> 3 items over 10 / 3 -> 2 bins.
-    for per_bin in range(1, MAX_ITEMS_PER_BIN + 1):
+    for per_bin in range(1, _MAX_ITEMS_PER_BIN + 1):
         count = 0
         for i in range(len(sizes)):
             if sizes[i] * (per_bin + 1) > room:
                 count += copies[i]
         bound = max(bound, -(-count // per_bin))
     # L2 with threshold 5: items 6 and 6 leave no room for an item of 5 or more, so item 5 needs a third bin.
-    step = max(1, len(sizes) // MAX_THRESHOLDS)
+    step = max(1, len(sizes) // _MAX_THRESHOLDS)
     for t in range(0, len(sizes), step):
         threshold = sizes[t]
         if 2 * threshold > room:

@@ -22,8 +22,8 @@ from treepack.pack.plan.methods.subsets import fewest
 from treepack.pack.plan.problem import PlanTree, RowLimits, SearchOptions
 from treepack.trajectory import Int64
 
-MIN_GAIN_DIVISOR = 2000  # rows through a node get a program if they may add at least 1 / 2000 of the tokens
-MAX_ROW_PROGRAMS = 24  # of these programs for each larger subtree, at the nodes whose repeats may cost most tokens
+_MIN_GAIN_DIVISOR = 2000  # rows through a node get a program if they may add at least 1 / 2000 of the tokens
+_MAX_ROW_PROGRAMS = 24  # of these programs for each larger subtree, at the nodes whose repeats may cost most tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,11 +159,11 @@ def _by_programs(
     # A third of the work goes to the rows, the rest and anything left over to the tokens.
     for_rows = WorkBudget(proof.entries / 3)
     open_at = leaves > proof.sets
-    for _ in range(MAX_ROW_PROGRAMS):
+    for _ in range(_MAX_ROW_PROGRAMS):
         # Tokens that a tight bound on the rows through each node could add.
         loose = part.size * (used - counted.times) * open_at
         inner = int(loose.argmax())
-        if for_rows.left <= 0 or loose[inner] * MIN_GAIN_DIVISOR < upper:
+        if for_rows.left <= 0 or loose[inner] * _MIN_GAIN_DIVISOR < upper:
             break
         open_at[inner] = False
         counted.times[inner] = _min_rows(part, inner, room, plan, counted, for_rows)

@@ -28,15 +28,15 @@ from treepack.trajectory import Int32, Int64
 from treepack.trie.shared_prefixes import range_minima
 
 WINDOW_ROWS = 48  # rows that are improved together; with more, steps get slower and plans hardly better
-SPARE_ROWS = 4  # empty rows of a window, so that a step can open rows
-MAX_ROWS_TORN = 4  # per step
-MAX_STRING_LEAVES = 10  # torn out of one row in one step
-SKIP_PROBABILITY = 0.01  # of a row with room, so that leaves do not always return to the same rows
-FIRST_TEMPERATURE, LAST_TEMPERATURE = 0.5, 0.005  # in mean node sizes; it falls by a constant factor per step
-NO_LIMIT = 2**62
+_SPARE_ROWS = 4  # empty rows of a window, so that a step can open rows
+_MAX_ROWS_TORN = 4  # per step
+_MAX_STRING_LEAVES = 10  # torn out of one row in one step
+_SKIP_PROBABILITY = 0.01  # of a row with room, so that leaves do not always return to the same rows
+_FIRST_TEMPERATURE, _LAST_TEMPERATURE = 0.5, 0.005  # in mean node sizes; it falls by a constant factor per step
+_NO_LIMIT = 2**62
 
 
-class AnnealShape(NamedTuple):
+class _AnnealShape(NamedTuple):
     """A tree, as arrays by node and by leaf.
 
     `by_node` [4, nodes]: the parent, an ancestor to `jump` to, and the tokens and score pairs from the root to its end.
@@ -52,7 +52,7 @@ class AnnealShape(NamedTuple):
     shared: Int64
 
 
-class AnnealedRows(NamedTuple):
+class _AnnealedRows(NamedTuple):
     """Rows while leaves move.
 
     `row_of` [leaves] is the row of each leaf, -1 if it is torn out. `through` int32 [nodes, rows] counts the children
@@ -85,7 +85,7 @@ def anneal(
     shifted by half of their length. No pass follows a plan with at most the tokens and rows of `enough`.
     """
     lengths, shared, terms = tree.length, tree.shared, tree.terms
-    caps = np.array([limits.capacity, *(NO_LIMIT if cap is None else cap for cap in (limits.pairs, limits.terms))])
+    caps = np.array([limits.capacity, *(_NO_LIMIT if cap is None else cap for cap in (limits.pairs, limits.terms))])
     rows = row_of_leaf.copy()
     for turn in range(passes):
         fill = row_tokens(lengths, shared, rows, int(rows.max()) + 1)
@@ -98,8 +98,8 @@ def anneal(
             # rows [7, 2, 7] of the leaves -> names [2, 7], local [1, 0, 1]; rows 2 .. 5 of the window are spare.
             names, local = np.unique(rows[leaves], return_inverse=True)
             steps = steps_per_leaf * len(leaves)
-            local = _anneal(shape, caps, local.astype(np.int64), len(names) + SPARE_ROWS, steps, turn)
-            fresh = rows.max() + 1 + np.arange(SPARE_ROWS)
+            local = _anneal(shape, caps, local.astype(np.int64), len(names) + _SPARE_ROWS, steps, turn)
+            fresh = rows.max() + 1 + np.arange(_SPARE_ROWS)
             rows[leaves] = np.concatenate([names, fresh])[local]
         # Number the rows without gaps again: [9, 2, 9] -> [1, 0, 1].
         rows = np.unique(rows, return_inverse=True)[1].astype(np.int64)
@@ -138,7 +138,7 @@ def _anneal(shape: tuple[Int64, Int64], caps: Int64, row_of: Int64, num_rows: in
     through, passing = np.zeros((nodes, num_rows), np.int32), np.zeros(nodes, np.int64)
     by_row, best_rows = np.zeros((4, num_rows), np.int64), np.empty_like(row_of)
     # The temperature falls from FIRST_TEMPERATURE to LAST_TEMPERATURE times the mean tokens per node.
-    factor = (LAST_TEMPERATURE / FIRST_TEMPERATURE) ** (1 / steps)
+    factor = (_LAST_TEMPERATURE / _FIRST_TEMPERATURE) ** (1 / steps)
     anneal_rows(*shape, caps, through, passing, by_row, row_of.copy(), best_rows, steps, factor, seed)
     return best_rows
 
@@ -159,11 +159,11 @@ def anneal_rows(
 ) -> None:
     """Make `steps` steps from `row_of`, and write the best rows of the leaves into `best_rows`.
 
-    The arrays are fields of `AnnealShape` and `AnnealedRows`. `through`, `passing` and `by_row` begin as 0. Each step
+    The arrays are fields of `_AnnealShape` and `_AnnealedRows`. `through`, `passing` and `by_row` begin as 0. Each step
     multiplies the temperature by `factor`.
     """
-    shape, rows = AnnealShape(*by_node, *by_leaf), AnnealedRows(row_of, through, passing, *by_row)
-    num, state = len(row_of), RandomState(88172645463325252 + 2654435761 * (seed + 1))
+    shape, rows = _AnnealShape(*by_node, *by_leaf), _AnnealedRows(row_of, through, passing, *by_row)
+    num, state = len(row_of), _RandomState(88172645463325252 + 2654435761 * (seed + 1))
     for k in range(num):
         _put(shape, rows, k, row_of[k])
     best_rows[:] = row_of
@@ -171,7 +171,7 @@ def anneal_rows(
     scale = num + 1  # tokens first, rows second
     cost = rows.tokens.sum() * scale + (rows.leaves > 0).sum()
     best = cost
-    heat = FIRST_TEMPERATURE * scale * rows.tokens.sum() / len(passing)
+    heat = _FIRST_TEMPERATURE * scale * rows.tokens.sum() / len(passing)
     for _ in range(steps):
         heat *= factor
         count = _tear(shape, rows, removed, was_in, state)
@@ -192,7 +192,7 @@ def anneal_rows(
                 _put(shape, rows, removed[i], was_in[i])
 
 
-class RandomState:
+class _RandomState:
     """The generator xorshift64*; its state is an integer of 64 bits, not 0."""
 
     def __init__(self, state: int) -> None:
@@ -209,7 +209,7 @@ class RandomState:
         return float((x * 2685821657736338717 & 0xFFFFFFFFFFFFFFFF) >> 11) / 9007199254740992.0
 
 
-def _put(shape: AnnealShape, rows: AnnealedRows, k: int, row: int) -> None:
+def _put(shape: _AnnealShape, rows: _AnnealedRows, k: int, row: int) -> None:
     """Add leaf k to a row."""
     end = shape.leaf[k]
     node = end
@@ -226,7 +226,7 @@ def _put(shape: AnnealShape, rows: AnnealedRows, k: int, row: int) -> None:
     rows.row_of[k] = row
 
 
-def _take(shape: AnnealShape, rows: AnnealedRows, k: int) -> None:
+def _take(shape: _AnnealShape, rows: _AnnealedRows, k: int) -> None:
     """Remove leaf k from its row."""
     row, end = rows.row_of[k], shape.leaf[k]
     node = end
@@ -243,7 +243,7 @@ def _take(shape: AnnealShape, rows: AnnealedRows, k: int) -> None:
     rows.row_of[k] = -1
 
 
-def _tear(shape: AnnealShape, rows: AnnealedRows, removed: Int64, was_in: Int64, state: RandomState) -> int:
+def _tear(shape: _AnnealShape, rows: _AnnealedRows, removed: Int64, was_in: Int64, state: _RandomState) -> int:
     """Take strings of neighbouring leaves out of a few rows, and return the number of leaves.
 
     The leaves are written to `removed`, and their rows to `was_in`.
@@ -253,9 +253,9 @@ def _tear(shape: AnnealShape, rows: AnnealedRows, removed: Int64, was_in: Int64,
     num = len(shape.leaf)
     low = int(state.next() * num)
     high, at, count = low + 1, low, 0
-    longest = 1 + int(state.next() * MAX_STRING_LEAVES)
+    longest = 1 + int(state.next() * _MAX_STRING_LEAVES)
     is_torn = np.zeros(len(rows.tokens), np.bool_)
-    target, num_torn = 1 + int(state.next() * MAX_ROWS_TORN), 0
+    target, num_torn = 1 + int(state.next() * _MAX_ROWS_TORN), 0
     while True:
         row = rows.row_of[at]
         if row >= 0 and not is_torn[row]:
@@ -287,7 +287,7 @@ def _tear(shape: AnnealShape, rows: AnnealedRows, removed: Int64, was_in: Int64,
             high += 1
 
 
-def _best_row(shape: AnnealShape, rows: AnnealedRows, caps: Int64, k: int, state: RandomState) -> int:
+def _best_row(shape: _AnnealShape, rows: _AnnealedRows, caps: Int64, k: int, state: _RandomState) -> int:
     """Return the row to which leaf k adds the minimum of tokens, and of these rows the fullest.
 
     If no row of the tree has room, return an empty row, and -1 if there is none.
@@ -308,7 +308,7 @@ def _best_row(shape: AnnealShape, rows: AnnealedRows, caps: Int64, k: int, state
         for row in range(len(rows.tokens)):
             if rows.through[node, row] and rows.tokens[row] > best_tokens and rows.tokens[row] + tokens <= caps[0]:
                 fits = rows.pairs[row] + pairs <= caps[1] and rows.terms[row] + shape.terms[k] <= caps[2]
-                if fits and state.next() >= SKIP_PROBABILITY:
+                if fits and state.next() >= _SKIP_PROBABILITY:
                     best, best_tokens = row, rows.tokens[row]
                 elif fits:
                     seen = -1  # a skipped row gets another chance at the node above
@@ -321,7 +321,7 @@ def _best_row(shape: AnnealShape, rows: AnnealedRows, caps: Int64, k: int, state
     return -1
 
 
-def _put_back(shape: AnnealShape, rows: AnnealedRows, caps: Int64, removed: Int64, state: RandomState) -> bool:
+def _put_back(shape: _AnnealShape, rows: _AnnealedRows, caps: Int64, removed: Int64, state: _RandomState) -> bool:
     """Put all leaves of `removed` into rows, and return False if a leaf finds no row.
 
     The order is one of four: random, longest first, or along the tree from either side.

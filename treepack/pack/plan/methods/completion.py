@@ -22,7 +22,7 @@ Rooms = tuple[int, ...]  # the room of each traversal, ascending: the tokens tha
 State = tuple[int, Rooms]  # tokens strictly below a node, or up to the end of its parent, and the traversals
 
 IMPOSSIBLE = 1 << 50  # more tokens than any plan has; sums of a few thousand still fit int64
-MAX_SUMS = 1024  # with more different sums, rounding hardly ever changes a room
+_MAX_SUMS = 1024  # with more different sums, rounding hardly ever changes a room
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,13 +183,13 @@ class TokenSums:
 def add_sums(a: int | None, b: int | None, most: int) -> int | None:
     """Return the sums up to `most` of one value of each set; O(size of the smaller set * `most`).
 
-    None if a set is None or has more than `MAX_SUMS` values.
+    None if a set is None or has more than `_MAX_SUMS` values.
     """
     # {0, 3} and {0, 2}: 0b1001, 0b101 -> {0, 2, 3, 5}: 0b101101
     if a is None or b is None:
         return None
     few, many = (a, b) if a.bit_count() < b.bit_count() else (b, a)
-    if few.bit_count() > MAX_SUMS:
+    if few.bit_count() > _MAX_SUMS:
         return None
     mask = (1 << (most + 1)) - 1
     sums = 0

@@ -20,8 +20,8 @@ from treepack.native.library import BOOL, INT, INT64, in_c
 from treepack.pack.plan.methods.completion import IMPOSSIBLE, State
 from treepack.trajectory import Int64
 
-MAX_COMPARED = 3000  # states with which a state is compared: more comparisons cost more than they save
-MAX_COMPARISONS = 100_000_000  # of all states together: about half a second
+_MAX_COMPARED = 3000  # states with which a state is compared: more comparisons cost more than they save
+_MAX_COMPARISONS = 100_000_000  # of all states together: about half a second
 
 
 def drop_dominated(states: list[State]) -> list[State]:
@@ -36,7 +36,7 @@ def drop_dominated(states: list[State]) -> list[State]:
     padded = np.full((len(states), width), IMPOSSIBLE)
     for i, (_, rooms) in enumerate(states):
         padded[i, : len(rooms)] = rooms
-    compared = min(MAX_COMPARED, MAX_COMPARISONS // len(states))
+    compared = min(_MAX_COMPARED, _MAX_COMPARISONS // len(states))
     best = np.zeros(len(states), np.bool_)
     best_of(padded, compared, np.zeros(len(states), np.int64), best)
     return [states[i] for i in np.flatnonzero(best).tolist()]

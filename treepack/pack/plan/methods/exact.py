@@ -34,7 +34,7 @@ from treepack.pack.plan.problem import PlanTree, RowLimits, SearchOptions, TreeS
 from treepack.trajectory import Int64
 
 MAX_LEAVES = 500  # of trees that are searched; bounds need leaves * nodes of memory
-MAX_LEAVES_WITH_BUDGETS = 60  # the same for integer programs, which have leaves * nodes variables
+_MAX_LEAVES_WITH_BUDGETS = 60  # the same for integer programs, which have leaves * nodes variables
 _NARROW_WIDTHS = (8, 64)  # states per node of the narrow runs
 _TARGETS = (0.0, 0.125, 0.5)  # shares of the way from the bound to the best plan: bound 100, best 108 -> 100, 101, 104
 _ALL_STATES = 1 << 50  # a width that no node reaches
@@ -72,7 +72,7 @@ def _exact_with_budgets(tree: PlanTree, limits: RowLimits, search: SearchOptions
     tokens = _measure(tree, unlimited.row_of_leaf).tokens
     if unlimited.lower_bound == tokens and _is_within(tree, unlimited.row_of_leaf, limits):
         return unlimited
-    if tree.num_leaves > MAX_LEAVES_WITH_BUDGETS:
+    if tree.num_leaves > _MAX_LEAVES_WITH_BUDGETS:
         return TreeSolution(best.row_of_leaf, unlimited.lower_bound)
     limited = direct(tree, limits, search, incumbent=best.row_of_leaf)
     return TreeSolution(limited.row_of_leaf, max(limited.lower_bound, unlimited.lower_bound))

@@ -24,8 +24,8 @@ from treepack.trajectory import Int32, Int64
 
 FIRST_BLOCKS = 1024  # before they are doubled
 NO_LIMIT = 2**62
-PLACED, BLOCKS_USED, TOKENS = range(3)  # entries of `progress`
-BLOCK = 16  # rows per block: few enough to read at once, many enough that most blocks are skipped by one comparison
+_PLACED, _BLOCKS_USED, _TOKENS = range(3)  # entries of `progress`
+_BLOCK = 16  # rows per block: few enough to read at once, many enough that most blocks are skipped by one comparison
 
 
 def first_fit(
@@ -53,15 +53,15 @@ def first_fit(
     # A segment tree of `size` rows per limit: row r is load[:, size + r], and entry i is the minimum of entries 2 i
     # and 2 i + 1. It has more rows than leaves, so that an empty row always exists: 3 leaves -> 4 rows, 5 -> 8.
     load = np.zeros((len(limit), 2 << len(order).bit_length()), np.int64)
-    rows, blocks = np.empty((FIRST_BLOCKS, BLOCK), np.int32), np.empty((FIRST_BLOCKS, 3), np.int64)
+    rows, blocks = np.empty((FIRST_BLOCKS, _BLOCK), np.int32), np.empty((FIRST_BLOCKS, 3), np.int64)
     seen, row_of = np.full((2, len(order) + 1), -1), np.empty(len(order), np.int64)
     progress = np.zeros(3, np.int64)
     while True:
         place_leaves(
             order, leaf, parent, path, min_below, limit, head, load, rows, blocks, seen, row_of, progress, max_tokens
         )
-        if progress[PLACED] == len(order) or progress[TOKENS] > max_tokens:
-            return row_of, int(progress[TOKENS])
+        if progress[_PLACED] == len(order) or progress[_TOKENS] > max_tokens:
+            return row_of, int(progress[_TOKENS])
         rows, blocks = (np.concatenate([some, np.empty_like(some)]) for some in (rows, blocks))
 
 
@@ -92,14 +92,14 @@ def place_leaves(
       tokens, and the next block of the node
     - `seen` [2, rows]: the last turn in which each row was met, -1 at the beginning, and the deepest node that the row
       shares with the leaf of this turn; the walk goes up, so the first node at which a row is met is the deepest
-    - `progress` [3]: the number of leaves `PLACED`, of `BLOCKS_USED`, and of `TOKENS` of all rows
+    - `progress` [3]: the number of leaves `_PLACED`, of `_BLOCKS_USED`, and of `_TOKENS` of all rows
     """
     size = load.shape[1] // 2
     seen, seen_at = seen
-    for turn in range(progress[PLACED], len(order)):
+    for turn in range(progress[_PLACED], len(order)):
         node = leaf[order[turn]]
         # Before the walk, so that a call with more blocks can repeat the turn: each node of the path may need a block.
-        if progress[BLOCKS_USED] + _num_above(parent, node) > len(blocks):
+        if progress[_BLOCKS_USED] + _num_above(parent, node) > len(blocks):
             return
         row = _first_with_room(load, size, limit - path[:, node])
         up = parent[node]
@@ -133,17 +133,17 @@ def place_leaves(
         up = parent[node]
         while up != common:
             at = head[up]
-            if at < 0 or blocks[at, 0] == BLOCK:
-                blocks[progress[BLOCKS_USED]] = 0, load[0, size + row], at
-                at = head[up] = progress[BLOCKS_USED]
-                progress[BLOCKS_USED] += 1
+            if at < 0 or blocks[at, 0] == _BLOCK:
+                blocks[progress[_BLOCKS_USED]] = 0, load[0, size + row], at
+                at = head[up] = progress[_BLOCKS_USED]
+                progress[_BLOCKS_USED] += 1
             rows[at, blocks[at, 0]] = row
             blocks[at, 0] += 1
             blocks[at, 1] = min(blocks[at, 1], load[0, size + row])
             up = parent[up]
-        progress[PLACED] = turn + 1
-        progress[TOKENS] += path[0, node] - (path[0, common] if common >= 0 else 0)
-        if progress[TOKENS] > max_tokens:
+        progress[_PLACED] = turn + 1
+        progress[_TOKENS] += path[0, node] - (path[0, common] if common >= 0 else 0)
+        if progress[_TOKENS] > max_tokens:
             return
 
 

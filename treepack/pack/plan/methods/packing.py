@@ -18,7 +18,7 @@ from typing import Any
 
 from treepack.pack.plan.methods.completion import State
 
-WORK_PER_SECOND = 200_000  # placements that take as long as one deterministic second of CP-SAT
+_WORK_PER_SECOND = 200_000  # placements that take as long as one deterministic second of CP-SAT
 _MAX_VARIABLES = 20_000  # with more, CP-SAT is too slow to be of use
 
 
@@ -89,10 +89,10 @@ def pack(
     solver.parameters.num_workers = 1
     solver.parameters.catch_sigint_signal = False  # else a later interrupt ends Python at once
     solver.parameters.random_seed = 0
-    solver.parameters.max_deterministic_time = min(work / WORK_PER_SECOND, 1e6)
+    solver.parameters.max_deterministic_time = min(work / _WORK_PER_SECOND, 1e6)
     solver.parameters.max_time_in_seconds = min(max(seconds, 0.0), 1e6)
     status = solver.solve(model)
-    spent = solver.response_proto.deterministic_time * WORK_PER_SECOND
+    spent = solver.response_proto.deterministic_time * _WORK_PER_SECOND
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return TraversalPacking(None, status == cp_model.INFEASIBLE, spent)
     chosen = []

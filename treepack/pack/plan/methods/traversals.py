@@ -49,10 +49,10 @@ from treepack.pack.plan.problem import SearchOptions
 from treepack.trajectory import Int64
 
 # The origin of a partial state: the partial state before it, the state of the child, and the placement of the latter.
-Step = tuple[Rooms, Rooms, tuple[int, ...]]
-MAX_STATES = 1_000_000  # of one run, about half a gigabyte
+_Step = tuple[Rooms, Rooms, tuple[int, ...]]
+_MAX_STATES = 1_000_000  # of one run, about half a gigabyte
 _WORK = {"low": 1e5, "normal": 1e6, "high": 1e7}  # placements for one tree without a time limit
-STATES_FOR_CP_SAT = 20_000  # of the first children of the root; with more, CP-SAT packs all of its children
+_STATES_FOR_CP_SAT = 20_000  # of the first children of the root; with more, CP-SAT packs all of its children
 
 
 class OutOfWorkError(Exception):
@@ -120,7 +120,7 @@ class TraversalProgram:
         self.exhaustive = True
         self.num_states = 0
         self.excess = 1 << 50  # no plan outside the target has been dropped yet
-        self.steps: list[list[dict[Rooms, tuple[int, Step]]]] = [[] for _ in shape.size]
+        self.steps: list[list[dict[Rooms, tuple[int, _Step]]]] = [[] for _ in shape.size]
         self.roundings: list[list[RoundedRooms]] = [[] for _ in shape.size]
         self.states: list[list[State]] = [[] for _ in shape.size]
 
@@ -162,7 +162,7 @@ class TraversalProgram:
             partial = drop_dominated([(cost, rooms) for rooms, (cost, _) in merged.items()])
             if len(partial) > self.width:
                 partial, self.exhaustive = partial[: self.width], False
-            if node == 0 and len(partial) > STATES_FOR_CP_SAT and at < len(children) - 1:
+            if node == 0 and len(partial) > _STATES_FOR_CP_SAT and at < len(children) - 1:
                 target = PlanTarget(self.completion.tokens, self.completion.rows, int(np.flatnonzero(allowed >= 0)[-1]))
                 if is_small(children, target):
                     return self._pack_root(children, target)
@@ -216,7 +216,7 @@ class TraversalProgram:
 
     def _merge_child(
         self, partial: list[State], lifted: list[State], level: _ChildLimits
-    ) -> dict[Rooms, tuple[int, Step]]:
+    ) -> dict[Rooms, tuple[int, _Step]]:
         """Return every set of rooms that merging a child can give, with its minimum cost and the step.
 
         `partial` are the states of the children before it, `lifted` the states of the child; both are sorted by cost.
@@ -226,7 +226,7 @@ class TraversalProgram:
         """
         room, rounding, max_tokens, fits = level.room, level.rounding, level.max_tokens, level.fits
         is_closed = rounding.sums == 1  # only the sum 0 can be added
-        merged: dict[Rooms, tuple[int, Step]] = {}
+        merged: dict[Rooms, tuple[int, _Step]] = {}
         # max_tokens falls with k; bisect needs rising values: [34, 30, 22] -> [-34, -30, -22], total 25 -> widest 1.
         last, rising = len(max_tokens) - 1, [-tokens for tokens in max_tokens]
         for cost, rooms in partial:
@@ -262,7 +262,7 @@ class TraversalProgram:
                     if known is None or total < known[0]:
                         merged[result] = total, (rooms, items, places)
             self.budget.spend(work)
-            if len(merged) + self.num_states > MAX_STATES:
+            if len(merged) + self.num_states > _MAX_STATES:
                 raise OutOfWorkError
         self.num_states += len(merged)
         return merged
