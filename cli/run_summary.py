@@ -39,10 +39,12 @@ def _named_means(metrics: StepMetrics) -> dict[str, float]:
     """Return the means of a step that are watched in reinforcement learning and with preferences, by their names."""
     means = metrics.means
     named: dict[str, float] = {name: means[name] for name in ("reward", "accuracy", "margin") if name in means}
+    teacher = {"divergence": "divergence from the teacher", "teacher_kl": "KL to the teacher"}
+    named |= {text: means[name] for name, text in teacher.items() if name in means}
+    # kl is that to the reference, with --kl; old_kl is that to the policy that the old log-probabilities are of.
+    divergence = {"kl": "KL"} if "kl" in means else {"old_kl": "KL to the old policy"}
+    named |= {text: means[name] for name, text in {**divergence, "entropy": "entropy"}.items() if name in means}
     if "clip_fraction_low" in means:
-        # kl is that to the reference, with --kl; old_kl is that to the policy that the old log-probabilities are of.
-        named |= {"KL": means["kl"]} if "kl" in means else {"KL to the old policy": means["old_kl"]}
-        named |= {"entropy": means["entropy"]}
         named |= {"clip share": means["clip_fraction_low"] + means["clip_fraction_high"]}
     if means.get("sampler_kl", 0.0) >= LARGE_SAMPLER_KL:
         named |= {"KL from the sampler": means["sampler_kl"]}

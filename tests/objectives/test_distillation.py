@@ -133,6 +133,7 @@ def test_loss_and_gradients_are_those_of_trajectories_alone(
         assert worst_error(grads, expected) <= TOLERANCE
         assert ("divergence" in sums) == objective.reads_law
         assert ("teacher_kl" in sums) == bool(objective.teacher_kl)
+        assert ("clip_fraction_low" in sums) == ("zero_advantage" in sums) == (case["name"] != "distill")
 
 
 def test_rows_verify_against_trajectories_alone(tmp_path: Path) -> None:

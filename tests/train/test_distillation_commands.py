@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,10 @@ import torch
 
 from support.command_line import Run as Command
 from support.oracle_distillation import laws_of
-from support.oracle_model import tiny_config, write_rows
+from support.oracle_model import VOCABULARY, tiny_config, write_rows
 from support.packed_objectives import as_trajectories, packed_model, plain, rollouts
 from treepack.pack.files import read_rows
-from treepack.train.logprobs import term_scores
+from treepack.train.logprobs import open_scoring, scored_provenance, term_scores
 from treepack.train.scoring_options import ScoreOptions
 
 WITHOUT = ["old_logprobs", "ref_logprobs", "sampling_logprobs"]
@@ -99,6 +100,24 @@ def test_each_teacher_writes_the_groups_that_it_teaches(treepack: Command, tmp_p
         assert np.isfinite(row.terms.teacher_logprob).all()
         groups = np.array(row.trajectory_groups)[row.terms.trajectory]
         assert row.terms.teacher_topk_ids.sizes.tolist() == np.where(groups == "a", 3, 5).tolist()
+
+
+def test_more_words_than_the_vocabulary_are_all_of_them_with_a_note(tmp_path: Path) -> None:
+    _, teacher = students(tmp_path)
+    options = ScoreOptions(column="teacher", top_k=1000, device="cpu")
+    scoring = open_scoring(rows_in(tmp_path / "packed"), teacher, options)
+    assert scoring.options.top_k == VOCABULARY
+    assert f"the model has {VOCABULARY} words, so --top-k 1,000 writes all of them" in scoring.notes
+    assert (scored_provenance(scoring).logprobs or {})["teacher"]["top_k"] == VOCABULARY
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+def test_the_manifest_says_whether_a_column_is_over_kept_sets(tmp_path: Path, ignored: bool) -> None:
+    student, _ = students(tmp_path)
+    samples = [replace(each, kept=[[token] for token in each.tokens]) for each in rollouts()]
+    packed = write_rows(tmp_path / "packed", as_trajectories(samples), [0] * len(samples))
+    scoring = open_scoring(packed, student, ScoreOptions(device="cpu", ignore_temperature=ignored))
+    assert ("kept_sets" in (scored_provenance(scoring).logprobs or {})["old"]) == (not ignored)
 
 
 def test_rows_without_a_teacher_and_other_vocabularies_are_refused(treepack: Command, tmp_path: Path) -> None:

@@ -44,3 +44,14 @@ def test_a_large_divergence_from_the_sampler_and_many_terms_without_advantage_ar
     assert shown["terms with advantage 0"].startswith("50.0%; `treepack advantages --reject-equal`")
     small = summary._outcome([metrics(0.0, **MEANS, sampler_kl=0.001, zero_advantage=0.1)])
     assert not [name for name in small if "sampler" in name or "advantage" in name]
+
+
+def test_a_distillation_shows_its_loss_and_divergence_and_no_ratios() -> None:
+    means = {"entropy": 2.0, "divergence": 0.5}
+    shown = summary._outcome([metrics(0.5, **means), metrics(0.25, **{**means, "divergence": 0.25})])
+    assert shown == {
+        "first loss": 0.5,
+        "last loss": 0.25,
+        "divergence from the teacher, first and last": "0.5, 0.25",
+        "entropy, first and last": "2, 2",
+    }

@@ -196,11 +196,18 @@ def sum_names(objective: Objective) -> tuple[str, ...]:
     return ("weight", *policy, *(VALUE_SUMS if objective.has_values else ()))
 
 
+# Means without a meaning for a loss that has no advantages.
+_OF_RATIOS = ("ratio", "clip_fraction_low", "clip_fraction_high", "old_kl", "zero_advantage")
+
+
 def _policy_means(objective: Objective) -> tuple[str, ...]:
-    absent = set() if objective.kl else {"kl"}
-    absent |= set() if objective.corrects_sampler else {"importance", "importance_square"}
-    absent |= set() if objective.importance_cap is not None else {"truncated"}
-    absent |= set() if objective.reads_law else {"divergence"}
-    absent |= set() if objective.teacher_kl else {"teacher_kl"}
-    absent |= set() if objective.importance_mask or objective.sequence_mask is not None else {"masked"}
-    return tuple(name for name in TERM_MEANS if name not in absent)
+    is_read = {
+        **dict.fromkeys(_OF_RATIOS, objective.has_advantages),
+        **dict.fromkeys(("importance", "importance_square"), objective.corrects_sampler),
+        "truncated": objective.importance_cap is not None,
+        "masked": objective.importance_mask is not None or objective.sequence_mask is not None,
+        "kl": objective.kl > 0,
+        "divergence": objective.reads_law,
+        "teacher_kl": objective.teacher_kl > 0,
+    }
+    return tuple(name for name in TERM_MEANS if is_read.get(name, True))

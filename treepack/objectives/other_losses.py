@@ -1,4 +1,4 @@
-"""Names of losses in verl 0.9.1, TRL 1.16 and slime that are no presets here, and what to give instead."""
+"""Names of losses in verl 0.9.1, TRL 1.16 and slime that are not presets here, with the options to give instead."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class TermRatios(NamedTuple):
 
 
 class Surrogate(NamedTuple):
-    """What a loss makes of n terms, [n] each."""
+    """The quantity of a loss for n terms, [n] each."""
 
     quantity: Tensor  # to maximise: minus the loss, without kl and entropy
     low: Tensor  # bool: the term is bounded because its ratio is low

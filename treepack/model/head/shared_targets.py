@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,16 +13,8 @@ from treepack.data.ragged_tensor import RaggedTensor
 from treepack.data.teacher_law import TeacherLaw
 from treepack.data.transfers import sent
 from treepack.model.head.distribution_loss import TeacherTargets
+from treepack.model.head.head_chunks import ChunkTargets, split_targets
 from treepack.model.head.logit_map import OutputLayer
-
-
-def teacher_targets(teacher: tuple[TeacherLaw, float] | None, order: Tensor, chunk: int) -> TeacherTargets | None:
-    """Return the teacher's laws chunk by chunk."""
-    if teacher is None:
-        return None
-    law, beta = teacher
-    parts = (law[part].map(lambda each: sent(each, order.device)) for part in torch.split(order, chunk))
-    return TeacherTargets(list(parts), beta)
 
 
 def no_logits(hidden: Tensor, layer: OutputLayer) -> Tensor:
@@ -30,24 +23,41 @@ def no_logits(hidden: Tensor, layer: OutputLayer) -> Tensor:
     return logits if logits.dtype == torch.float64 else logits.float()
 
 
-def own_targets(
-    share: Any,
-    targets: tuple[Tensor, Tensor, Tensor],
-    divisors: Tensor | None,
-    kept: RaggedTensor | None,
-    teacher: tuple[TeacherLaw, float] | None,
-    device: torch.device,
-) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor], Tensor | None, RaggedTensor | None, tuple[TeacherLaw, float] | None]:
-    """Return the numbers of the targets that this rank's states predict, on `device`, and what belongs to them.
+@dataclass(frozen=True)
+class HeadTargets:
+    """n targets of an output layer with their temperatures, sets and laws, None for none.
 
-    Args:
-        share: the `sequence.share.TokenShare` of the row.
+    Attributes:
         targets: as in `token_loss.tree_logprobs`.
-        divisors, kept, teacher: of each target, or None.
-        device: of the states.
+        temperature: float [n].
+        kept: n lists of token ids, see `ChunkTargets`.
+        teacher: n laws of a teacher, and the beta of the divergence from them.
     """
-    places, targets = share.own_targets(targets)
-    places = sent(places, device)
-    divisors = None if divisors is None else divisors.index_select(0, places)
-    teacher = None if teacher is None else (teacher[0][places], teacher[1])
-    return places, targets, divisors, None if kept is None else kept[places], teacher
+
+    targets: tuple[Tensor, Tensor, Tensor]
+    temperature: Tensor | None
+    kept: RaggedTensor | None
+    teacher: tuple[TeacherLaw, float] | None
+
+    def own(self, share: Any, device: torch.device) -> tuple[Tensor, HeadTargets]:
+        """Return the numbers of the targets that this rank's states predict, on `device`, and these targets.
+
+        `share` is the `sequence.share.TokenShare` of the row.
+        """
+        places, targets = share.own_targets(self.targets)
+        places = sent(places, device)
+        temperature = None if self.temperature is None else self.temperature.index_select(0, places)
+        teacher = None if self.teacher is None else (self.teacher[0][places], self.teacher[1])
+        return places, HeadTargets(targets, temperature, None if self.kept is None else self.kept[places], teacher)
+
+    def split(self, chunk: int) -> tuple[Tensor, list[ChunkTargets], TeacherTargets | None]:
+        """Return `split_targets` of the targets, and the teacher's laws chunk by chunk."""
+        tokens, input_ids, parent = self.targets
+        labels = input_ids.index_select(0, sent(tokens, input_ids.device))
+        sources = parent.index_select(0, tokens)
+        order, chunks = split_targets(sources, labels, self.temperature, chunk, self.kept)
+        if self.teacher is None:
+            return order, chunks, None
+        law, beta = self.teacher
+        parts = (law[part].map(lambda each: sent(each, order.device)) for part in torch.split(order, chunk))
+        return order, chunks, TeacherTargets(list(parts), beta)

@@ -35,10 +35,10 @@ from treepack.data.ragged_tensor import RaggedTensor
 from treepack.data.teacher_law import TeacherLaw
 from treepack.data.transfers import sent
 from treepack.errors import TreepackError
-from treepack.model.head.head_chunks import ChunkTargets, invert, split_targets
+from treepack.model.head.head_chunks import invert
 from treepack.model.head.head_gradients import HeadOptions, TargetPrices, priced_loss, token_scores
 from treepack.model.head.logit_map import OutputLayer, TargetSlopes
-from treepack.model.head.shared_targets import no_logits, own_targets, teacher_targets
+from treepack.model.head.shared_targets import HeadTargets, no_logits
 
 # Targets whose logits are in memory at a time: enough rows for a fast product, 1.2 GB in float32 with 151,936 words.
 CHUNK = 2048
@@ -174,22 +174,16 @@ def priced_terms(
     Returns:
         a float64 scalar, attached to `hidden` and the weights, and float64 [k] without a graph.
     """
-    share, divisors = layer.share, _divisors(hidden, len(targets[0]), temperature)
-    if share is None:
-        order, chunks = _split(targets, divisors, chunk, kept)
-        options = HeadOptions(chunks, layer.logit_map, with_entropies, teacher_targets(teacher, order, chunk))
-        return priced_loss(hidden, layer.weight, layer.bias, options, prices(order))
-    places, targets, divisors, kept, teacher = own_targets(share, targets, divisors, kept, teacher, hidden.device)
-    order, chunks = _split(targets, divisors, chunk, kept)
-    price = prices(places.index_select(0, order))
-    if chunks:
-        options = HeadOptions(chunks, layer.logit_map, with_entropies, teacher_targets(teacher, order, chunk))
+    wanted = HeadTargets(targets, _divisors(hidden, len(targets[0]), temperature), kept, teacher)
+    places, order, options = _own_chunks(wanted, hidden, layer, with_entropies=with_entropies, chunk=chunk)
+    price = prices(order if places is None else places.index_select(0, order))
+    if options.chunks:
         loss, numbers = priced_loss(hidden, layer.weight, layer.bias, options, price)
     else:
         empty = no_logits(hidden, layer).sum(-1)
         loss, none = empty.sum(dtype=torch.float64), empty.detach()
         numbers = price.value(none, none, None if teacher is None else none)[1]
-    return share.total(loss), share.total(numbers)
+    return (loss, numbers) if layer.share is None else (layer.share.total(loss), layer.share.total(numbers))
 
 
 def tree_logprobs(
@@ -243,30 +237,27 @@ def tree_scores(
     if len(targets[0]) == 0:
         empty = no_logits(hidden, layer).sum(-1)
         return empty, empty, empty
-    share, count, divisors = layer.share, len(targets[0]), _divisors(hidden, len(targets[0]), temperature)
-    if share is not None:
-        places, targets, divisors, kept, teacher = own_targets(share, targets, divisors, kept, teacher, hidden.device)
-    order, chunks = _split(targets, divisors, chunk, kept)
-    options = HeadOptions(chunks, layer.logit_map, with_entropies, teacher_targets(teacher, order, chunk))
-    if chunks:
+    wanted = HeadTargets(targets, _divisors(hidden, len(targets[0]), temperature), kept, teacher)
+    places, order, options = _own_chunks(wanted, hidden, layer, with_entropies=with_entropies, chunk=chunk)
+    if options.chunks:
         scores = token_scores(hidden, layer.weight, layer.bias, options)
     else:
         scores = (no_logits(hidden, layer).sum(-1),) * 3
-    inverse = invert(order)
-    logprobs, entropies, divergences = (each.index_select(0, inverse) for each in scores)
-    if share is None:
-        return logprobs, entropies, divergences
-    logprobs, entropies, divergences = (share.whole(each, places, count) for each in (logprobs, entropies, divergences))
+    inverse, share, count = invert(order), layer.share, len(targets[0])
+    found = (each.index_select(0, inverse) for each in scores)
+    logprobs, entropies, divergences = found if share is None else (share.whole(each, places, count) for each in found)
     return logprobs, entropies, divergences
 
 
-def _split(
-    targets: tuple[Tensor, Tensor, Tensor], divisors: Tensor | None, chunk: int, kept: RaggedTensor | None
-) -> tuple[Tensor, list[ChunkTargets]]:
-    """Return `split_targets` of tokens of a row."""
-    tokens, input_ids, parent = targets
-    labels = input_ids.index_select(0, sent(tokens, input_ids.device))
-    return split_targets(parent.index_select(0, tokens), labels, divisors, chunk, kept)
+def _own_chunks(
+    wanted: HeadTargets, hidden: Tensor, layer: OutputLayer, *, with_entropies: bool, chunk: int
+) -> tuple[Tensor | None, Tensor, HeadOptions]:
+    """Return the numbers of this rank's targets, None for all; their order in chunks; and the chunks with options."""
+    places = None
+    if layer.share is not None:
+        places, wanted = wanted.own(layer.share, hidden.device)
+    order, chunks, teacher = wanted.split(chunk)
+    return places, order, HeadOptions(chunks, layer.logit_map, with_entropies, teacher)
 
 
 def _divisors(hidden: Tensor, count: int, temperature: Tensor | float) -> Tensor | None:

@@ -77,7 +77,7 @@ class TeacherWords(NamedTuple):
         elif (np.exp(values).sum(axis=1) > 1.01).any():
             raise TreepackError(
                 f"{layout.source}: {self.names.values} of a trained token are probabilities of more than 1 together; "
-                "give those of one softmax over the whole vocabulary"
+                "give log-probabilities over the whole vocabulary"
             )
         if ids.shape[1] == 1:
             if (ids[:, 0] != content.tokens[positions(content.starts, content.ends)]).any():
