@@ -25,7 +25,7 @@ from treepack.train.options import TrainOptions
 from treepack.train.saving.checkpoint import Checkpoints
 from treepack.train.saving.checkpoint_files import has_all_files
 from treepack.train.saving.checkpoint_pickles import CheckpointReader
-from treepack.train.saving.checkpoint_weights import find_boxes, link_weights, weight_files
+from treepack.train.saving.checkpoint_weights import find_boxes, link_weights, linked_files
 from treepack.train.saving.run_record import is_finished
 from treepack.train.setup.opening import open_run
 
@@ -142,7 +142,7 @@ def test_tensors_that_transformers_cuts_or_renames_are_read_bit_for_bit(kind: st
     (tmp_path / "saved").mkdir()
     weights.write(tmp_path / "saved", max_file_bytes=30_000)
     link_weights(tmp_path / "saved", tmp_path / "checkpoint")
-    files, boxes, tensors = weight_files(tmp_path / "checkpoint"), find_boxes(model), stored_tensors(model)
+    files, boxes, tensors = linked_files(tmp_path / "checkpoint"), find_boxes(model), stored_tensors(model)
     assert boxes.tensors.keys() == tensors.keys()
     expected = {name: tensor.detach().clone() for name, tensor in tensors.items()}
     with torch.no_grad():

@@ -45,7 +45,7 @@ def check_training(
         TreepackError: a path, manifest, part, column or share is missing or wrong, or the model lacks a token id.
     """
     check_device_name(options.device)
-    check_launched(options.sequence_ranks, options.expert_ranks)
+    check_launched(options.ranks_of_row, options.ranks_of_experts)
     check_mix(options.mix, len(packed))
     headers, others = _read_headers(packed), _read_headers(held_out)
     for each in (headers, others):
@@ -53,7 +53,7 @@ def check_training(
     if options.init_from is not None and not is_address(options.init_from):
         refuse_missing(options.init_from, kind="model", files=(CONFIG_FILE, RUN, "checkpoint.json", ADAPTER_FILE))
     max_token_id = max(each.manifest["max_token_id"] for each in (*headers, *others))
-    size, teacher = _check_model(model, max_token_id, expert_ranks=options.expert_ranks), options.objective.teacher
+    size, teacher = _check_model(model, max_token_id, expert_ranks=options.ranks_of_experts), options.objective.teacher
     if teacher is not None and (words := _check_model(teacher, max_token_id)) and size:
         check_same_words(teacher, words, model, size)
     return headers, others

@@ -13,7 +13,7 @@ from support.run_folder import run_folder, step_record, write_lines
 from treepack.errors import TreepackError
 from treepack.files.lock import lock
 from treepack.report.live.run_state import RunFolder, is_run
-from treepack.train.watch.start_log import StartLog
+from treepack.report.live.start_log import StartLog
 
 
 def test_a_run_waits_runs_stops_and_finishes(tmp_path: Path) -> None:

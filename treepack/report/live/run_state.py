@@ -28,7 +28,7 @@ from treepack.errors import TreepackError
 from treepack.files.directory import RUN
 from treepack.report.live.metrics_tail import open_regular
 from treepack.report.live.start_lines import NO_START, RunStart, StartLines
-from treepack.train.watch.start_log import start_file
+from treepack.report.live.start_log import start_file
 
 FINISHED, METRICS = "train.json", "metrics.jsonl"
 FORMAT = "treepack-train"

@@ -1,4 +1,4 @@
-"""Lines about a training command before its first step, as the page reads them; see `train.watch.start_log`.
+"""Lines about a training command before its first step, as the page reads them; see `report.live.start_log`.
 
 .RUN.start --StartLines.read--> RunStart: the lines with their times, an error, and whether the file is still there
 """
@@ -14,8 +14,8 @@ from typing import Any
 
 from treepack.errors import TreepackError
 from treepack.report.live.metrics_tail import open_regular
+from treepack.report.live.start_log import start_file
 from treepack.report.words import printable
-from treepack.train.watch.start_log import start_file
 
 MAX_BYTES = 1 << 16
 MAX_TEXT = 1000  # characters

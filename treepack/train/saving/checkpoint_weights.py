@@ -5,7 +5,7 @@
 
     model --find_boxes--> FileBoxes: for each of its tensors, the boxes of the files' tensors that it consists of
     directory of the model, checkpoint --link_weights--> its weight files in the checkpoint
-    checkpoint --weight_files--> files --FileBoxes.check, FileBoxes.read--> the tensors of a model, whole or sharded
+    checkpoint --linked_files--> files --FileBoxes.check, FileBoxes.read--> the tensors of a model, whole or sharded
 
 An adapter, a value head and weights that only transformers can convert are in the files of DCP.
 """
@@ -118,7 +118,7 @@ def link_weights(saved_model: Path, checkpoint: Path) -> None:
             os.fsync(opened.fileno())
 
 
-def weight_files(checkpoint: Path) -> dict[str, Path]:
+def linked_files(checkpoint: Path) -> dict[str, Path]:
     """Return the file of each tensor in the weight files of a checkpoint; empty if DCP's files contain all weights.
 
     Raises:

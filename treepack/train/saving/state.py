@@ -30,7 +30,7 @@ from treepack.errors import TreepackError
 from treepack.model.adapters.adapter import is_adapted
 from treepack.train.saving.checkpoint_files import describe_error
 from treepack.train.saving.checkpoint_pickles import CheckpointReader, PlainPlanner
-from treepack.train.saving.checkpoint_weights import FileBoxes, find_boxes, weight_files
+from treepack.train.saving.checkpoint_weights import FileBoxes, find_boxes, linked_files
 
 
 def training_state(
@@ -75,7 +75,7 @@ def load_state(
     tensors = _model_tensors(model)
     order = _parameter_order(tensors, optimiser)
     saved = CheckpointReader(path).read_metadata().state_dict_metadata
-    files = weight_files(path)
+    files = linked_files(path)
     boxes = _boxes_by_name(model, tensors) if files else FileBoxes({}, {})
     inside = {name: tensor for name, tensor in tensors.items() if name not in boxes.tensors}
     boxes.check(files, path)
@@ -121,7 +121,7 @@ def load_weights(path: Path, model: nn.Module, *, collective: dict[str, Any]) ->
             {key for key in keys if ".value_head." in key} for keys in (saved, [f"model.{name}" for name in tensors])
         ]
         alone = heads[0] ^ heads[1] if not (heads[0] and heads[1]) else set()
-        files = weight_files(path)
+        files = linked_files(path)
         boxes = _boxes_by_name(model, tensors) if files else FileBoxes({}, {})
         inside = {
             name: tensor
