@@ -12,7 +12,7 @@ The first step of each way is a check: losses and gradients must agree. The othe
     layers     the maximum for which all steps of a shape take `--seconds`, by operations, and which fit the memory
     ends       steps without any layer: embedding, output layer, loss and their update. Layers are equal, so
                whole = ends + (seconds - ends) * layers of the whole model / layers that ran
-    ideal      operations of the baseline over operations of the tree (costs.model_cost), of the layers that ran and of all
+    ideal      operations of the baseline over operations of the tree (costs.model_cost), of layers that ran, and of all
     claimed    the speed-up over flat sequences that the authors report for a shape like this, on their machines
 
 Sequences attend through this package's kernels (`--flat own`), or through varlen FlashAttention 4 or 2. Recurrent
@@ -58,7 +58,7 @@ TINY = TINY_HYBRID | TINY_EXPERTS | {"vocab_size": 300, "num_hidden_layers": 2, 
 BYTES_PER_WEIGHT = 20  # weight, gradient, two states of AdamW, and the gradients that the check keeps
 HEAD_BYTES = 14 << 30  # logits of a chunk and their gradients
 EFFICIENCY = 0.4  # of a step, of the rate of products, for estimates of its time
-STARTING = 25.0  # seconds to load a model and to compile its kernels, for the budget
+STARTING = 25.0  # seconds to load a model and to compile its kernels, counted in the budget
 
 
 class Session:
