@@ -9,10 +9,10 @@
 model: float32 weights under bfloat16 autocast, layers recomputed, AdamW, rows of at most as many tokens as the tree.
 The first step of each way is a check: losses and gradients must agree. The others are timed in turns, with medians.
 
-    layers     the most for which all steps of a shape take `--seconds`, by operations, and which fit the memory
+    layers     the maximum for which all steps of a shape take `--seconds`, by operations, and which fit the memory
     ends       steps without any layer: embedding, output layer, loss and their update. Layers are equal, so
                whole = ends + (seconds - ends) * layers of the whole model / layers that ran
-    ideal      operations of the baseline over those of the tree (costs.model_cost), of the layers that ran and of all
+    ideal      operations of the baseline over operations of the tree (costs.model_cost), of layers that ran, and of all
     claimed    the speed-up over flat sequences that the authors report for a shape like this, on their machines
 
 Sequences attend through this package's kernels (`--flat own`), or through varlen FlashAttention 4 or 2. Recurrent
@@ -58,7 +58,7 @@ TINY = TINY_HYBRID | TINY_EXPERTS | {"vocab_size": 300, "num_hidden_layers": 2, 
 BYTES_PER_WEIGHT = 20  # weight, gradient, two states of AdamW, and the gradients that the check keeps
 HEAD_BYTES = 14 << 30  # logits of a chunk and their gradients
 EFFICIENCY = 0.4  # of a step, of the rate of products, for estimates of its time
-STARTING = 25.0  # seconds to load a model and to compile its kernels, for the budget
+STARTING = 25.0  # seconds to load a model and to compile its kernels, counted in the budget
 
 
 class Session:
@@ -82,7 +82,7 @@ class Session:
         print(f"{time.perf_counter() - self.began:6.1f} s  {text}", file=sys.stderr, flush=True)
 
     def allows(self, name: str, seconds: float) -> bool:
-        """Return True if the budget has room for `seconds`; say so if it has not."""
+        """Return True if the budget has room for `seconds`; else print a note."""
         left: float = self.options.budget - (time.perf_counter() - self.began)
         if seconds > left:
             self.say(f"{name}: skipped, because about {seconds:.0f} s are needed and {left:.0f} s are left")
@@ -103,7 +103,7 @@ def config_of(shape: PeerShape, session: Session) -> dict[str, Any]:
 
 
 def choose_layers(config: dict[str, Any], rows: dict[str, list[Batch]], session: Session) -> int:
-    """Return the most layers that the options, the time and the memory allow; at least one period of kinds."""
+    """Return the maximum of layers that the options, the time and the memory allow; at least one period of kinds."""
     period, options = config.get("full_attention_interval", 1), session.options
     if options.layers or options.dry_run:
         return int(options.layers or config["num_hidden_layers"])
@@ -121,7 +121,7 @@ def choose_layers(config: dict[str, Any], rows: dict[str, list[Batch]], session:
 
 
 def step_seconds(config: dict[str, Any], rows: dict[str, list[Batch]], session: Session) -> float:
-    """Return an estimate of the seconds of all steps: those of the check and the repeats, layers recomputed."""
+    """Return an estimate of the seconds of all steps, of the check and the repeats, layers recomputed."""
     shape = shape_of(config, name="")
     work = sum(operations(shape, count_work(each)) for each in rows.values())
     steps: int = session.options.repeats + 1
@@ -215,7 +215,7 @@ def measure_steps(name: str, shape: PeerShape, session: Session) -> None:
 def check(
     name: str, loaded: LoadedModel, optimiser: torch.optim.Optimizer, ways: dict[str, Way], session: Session
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Run a step of each way; return its loss, and the RMS difference of its gradients to those of the tree.
+    """Run a step of each way; return its loss, and the RMS difference of its gradients to the tree's gradients.
 
     In a dry run without autocast, so that a wrong row is distinguished from rounding.
 
@@ -329,7 +329,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--layers", type=int, help="layers of every model")
     parser.add_argument("--seconds", type=float, default=15, help="of all steps of a shape, which the layers follow")
-    parser.add_argument("--budget", type=float, default=540, help="seconds after which nothing is begun")
+    parser.add_argument("--budget", type=float, default=540, help="seconds after which no shape starts")
     parser.add_argument("--flat", default="own", choices=("own", "fa4", "fa2"), help="attention of sequences")
     parser.add_argument("--impls", default="flex,triton,flash,flat-fa2,flat-fa4", help="of attention alone")
     parser.add_argument("--compile", action="store_true", help="compile the layers")
