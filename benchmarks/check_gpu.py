@@ -1,6 +1,6 @@
 """Check tree attention and recurrent layers on this GPU: all implementations against float64, and packed gradients.
 
-    python benchmarks/check_gpu.py [--quick] [--only NAME,...] [--workers N]
+    python benchmarks/check_gpu.py [--quick] [--only NAME,...] [--workers N] [--budget SECONDS]
     TRITON_INTERPRET=1 python benchmarks/check_gpu.py --dry-run      tiny rows on the CPU; the interpreter cuts off
         bfloat16 instead of rounding it, so the kernels fail the bounds of that dtype
 
@@ -10,7 +10,8 @@ checks of `attention_checks` (which defines their bounds), of `option_checks`, o
 same time, each in its own process, because most of the time is spent on compiling. Prints a table of them: the largest
 error of output, dq, dk, dv and the sinks' gradient (of recurrent layers, of the decays and beta) over all cases, and
 the largest ratio of an error to its bound with its case; per model, the largest relative error of a parameter's
-gradient, packed against one by one. Exits 1 if an error exceeds its bound or if anything raised.
+gradient, packed against one by one. Exits 1 if an error exceeds its bound, if anything raised, or if a check was not
+run within --budget.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import json
 import os
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
@@ -196,8 +198,13 @@ def run_one(name: str, kind: str, *, quick: bool) -> list[Result]:
     return check(name, kernels[name], device, quick=quick) if name in kernels else check_model(name, device)
 
 
-def run_all(names: list[str], kind: str, *, quick: bool, workers: int) -> Iterator[tuple[str, list[Result]]]:
-    """Yield the results of each check when it ends; the checks of `LAST` run after all others, one by one."""
+def run_all(
+    names: list[str], kind: str, *, quick: bool, workers: int, end: float
+) -> Iterator[tuple[str, list[Result]]]:
+    """Yield the results of each check when it ends; the checks of `LAST` run after all others, one by one.
+
+    At the time `end`, checks that still run are stopped, and the others do not start.
+    """
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "2")
     for chosen, count in (([n for n in names if n not in LAST], workers), ([n for n in names if n in LAST], 1)):
         # One process per check, so that its compiled code, caches or lost CUDA context cannot affect other checks.
@@ -205,8 +212,15 @@ def run_all(names: list[str], kind: str, *, quick: bool, workers: int) -> Iterat
             waiting: dict[Future[list[Result]], str] = {
                 pool.submit(run_one, name, kind, quick=quick): name for name in chosen
             }
-            for done in as_completed(waiting):
-                yield waiting[done], done.result()
+            try:
+                for done in as_completed(waiting, timeout=max(0.0, end - time.time())):
+                    yield waiting[done], done.result()
+            except TimeoutError:
+                processes = list((pool._processes or {}).values())
+                pool.shutdown(wait=False, cancel_futures=True)
+                for process in processes:
+                    process.kill()
+                return
 
 
 def summary(name: str, results: list[Result]) -> list[str]:
@@ -232,6 +246,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer lengths, layouts and models")
     parser.add_argument("--only", default="", help="checks whose names contain one of these, separated by commas")
     parser.add_argument("--workers", type=int, default=10, help="checks at a time, of up to 6 GB each")
+    parser.add_argument("--budget", type=float, default=threading.TIMEOUT_MAX, help="seconds before checks are stopped")
     parser.add_argument("--dry-run", action="store_true", help="tiny rows on the CPU")
     options = parser.parse_args()
     quick, began = options.quick or options.dry_run, time.time()
@@ -243,7 +258,8 @@ def main() -> None:
     names = [name for name in names if any(part in name for part in wanted)]
     print("CPU" if options.dry_run else torch.cuda.get_device_name(), "torch", torch.__version__, flush=True)
     results_of: dict[str, list[Result]] = {}
-    for name, results in run_all(names, "cpu" if options.dry_run else "cuda", quick=quick, workers=options.workers):
+    kind, end = "cpu" if options.dry_run else "cuda", began + options.budget
+    for name, results in run_all(names, kind, quick=quick, workers=options.workers, end=end):
         results_of[name] = results
         bad = [result for result in results if not result.passed]
         print(f"{time.time() - began:5.0f} s  {name}: {len(results)} results, {len(bad)} failures", flush=True)
@@ -253,8 +269,9 @@ def main() -> None:
     columns = "".join(f"{title:>10}" for title in ("", "output", "dq", "dk", "dv", "dsinks"))
     print(f"\n{'check':>27}{columns} {'share':>6} of the bound, in")
     for name in names:
-        print("\n".join(summary(name, results_of[name])))
-    failed = not results_of or any(not result.passed for results in results_of.values() for result in results)
+        print("\n".join(summary(name, results_of[name])) if name in results_of else f"{name:>27}   not run in time")
+    missing = len(results_of) < max(1, len(names))
+    failed = missing or any(not result.passed for results in results_of.values() for result in results)
     print(f"\n{'FAILED' if failed else 'passed'} in {time.time() - began:.0f} s")
     sys.exit(failed)
 

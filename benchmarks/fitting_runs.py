@@ -2,13 +2,14 @@
 
     python benchmarks/fitting_runs.py make DATA                   packed directories; needs polars
     python benchmarks/fitting_runs.py run DATA [--model qwen3-1.7b,...] [--rows 8k,32k,256k,path] [--seconds N]
-        [--lora-rank N] [--layers N] [--limit-gib N] [--json FILE]
+        [--lora-rank N] [--layers N] [--limit-gib N] [--budget SECONDS] [--json FILE]
     python benchmarks/fitting_runs.py run DATA --dry-run          a tiny model on the CPU, after make DATA --dry-run
 
 For each model, its shape with random weights, and each kind of rows, the run is planned without options, as `treepack
 train` plans it, and its first steps are timed. Then the same rows run with the plans of `CANDIDATES`, each as given by
 hand. The learning rate is 0, so all losses must agree. Steps include the update; the first one, which compiles, is not
-timed. --seconds ends a model's candidates early, --limit-gib makes the GPU smaller.
+timed. --seconds ends the candidates of a model and rows early, --limit-gib makes the GPU smaller. Nothing starts after
+--budget seconds; every record is written to --json at once.
 
 plan       chosen, or the options of a candidate
 tokens/s   of the fastest timed step
@@ -21,6 +22,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import subprocess
 import sys
 import tempfile
@@ -205,9 +207,11 @@ class Bench:
 
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Run all plans of all models and rows."""
-    records = []
+    records, end = list[dict[str, Any]](), time.perf_counter() + args.budget
     for name in args.model.split(","):
         start = time.perf_counter()
+        if start > end:
+            break
         bench = Bench(name, args)
         print(f"{name}: loaded in {time.perf_counter() - start:.0f} s", flush=True)
         for rows in args.rows.split(","):
@@ -217,6 +221,9 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
             plans |= {"chosen, memory taken": {}} if args.take_gib else {}
             plans |= {plan: PLAIN | changes for plan, changes in CANDIDATES.items()}
             for plan, changes in plans.items():
+                if time.perf_counter() > end:
+                    print(f"{name} {rows} {plan}: not started, because --budget is over", flush=True)
+                    break
                 if plan in CANDIDATES and time.perf_counter() - start > args.seconds:
                     break
                 if plan in args.without.split(";") or (changes.get("carry") or 0) >= ROWS[rows][0]:
@@ -278,6 +285,7 @@ def main() -> None:
     parser.add_argument("--lora-rank", type=int)
     parser.add_argument("--layers", type=int)
     parser.add_argument("--limit-gib", type=float)
+    parser.add_argument("--budget", type=float, default=math.inf, help="seconds after which no plan starts")
     parser.add_argument("--json")
     parser.add_argument("--dry-run", action="store_true")
     args = parser.parse_args()

@@ -1,7 +1,7 @@
 """One row over 1, 2 and 4 GPUs (`train --sequence-ranks`): the same loss and gradients, how much faster, peak memory.
 
     python benchmarks/sequence_parallel.py [--sizes 1,2,4] [--layers N] [--repeats 2] [--no-compile] [--update]
-        [--rows tree,path] [--tree-tokens 131072] [--path-tokens 200000] [--model qwen3-8b | config.json]
+        [--budget 560] [--rows tree,path] [--tree-tokens 131072] [--path-tokens 200000] [--model qwen3-8b | config.json]
     python benchmarks/sequence_parallel.py --dry-run      a tiny model and tiny rows on 1 and 2 CPU processes
 
 Each size is a run of its own under torchrun, with weights sharded by FSDP2, layers recomputed and bfloat16 autocast, so
@@ -13,7 +13,8 @@ path    one path of 200,000 tokens, nothing shared
 
 Without --layers, the model has as many layers as fit on one GPU of this kind by a rough estimate, at most 6. Seconds
 are medians of the repeats after one step that compiles; peaks are GPU memory of tensors, the largest of all ranks, with
-weights and gradients. A row that does not fit is shown as out of memory.
+weights and gradients. A row that does not fit is shown as out of memory. A size that does not end within LIMIT seconds,
+or within what is left of --budget, is stopped, and the others are shown.
 """
 
 from __future__ import annotations
@@ -67,6 +68,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         arguments.folder = Path(folder)
         write_model(arguments)
+        arguments.end = time.perf_counter() + arguments.budget
         records = [start(arguments, size) for size in map(int, arguments.sizes.split(","))]
     show([record for record in records if record is not None])
 
@@ -85,6 +87,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--update", action="store_true")
     parser.add_argument("--profile", action="store_true", help="print the largest kernels of one step of each row")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--budget", type=float, default=560, help="seconds of all sizes together")
     parser.add_argument("--dry-run", action="store_true")
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -131,7 +134,7 @@ def start(arguments: argparse.Namespace, size: int) -> dict[str, Any] | None:
     environment = {**os.environ, "OMP_NUM_THREADS": threads, "HF_HUB_OFFLINE": "1"}
     began = time.perf_counter()
     try:
-        subprocess.run(command, check=True, env=environment, timeout=LIMIT)
+        subprocess.run(command, check=True, env=environment, timeout=max(0.0, min(LIMIT, arguments.end - began)))
     except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
         print(f"{size} GPUs failed after {time.perf_counter() - began:.0f} s: {error}", flush=True)
         return None

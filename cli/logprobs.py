@@ -61,7 +61,7 @@ def logprobs(packed: AnyPath, model: str, out: AnyPath, options: ScoreOptions, o
     import_torch()
     from treepack.train.logprobs import open_scoring, scored_rows
 
-    with row_ranks(options, "treepack logprobs") as ranks:
+    with row_ranks(options.device, options.sequence_ranks, "treepack logprobs") as ranks:
         with stage_lines(shown=ranks.leads):
             scoring = open_scoring(str(packed), model, options)
         if ranks.leads:

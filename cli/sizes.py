@@ -62,14 +62,20 @@ class LayerCount(click.ParamType[Any]):
     """A number of layers, `all` or `auto`."""
 
     name = "N|all|auto"
+    pattern, meaning = "all|auto|[0-9]+", "a number of layers, all or auto"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
         """Parse `value`; wrong usage if it is neither a word nor a number."""
-        if value in ("all", "auto"):
-            return str(value)
-        if not re.fullmatch("[0-9]+", str(value)):
-            self.fail(f"{value!r} is not a number of layers, all or auto", param, ctx)
-        return int(value)
+        if not re.fullmatch(self.pattern, str(value)):
+            self.fail(f"{value!r} is not {self.meaning}", param, ctx)
+        return int(value) if str(value).isdecimal() else str(value)
+
+
+class RankCount(LayerCount):
+    """A number of ranks or `auto`."""
+
+    name = "R|auto"
+    pattern, meaning = "auto|[1-9][0-9]*", "a number of ranks or auto"
 
 
 class Bounds(click.ParamType[tuple[float, float]]):

@@ -19,14 +19,15 @@ from .paths import PACKED_TEXT, WRITE
 from .progress import quiet_option
 from .run_options import RunOptions, run_options
 from .sections import SectionedCommand
+from .sizes import RankCount
 from .training import import_torch, row_ranks, show_plan, stage_lines, train_model, use_cache
 
 if TYPE_CHECKING:
     from treepack.data.batch import Batch
     from treepack.model.adapters.lora_options import LoraOptions
-    from treepack.model.verify.verify_rows import RowsReport
     from treepack.objectives.objective import Objective
     from treepack.train.run import TrainingRun
+    from treepack.train.verification import RowsReport
 
 
 def _parse_mix(_: click.Context, parameter: click.Parameter, value: str | None) -> tuple[float, ...] | None:
@@ -51,8 +52,8 @@ _SECTIONS = {
     "Checkpoints": "checkpoint-every keep max-skipped",
     "Metrics": "report-to tensorboard project run-name quiet",
     "Override what the run chooses": "dtype compile attention checkpoint-layers offload-checkpoints carry pass-tokens "
-    "loss-chunk",
-    "Devices": "device sequence-ranks expert-ranks gather-dtype cpu-offload",
+    "loss-chunk sequence-ranks expert-ranks cpu-offload",
+    "Devices": "device gather-dtype",
     "Verification": "verify verify-rows help",
 }
 
@@ -73,6 +74,9 @@ _training_options = option_group(
         router_aux={"metavar": "COEF"},
         compile=_SWITCH | {"name": "compile/--no-compile"},
         offload_checkpoints=_SWITCH | {"name": "offload-checkpoints/--no-offload-checkpoints"},
+        cpu_offload=_SWITCH | {"name": "cpu-offload/--no-cpu-offload"},
+        sequence_ranks={"type": RankCount(), "metavar": RankCount.name},
+        expert_ranks={"type": RankCount(), "metavar": RankCount.name},
     ),
     dict,
 )
@@ -169,13 +173,13 @@ def _verify(packed: tuple[str, ...], model: str, options: TrainOptions, num_rows
     from treepack.train.early_checks import check_training
     from treepack.train.input_checks import refuse_ranks
 
-    if options.sequence_ranks == 1:
+    if options.ranks_of_row == 1:
         refuse_ranks("--verify")
     check_training(packed, model, options)
     import_torch()
     from treepack.train.setup.opening import open_verification
 
-    with row_ranks(options, "--verify") as ranks:
+    with row_ranks(options.device, options.ranks_of_row, "--verify") as ranks:
         with stage_lines(shown=ranks.leads):
             run = open_verification(packed, model, options)
         rows, batches, result = _compare(run, num_rows, shown=ranks.leads)
@@ -186,8 +190,8 @@ def _verify(packed: tuple[str, ...], model: str, options: TrainOptions, num_rows
 def _compare(run: TrainingRun, num_rows: int, *, shown: bool) -> tuple[list[int], list[Batch], RowsReport]:
     """Compare the shortest rows; return their numbers, the rows and the result."""
     from treepack.carry.verify import in_pieces
-    from treepack.model.verify.verify_rows import verify_rows
     from treepack.train.teacher import taught
+    from treepack.train.verification import verify_rows
 
     limit = None if run.options.carry is None else int(run.options.carry)
     # The shortest rows, because every trajectory of a row is computed alone too, in float64 if possible; with --carry
@@ -227,7 +231,7 @@ def _show_comparison(
             "tokens": _part(*(sum(batch.num_tokens for batch in each) for each in (result.batches, batches))),
             "attention": f"{report.attention} in {report.dtype}",
             "layers": "computed again in the backward pass" if result.plan.recompute else "computed once",
-            **({} if run.options.sequence_ranks == 1 else {"ranks of a row": run.options.sequence_ranks}),
+            **({} if run.options.ranks_of_row == 1 else {"ranks of a row": run.options.ranks_of_row}),
             **({} if limit is None else {"pieces": f"of at most {limit:,} tokens, in {cut} of {len(rows)} rows"}),
             "loss of the rows": report.loss_packed,
             "loss one by one": report.loss_alone,

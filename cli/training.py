@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from treepack.train.ranks import Ranks
     from treepack.train.run import TrainingRun
     from treepack.train.saving.place import Place
-    from treepack.train.scoring_options import ScoreOptions
     from treepack.train.step import StepMetrics
     from treepack.train.watch.sinks import RunPage, Sinks
 
@@ -113,8 +112,8 @@ def keep_compiled_code() -> None:
 
 
 @contextmanager
-def row_ranks(options: TrainOptions | ScoreOptions, command: str) -> Iterator[Ranks]:
-    """Join the ranks that compute every row together, `options.sequence_ranks`, during the block.
+def row_ranks(device: str, sequence: int, command: str) -> Iterator[Ranks]:
+    """Join the `sequence` ranks that compute every row together, during the block.
 
     Raises:
         TreepackError: torchrun started another number of processes.
@@ -122,7 +121,7 @@ def row_ranks(options: TrainOptions | ScoreOptions, command: str) -> Iterator[Ra
     from treepack.train.ranks import find_device, join_row_ranks, leave_ranks
 
     try:
-        yield join_row_ranks(find_device(options.device), options.sequence_ranks, command)
+        yield join_row_ranks(find_device(device), sequence, command)
     finally:
         leave_ranks()
 
@@ -215,6 +214,7 @@ def show_plan(packed: tuple[str, ...], model: str, options: TrainOptions, run_op
         TreepackError: an option, the data or the model cannot be used, or no plan fits into memory.
     """
     from treepack.train.early_checks import check_training
+    from treepack.train.options import RANK_OPTIONS
 
     held_out = run_options.held_out
     check_training(packed, model, options, held_out=() if held_out is None else (held_out,))
@@ -232,7 +232,8 @@ def show_plan(packed: tuple[str, ...], model: str, options: TrainOptions, run_op
             _note(ranks, note)
         if ranks.leads:
             tokens = sum(int(run.dataset.num_tokens[step.rows].sum()) for step in run.schedule)
-            values = {name: getattr(run.options, name) for name in ("dtype", *NAMES)}
+            names = ("dtype", *NAMES, *(RANK_OPTIONS if ranks.grouped else ()))
+            values = {name: getattr(run.options, name) for name in names}
             shown = {name.replace("_", " "): "off" if value is None else value for name, value in values.items()}
             show(
                 {"steps": len(run.schedule), "tokens of all steps": tokens, "attention": run.loaded.attention, **shown}

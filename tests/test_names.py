@@ -3,12 +3,8 @@
 import ast
 from collections import defaultdict
 from functools import cache
-from pathlib import Path
 
 from support.paths import ROOT
-
-# Every format has a reader of this name; the registry calls it.
-READERS = ("read", "read_file", "recognise")
 
 
 @cache
@@ -22,11 +18,6 @@ def homes() -> dict[str, list[str]]:
     return found
 
 
-def is_reader(name: str, paths: list[str]) -> bool:
-    outside = [path for path in paths if "formats" not in Path(path).parts]
-    return name in READERS and len(outside) <= 1
-
-
 def test_no_public_name_stands_for_two_things() -> None:
-    doubled = {name: paths for name, paths in homes().items() if len(paths) > 1 and not is_reader(name, paths)}
+    doubled = {name: paths for name, paths in homes().items() if len(paths) > 1}
     assert doubled == {}

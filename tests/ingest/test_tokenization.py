@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from support.tokenised_chats import assistant, samples, text, trained_texts, use
 from treepack.errors import TreepackError
 from treepack.ingest.tokenization import load_tokenizer, tokenize
 from treepack.trajectory import Chat, Int64, PromptCompletion, Skipped, Tokens, Trajectory, derived_group, positions
+
+NUM_REAL = 4  # real rollouts of each source; the tokenizer of bytes takes a second for a long one
 
 
 @pytest.fixture(scope="session")
@@ -274,7 +277,8 @@ def test_real_rollouts_are_tokenised(tokenizers: dict[str, Any], name: str) -> N
     path = REAL / name
     if not path.exists():
         pytest.skip(f"no real rollouts at {path}")
-    read = [item for item in read_trajectories([path]) if isinstance(item, Trajectory)][:20]
+    read = list(islice((item for item in read_trajectories([path]) if isinstance(item, Trajectory)), NUM_REAL))
+    assert len(read) == NUM_REAL
     tokenizer = tokenizers["plain"]
     for item, sample in zip(read, tokenize(read, tokenizer=tokenizer), strict=True):
         assert isinstance(sample, Trajectory)

@@ -22,10 +22,10 @@ from treepack.errors import TreepackError
 from treepack.model.load import load_model
 from treepack.model.loaded import LoadedModel
 from treepack.model.verify.verify_memory import ModelSizes, model_sizes, plan_memory
-from treepack.model.verify.verify_rows import verify_rows
 from treepack.model.verify.verify_subset import RowPart, choose_part, path_to, restrict_row
 from treepack.objectives.denominators import step_factors, trajectory_table
 from treepack.objectives.objective import choose_objective
+from treepack.train.verification import verify_rows
 from treepack.trajectory import Trajectory
 
 H100 = 80e9

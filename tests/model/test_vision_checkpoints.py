@@ -25,10 +25,10 @@ from treepack import TreepackError
 from treepack.model.adapters.lora_options import LoraOptions
 from treepack.model.load import load_model
 from treepack.model.text_half import choose_config
-from treepack.model.verify.verify_rows import verify_rows
 from treepack.train.loop import train
 from treepack.train.options import TrainOptions
 from treepack.train.setup.opening import open_run, open_verification
+from treepack.train.verification import verify_rows
 
 KINDS = ["qwen2_5_vl", "qwen3_vl_moe", "glm4v", "gemma3", "mistral3", "internvl"]
 MORE = ["qwen2_vl", "qwen3_vl", "glm4v_moe", *(["qwen3_5", "qwen3_5_moe"] if HAS_RECURRENT else [])]

@@ -236,6 +236,8 @@ def test_columns_of_several_models_are_refused_if_one_differs(tmp_path: Path) ->
         ("grpo", True, None),
         ("grpo", False, "over the whole vocabulary, and the loss grpo computes over kept sets; .* without --ignore"),
         ("dpo", False, None),
+        ("distill", False, None),
+        ("opd", False, "term_teacher_logprob was computed over the whole vocabulary"),
         ("dpo", True, "over kept sets, and the loss dpo computes over the whole vocabulary; .* with --ignore"),
     ],
 )
@@ -243,7 +245,9 @@ def test_columns_over_other_words_are_refused(tmp_path: Path, name: str, kept_se
     samples = [replace(each, kept=[[token] for token in each.tokens]) for each in rollouts()]
     dataset = PackedDataset(write_rows(tmp_path / "packed", as_trajectories(samples), [0] * 10), terms=True)
     entry: dict[str, Any] = {"model": "m", **({"kept_sets": True} if kept_sets else {})}
-    dataset.manifest["logprobs"] = {"old": entry, "ref": entry}
+    dataset.manifest["logprobs"] = dict.fromkeys(
+        ("ref", "teacher") if name in ("distill", "opd") else ("old", "ref"), entry
+    )
     if message is None:
         check_scored_columns(dataset, choose_objective(name))
     else:

@@ -101,7 +101,7 @@ def test_a_check_compares_the_routes_with_those_of_the_trie(tmp_path: Path) -> N
     manifest = read_manifest(tmp_path / "packed")
     assert row.routes is not None
     for routes in (row.routes[::-1], None):
-        with pytest.raises(TreepackError, match="trajectory a differs from the trie's"):
+        with pytest.raises(TreepackError, match="trajectory 'a' differs from the trie's"):
             check_packed([replace(row, routes=routes)], manifest, build)
 
 

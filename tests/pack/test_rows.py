@@ -264,7 +264,7 @@ def test_check_notices_rows_over_capacity_and_lost_trajectories() -> None:
     with pytest.raises(TreepackError, match="has 5 tokens; expected 1 to 4"):
         check_row(row, capacity=4)
     lost = list(pack_rows(build_trie([make("b", [4, 5])]), plan_rows(build_trie([make("b", [4, 5])]), capacity=10)))
-    with pytest.raises(TreepackError, match="trajectory a and 0 more are in no row"):
+    with pytest.raises(TreepackError, match="trajectory 'a' and 0 more are in no row"):
         check_packed(lost, manifest_of(lost, 10), trie)
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import distributed, multiprocessing
 
 from support.fresh_processes import PROCESSES
-from support.simulated_device import ScriptedMemory
+from support.simulated_device import ScriptedMemory, ScriptedShortage
 from treepack.objectives.objective import Objective, choose_objective
 from treepack.train.loop import train
 from treepack.train.options import TrainOptions
@@ -44,6 +44,7 @@ class Case:
     held_out: Path | None = None
     value_coef: float | None = None
     memory: ScriptedMemory | None = None  # to plan with, as on GPUs
+    shortage: ScriptedShortage | None = None
 
 
 def train_over(size: int, folder: Path, cases: list[Case]) -> dict[str, dict[str, Any]]:
@@ -98,6 +99,7 @@ def _train(ranks: Ranks, case: Case, out: Path) -> None:
     objective = Objective() if case.loss == "sft" else choose_objective(case.loss, value_coef=case.value_coef)
     if case.changes.get("compile"):
         torch.compiler.reset()  # forgets what earlier tests of this process compiled, which would not be traced again
+    records: list[dict[str, Any]] = []
     with counted_graphs() as graphs:
         run = open_run(
             case.packed,
@@ -105,9 +107,10 @@ def _train(ranks: Ranks, case: Case, out: Path) -> None:
             replace(CPU, objective=objective, **case.changes),
             ranks,
             held_out=case.held_out,
-            meter=None if case.memory is None else case.memory.meter(ranks.rank),
+            meter=None if case.memory is None else case.memory.meter(ranks.rank, records),
         )
-        records: list[dict[str, Any]] = []
+        if case.shortage is not None and case.shortage.rank == ranks.rank:
+            case.shortage.attach(run.loaded.causal)
         remarks: list[str] = []
         steps = train(
             run, case.out or out, resume=True, stop=lambda: len(records) + 1 == case.until, note=remarks.append

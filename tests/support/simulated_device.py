@@ -8,7 +8,7 @@ A pass over n tokens has a peak of fixed + n * (kept or recomputed) bytes, and t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
@@ -72,22 +72,56 @@ class SimulatedDevice:
 class ScriptedMemory:
     """Bytes of a token in the passes of `probe_model`, whose order is known, and `free` bytes of each rank.
 
-    Nothing is attached to the model, so the processes of several ranks can use it.
+    Another process takes `taken` bytes of each rank after `steps` steps. Nothing is attached to the model, so the
+    processes of several ranks can use it.
     """
 
     free: tuple[int, ...]
     kept: float
     recomputed: float
+    steps: int = 0
+    taken: tuple[int, ...] = ()
 
-    def meter(self, rank: int) -> MemoryMeter:
-        """Return the meter of a rank; every pass takes a millisecond."""
+    def meter(self, rank: int, done: Sequence[Any] = ()) -> MemoryMeter:
+        """Return the meter of a rank, whose steps so far are in `done`; every pass takes a millisecond."""
         peaks, times = count(), count()
 
         def peak() -> int:
+            if done:
+                return 0  # of a step
             number = next(peaks)  # of each length two passes with every layer recomputed, and two with none
             return int(LENGTHS[number // 4] * (self.recomputed if number % 4 < 2 else self.kept))
 
-        return MemoryMeter(lambda: 0, peak, lambda: None, lambda: self.free[rank], 0, lambda: next(times) / 1000)
+        def free() -> int:
+            return self.free[rank] - (self.taken[rank] if self.taken and len(done) >= self.steps else 0)
+
+        return MemoryMeter(lambda: 0, peak, lambda: None, free, 0, lambda: next(times) / 1000)
+
+
+@dataclass(frozen=True)
+class ScriptedShortage:
+    """An allocation that fails on one rank, at the `number`-th pass through the last layer, counted from 1."""
+
+    rank: int
+    number: int
+    backward: bool = False
+
+    def attach(self, causal: Any) -> None:
+        """Let it fail in passes of this model, on its rank."""
+        calls = count(1)
+
+        def fail(*_: Any) -> None:
+            if next(calls) == self.number:
+                raise torch.OutOfMemoryError("no memory")
+
+        def hook(*call: Any) -> None:
+            output = call[-1] if isinstance(call[-1], torch.Tensor) else call[-1][0]
+            if not self.backward:
+                fail()
+            elif output.requires_grad:
+                output.register_hook(fail)
+
+        causal.base_model.layers[-1].register_forward_hook(hook)
 
 
 @contextmanager

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
+from contextlib import closing
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +17,20 @@ import torch
 from support.oracle_model import packed_directory, tiny_config
 from support.strategies import make
 from treepack.errors import TreepackError
+from treepack.memory.device_memory import MemoryMeter, StepMemory
 from treepack.model.layers import adapted_layers
 from treepack.train.loop import train
 from treepack.train.optimiser import make_optimiser, prepare_states
 from treepack.train.options import TrainOptions
+from treepack.train.ranks import Ranks
+from treepack.train.retry import FittingRun
 from treepack.train.run import TrainingRun
+from treepack.train.saving.choices import with_recorded
+from treepack.train.saving.run_directory import begin, record_plan
 from treepack.train.setup import run_plan
 from treepack.train.setup.opening import open_run
+from treepack.train.setup.plan_forecast import PlanForecast
+from treepack.train.setup.run_plan import ModelProbe, RunRows
 from treepack.train.step import StepMetrics
 
 LAYERS = 2
@@ -205,3 +214,73 @@ def test_other_errors_are_not_tried_again(opened: Callable[..., TrainingRun], tm
     with pytest.raises(RuntimeError, match="another reason"):
         go(run, tmp_path / "out", notes)
     assert notes == []
+
+
+@dataclass
+class Device:
+    """Memory of which other processes take bytes; `used` is the peak of every step."""
+
+    free: int
+    used: int = 0
+
+    @property
+    def meter(self) -> MemoryMeter:
+        return MemoryMeter(lambda: 0, lambda: self.used, lambda: None, lambda: self.free, total=80 << 30)
+
+
+def measured(run: TrainingRun, device: Device, *, kept: float, recomputed: float) -> TrainingRun:
+    """Return the run as if passes over its longest row had been measured: GiB with and without activations."""
+    longest = 35
+    probe = ModelProbe(False, LAYERS, 2048, 0, 0, kept * 2**30 / longest, recomputed * 2**30 / longest, 1, 1, 0)
+    forecast = PlanForecast(probe, RunRows(longest, longest, longest, step_tokens=longest), moved=0)
+    return replace(run, memory=StepMemory(device.meter, int(kept * 2**30), forecast.num_bytes))
+
+
+@pytest.mark.parametrize(("taken", "layers"), [(9, 0), (20, 1), (60, 2)])
+def test_a_step_whose_memory_was_taken_starts_with_a_plan_that_fits(
+    opened: Callable[..., TrainingRun], tmp_path: Path, taken: int, layers: int
+) -> None:
+    calm = opened()
+    undisturbed = go(calm, tmp_path / "calm", []), saved(calm, tmp_path / "calm.pt")
+    device, notes, steps = Device(free=70 << 30), list[str](), []
+    run = measured(opened(), device, kept=60.0, recomputed=20.0)
+    for metrics in train(run, tmp_path / "out", note=notes.append):
+        steps.append(metrics)
+        if metrics.step == 2:
+            device.free -= taken << 30
+    assert_equal_runs((steps, saved(run, tmp_path / "out.pt")), undisturbed)
+    chosen = json.loads((tmp_path / "out" / "run.json").read_text())["chosen"]
+    # Two layers, of which one is in its backward pass: recomputing the first one is as good as both.
+    assert chosen["checkpoint_layers"] == layers
+    assert [note.partition(":")[0] for note in notes] == (
+        []
+        if not layers
+        else [
+            f"step 3 lacks memory on a rank, which has room for {70 - taken - 6.4:.1f} GiB; it runs with a smaller plan"
+        ]
+    )
+
+
+def test_measured_steps_correct_the_forecast(opened: Callable[..., TrainingRun], tmp_path: Path) -> None:
+    device, notes = Device(free=70 << 30, used=65 << 30), list[str]()
+    run = measured(opened(), device, kept=60.0, recomputed=20.0)
+    for metrics in train(run, tmp_path / "out", note=notes.append):
+        if metrics.step == 2:
+            device.free = 63 << 30  # more than the forecast, less than step 2 took
+    (note,) = notes
+    assert note.startswith("step 3 lacks memory on a rank")
+
+
+def test_a_rank_that_others_wait_for_leaves_a_smaller_plan(opened: Callable[..., TrainingRun], tmp_path: Path) -> None:
+    run, out = opened(), tmp_path / "out"
+    begin(run, out, overwrite=False, resume=False)
+    in_forward(run, Failing(2))
+    second = replace(run, ranks=Ranks(rank=1, size=2))  # of a group that no other process has joined
+    fitting = FittingRun(second, make_optimiser(run), note=print, record=partial(record_plan, out=out))
+    with closing(fitting), pytest.raises(TreepackError, match=r"^out of memory in row") as caught:
+        [fitting.step(number) for number in range(3)]
+    assert "so continue with --resume, which takes the smaller plan in run.json: 1 layer recomputed" in str(
+        caught.value
+    )
+    assert with_recorded(OPTIONS, out, Ranks()).checkpoint_layers == 1
+    assert with_recorded(replace(OPTIONS, checkpoint_layers=0), out, Ranks()).checkpoint_layers == 0

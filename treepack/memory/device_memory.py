@@ -66,6 +66,24 @@ def gpu_meter(device: torch.device) -> MemoryMeter:
     )
 
 
+@dataclass(frozen=True)
+class StepMemory:
+    """The memory of the device on which a run computes its steps.
+
+    `needed` is the peak of its plan in bytes beside weights, gradients and optimiser, 0 if it was not measured.
+    `forecast` returns the peak of a different plan, None if it is not known.
+    """
+
+    meter: MemoryMeter
+    needed: int = 0
+    forecast: Callable[[Any], int | None] = lambda _: None
+
+    @property
+    def margin(self) -> int:
+        """Bytes that stay free for fragments and the error of the estimate: 8 % of the device."""
+        return int(0.08 * self.meter.total)
+
+
 def update_bytes(model: Any, *, state_bytes: int) -> int:
     """Return the bytes of gradients and of an optimiser's states, of `state_bytes` per trained weight, on this rank."""
     total: int = 0

@@ -123,16 +123,12 @@ def memory_of(config: Config, *, name: str) -> ModelMemory | NoPieces:
         TreepackError: a field is missing or not a positive integer, or the cost of a layer is not known.
     """
     config = language_model(config)
-    shape, kinds = shape_of(config, name=name), list_layers(config, name)
+    kinds = list_layers(config, name)
     if (reason := _obstacle(kinds)) is not None:
         return NoPieces(reason)
     hidden, heads = (read_field(config, key, name) for key in ("hidden_size", "num_attention_heads"))
     queries, keys, values, outputs = _widths(config, hidden, heads, name)
-    # Every expert has weights and their optimiser; only the chosen ones have activations.
-    experts = num_experts(config)
-    whole = shape_of(config | {"num_experts_per_tok": experts}, name=name) if experts else shape
-    embeddings = shape.output * (1 if config.get("tie_word_embeddings") else 2)
-    sparse = sum(is_sparse(config, layer) for layer in range(len(kinds))) if experts else 0
+    sparse = _num_sparse(config, kinds)
     chosen = read_field(config, "num_experts_per_tok", name, config.get("num_experts_per_token")) if sparse else 0
     attention = 12 * hidden + 4 * queries + 4 * keys + 2 * values + 2 * outputs + 4 * heads
     # 3 h i weights of gate, up and down -> 3 i values of 2 bytes. Inputs and outputs of an expert have h values each.
@@ -140,7 +136,8 @@ def memory_of(config: Config, *, name: str) -> ModelMemory | NoPieces:
     count = len(kinds)
     return ModelMemory(
         num_layers=count,
-        state=PARAMETER_BYTES * (whole.weights + embeddings),
+        # Every expert has weights and their optimiser; only the chosen ones have activations.
+        state=PARAMETER_BYTES * count_weights(config, name=name).total,
         logits=LOSS_CHUNK * LOGIT_BYTES * read_field(config, "vocab_size", name),
         keys_values=2 * (keys + values) * count,
         outputs=(2 * outputs + 4 * heads) * count,
@@ -150,6 +147,37 @@ def memory_of(config: Config, *, name: str) -> ModelMemory | NoPieces:
         # Before and after the layers: embeddings and the residual in float32, the normed output in bfloat16.
         layer=-(-layers // count) + 10 * hidden,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class WeightCounts:
+    """Weights of a model: all of them, embeddings and output layer, an average layer, and its experts."""
+
+    total: int = 0
+    ends: int = 0
+    layer: int = 0
+    experts: int = 0
+
+
+def count_weights(config: Config, *, name: str) -> WeightCounts:
+    """Return the weights of a model by the fields of its config.json; norms and biases are left out.
+
+    Raises:
+        TreepackError: as `memory_of`.
+    """
+    config = language_model(config)
+    shape, kinds, experts = shape_of(config, name=name), list_layers(config, name), num_experts(config)
+    ends = shape.output * (1 if config.get("tie_word_embeddings") else 2)
+    one, every = shape.weights, shape.weights
+    if experts:
+        one, every = (shape_of(config | {"num_experts_per_tok": n}, name=name).weights for n in (1, experts))
+    # A layer of 8 experts has 8 times the difference of 8 and 1 of them, over 7.
+    inside = (every - one) * experts // max(1, experts - 1) // max(1, _num_sparse(config, kinds))
+    return WeightCounts(every + ends, ends, every // len(kinds), inside)
+
+
+def _num_sparse(config: Config, kinds: list[str]) -> int:
+    return sum(is_sparse(config, layer) for layer in range(len(kinds))) if num_experts(config) else 0
 
 
 def _obstacle(kinds: list[str]) -> str | None:

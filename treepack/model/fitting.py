@@ -62,7 +62,7 @@ def until_it_fits(
             start = str(error).partition(";")[0] if isinstance(error, TreepackError) else f"out of memory {place}"
             less = smaller(plan) if loaded.root is None and loaded.sequence is None else None
             if less is None:
-                raise TreepackError(f"{start}{words}; {remedy}") from error
+                raise TreepackError(f"{start}{words}; {remedy}") from (error.__cause__ or error)
         # Here the error is gone, whose frames keep the tensors of the attempt.
         loaded.model.zero_grad(set_to_none=True)
         release_memory(loaded.device)

@@ -196,13 +196,10 @@ def sum_names(objective: Objective) -> tuple[str, ...]:
     return ("weight", *policy, *(VALUE_SUMS if objective.has_values else ()))
 
 
-# Means without a meaning for a loss that has no advantages.
-_OF_RATIOS = ("ratio", "clip_fraction_low", "clip_fraction_high", "old_kl", "zero_advantage")
-
-
 def _policy_means(objective: Objective) -> tuple[str, ...]:
     is_read = {
-        **dict.fromkeys(_OF_RATIOS, objective.has_advantages),
+        **dict.fromkeys(("clip_fraction_low", "clip_fraction_high", "zero_advantage"), objective.has_advantages),
+        **dict.fromkeys(("ratio", "old_kl"), objective.has_advantages),
         **dict.fromkeys(("importance", "importance_square"), objective.corrects_sampler),
         "truncated": objective.importance_cap is not None,
         "masked": objective.importance_mask is not None or objective.sequence_mask is not None,

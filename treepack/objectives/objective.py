@@ -359,13 +359,9 @@ def _refuse_unused(objective: Objective, given: Mapping[str, Any]) -> None:
             "old_logprobs is sampler, so ratios correct the sampler already; omit importance_cap and importance_mask, "
             "or take recorded"
         )
-    if objective.old_logprobs == "sampler" and not _reads_old(objective):
+    has_ratio = objective.has_advantages and objective.loss != "reinforce"
+    has_ratio |= objective.teacher_kl > 0 or (objective.kl > 0 and objective.kl_estimator == "unbiased")
+    if objective.old_logprobs == "sampler" and not has_ratio:
         raise TreepackError(f"the loss {objective.name} has no ratio, so old_logprobs has no effect; omit it")
     if objective.has_values and objective.denominator == "edge":
         raise TreepackError("no estimator writes edges beside the returns of values; choose another denominator")
-
-
-def _reads_old(objective: Objective) -> bool:
-    """Return whether a policy loss depends on the old log-probabilities."""
-    has_ratio = objective.has_advantages and objective.loss != "reinforce"
-    return has_ratio or objective.teacher_kl > 0 or (objective.kl > 0 and objective.kl_estimator == "unbiased")

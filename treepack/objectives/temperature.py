@@ -95,23 +95,23 @@ def check_scored_columns(dataset: PackedDataset, objective: Objective) -> None:
     if not used:
         return
     expected = 1.0 if objective.loss == "dpo" else temperature_of_terms(dataset, objective.temperature)
-    has_sets = "term_kept_ids" in dataset.term_columns
+    has_sets, words = "term_kept_ids" in dataset.term_columns, ("over the whole vocabulary", "over kept sets")
+    remedy = "and the --temperature of train, if there is one, without --ignore-temperature"
     for column in used:
+        # A teacher's likeliest words are over the whole vocabulary in any case.
+        reads_logprobs = column == "old" or f"term_{column}_logprob" in objective.columns
         for entry in _writers(entries[column]):
             recorded, over_sets = entry.get("temperature", 1.0), entry.get("kept_sets", False)
             if recorded != expected:
                 found = f"at the temperature {_phrase(recorded)}", f"at {_phrase(expected)}"
-                remedy = "and the --temperature of train, if there is one"
-                remedy = "with --ignore-temperature" if objective.loss == "dpo" else remedy
-            elif has_sets and over_sets != objective.is_policy:
-                found = "over kept sets", "over the whole vocabulary"
-                found = found if over_sets else found[::-1]
-                remedy = f"{'with' if over_sets else 'without'} --ignore-temperature"
+            elif has_sets and reads_logprobs and over_sets != objective.is_policy:
+                found = words[over_sets], words[objective.is_policy]
             else:
                 continue
             raise TreepackError(
                 f"{dataset.path}: term_{column}_logprob was computed {found[0]}, and the loss {objective.name} "
-                f"computes {found[1]}; write it again with `treepack logprobs --column {column}` {remedy}"
+                f"computes {found[1]}; write it again with `treepack logprobs --column {column}` "
+                f"{'with --ignore-temperature' if objective.loss == 'dpo' else remedy}"
             )
 
 

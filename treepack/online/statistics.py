@@ -10,24 +10,20 @@ see these gradients.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
-from treepack.data.batch import empty_batch
+from treepack.data.batch import Batch, empty_batch
 from treepack.errors import TreepackError
-from treepack.model.collation import batch_logprobs, collate
+from treepack.model.fitting import release_memory
 from treepack.online.batch import OnlineBatch, plan_batch
 from treepack.online.options import OnlineOptions
-from treepack.online.ranks import agree_on_rows, find_replicas, gradient_exchange, uses_deepspeed
+from treepack.online.ranks import agree_on_rows, gradient_exchange, uses_deepspeed
+from treepack.online.row_cuts import RowShare, cut_row
+from treepack.online.row_run import RowRun, Values, join_values, row_limit
 from treepack.online.sequences import Flags, Ids
-
-Values = tuple[Tensor, Tensor | None]  # log-probabilities, and entropies if they are wanted
 
 
 def tree_logprobs_like(
@@ -75,22 +71,52 @@ def batch_statistics(
         TreepackError: as `batch_logprobs`; ids outside the vocabulary; at a second backward pass; or for several rows
             under DeepSpeed with `recompute`.
     """
-    run = _BatchRun(model, batch, options, agree_on_rows(model, len(batch.rows)), find_replicas(model))
+    _check_vocabulary(model, batch.max_token_id)
+    device = batch.places.device
+    run = RowRun.of(model, options, batch.temperature, device)
     has_graph = torch.is_grad_enabled() and any(each.requires_grad for each in model.parameters())
-    if not has_graph or not options.recompute or run.num_rows == 1:
-        logprobs, entropies = _columns([run.values(i) for i in range(run.num_rows)])
-    else:
-        if uses_deepspeed(model):
-            raise TreepackError(
-                f"batch_statistics: DeepSpeed reduces gradients once per backward pass, but {run.num_rows} rows with "
-                "recompute=True have one backward pass each; set recompute=False or a larger capacity"
-            )
-        # A leaf that requires a gradient makes torch call backward, which gets no parameters.
-        leaf = torch.zeros((), requires_grad=True)
-        joined, joined_entropies, counts = _RowByRow.apply(leaf, run)  # type: ignore[no-untyped-call]
-        logprobs = list(joined.split(counts))
-        entropies = None if joined_entropies is None else list(joined_entropies.split(counts))
+    limit = row_limit(model, has_graph=has_graph)
+    shares = [cut_row(row, limit) for row in batch.rows]
+    # The longest row first, as in the batch.
+    order = sorted(((i, k) for i, own in enumerate(shares) for k in range(len(own))), key=lambda at: _size(shares, at))
+    rows = [shares[i][k].row for i, k in order]
+    rows += [_padding(device)] * (agree_on_rows(model, len(rows)) - len(rows))
+    values = _values(run, rows, has_graph=has_graph)
+    found = dict(zip(order, values, strict=False))
+    joined = [join_values(own, [found[i, k] for k in range(len(own))]) for i, own in enumerate(shares)]
+    joined += values[len(order) :]  # of padding
+    logprobs, entropies = _columns(joined)
     return batch.scatter(logprobs), None if entropies is None else batch.scatter(entropies)
+
+
+def _size(shares: list[list[RowShare]], at: tuple[int, int]) -> int:
+    return -shares[at[0]][at[1]].row.num_tokens
+
+
+def _padding(device: torch.device) -> Batch:
+    return empty_batch(1, terms=True).to(device)
+
+
+def _values(run: RowRun, rows: list[Batch], *, has_graph: bool) -> list[Values]:
+    """Return the values of rows; with a graph all rows keep it, or the first one (the top of this file)."""
+    if not has_graph:
+        return [run.values(row) for row in rows]
+    if not run.options.recompute or (len(rows) == 1 and not _is_guarded(run, rows[0])):
+        try:
+            return [run.attempt(row) for row in rows]
+        except (RuntimeError, MemoryError) as error:
+            run.check(error)
+        release_memory(rows[0].input_ids.device)
+    if uses_deepspeed(run.model):
+        raise TreepackError(
+            f"batch_statistics: DeepSpeed reduces gradients once per backward pass, but {len(rows)} rows with "
+            "recompute=True have one backward pass each; set recompute=False or a larger capacity"
+        )
+    # A leaf that requires a gradient makes torch call backward, which gets no parameters.
+    leaf = torch.zeros((), requires_grad=True)
+    logprobs, entropies, counts = _RowByRow.apply(leaf, run, rows)  # type: ignore[no-untyped-call]
+    of_entropies = [None] * len(counts) if entropies is None else entropies.split(counts)
+    return list(zip(logprobs.split(counts), of_entropies, strict=True))
 
 
 def row_statistics(
@@ -109,15 +135,9 @@ def row_statistics(
         TreepackError: as `batch_logprobs`.
     """
     _check_vocabulary(model, batch.max_token_id)
-    row = batch.rows[i] if i < len(batch.rows) else empty_batch(1, terms=True).to(batch.places.device)
-    logprobs, entropies = batch_logprobs(
-        model,
-        collate([row]),
-        temperature=batch.temperature,
-        with_entropies=options.with_entropies,
-        chunk=options.chunk,
-    )
-    return logprobs, entropies if options.with_entropies else None
+    device = batch.places.device
+    row = batch.rows[i] if i < len(batch.rows) else _padding(device)
+    return RowRun.of(model, options, batch.temperature, device).attempt(row)
 
 
 def _check_vocabulary(model: nn.Module, max_token_id: int) -> None:
@@ -142,87 +162,50 @@ def _check_vocabulary(model: nn.Module, max_token_id: int) -> None:
         )
 
 
-@dataclass(frozen=True)
-class _BatchRun:
-    """A pass of a model over a batch, which the backward pass repeats for some rows."""
-
-    model: nn.Module
-    batch: OnlineBatch
-    options: OnlineOptions
-    num_rows: int
-    replicas: DistributedDataParallel | None
-
-    def values(self, i: int) -> Values:
-        return row_statistics(self.model, self.batch, i, self.options)
+def _is_guarded(run: RowRun, row: Batch) -> bool:
+    """Return True if the only row of a batch may run again, so that its graph is not the caller's."""
+    return run.runs_again and row.input_ids.is_cuda
 
 
 class _RowByRow(torch.autograd.Function):
     """The values of all rows, one after the other; see the top of this file."""
 
     @staticmethod
-    def forward(ctx: Any, leaf: Tensor, run: _BatchRun) -> tuple[Tensor, Tensor | None, list[int]]:
+    def forward(ctx: Any, leaf: Tensor, run: RowRun, rows: list[Batch]) -> tuple[Tensor, Tensor | None, list[int]]:
         ctx.set_materialize_grads(False)
-        ctx.run = run
-        ctx.autocast = _autocast_state(run.batch.places.device.type)
+        ctx.run, ctx.rows = run, rows
         ctx.exchange = run.replicas is not None and run.replicas.require_backward_grad_sync
-        values = [run.values(i) for i in range(run.num_rows - 1, 0, -1)]
+        values = [run.values(row) for row in rows[:0:-1]]
         # Autocast of some versions of torch keeps the weights that it converted without a graph, and uses them again in
         # a pass with a graph. There they would get no gradient.
         torch.clear_autocast_cache()
         # Only the last row of the backward pass exchanges gradients, and this row is the first.
         with torch.enable_grad(), gradient_exchange(run.replicas, exchange=False):
-            ctx.kept = run.values(0)
-        values.append((ctx.kept[0].detach(), None if ctx.kept[1] is None else ctx.kept[1].detach()))
+            ctx.kept = run.kept_values(rows[0])
+        first = ctx.kept[0] if ctx.kept else run.values(rows[0])
+        values.append((first[0].detach(), None if first[1] is None else first[1].detach()))
         logprobs, entropies = _columns(values[::-1])
         ctx.counts = [len(each) for each in logprobs]
         return torch.cat(logprobs), None if entropies is None else torch.cat(entropies), ctx.counts
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None]:
-        run: _BatchRun = ctx.run
-        if ctx.kept is None:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None, None]:
+        run: RowRun = ctx.run
+        if ctx.rows is None:
             raise TreepackError(
                 "batch_statistics: backward ran a second time, but the graph was freed by the first one; call it again "
                 "for every backward pass"
             )
-        kept, ctx.kept = ctx.kept, None
+        rows, ctx.rows = ctx.rows, None
         parts = [None if each is None else torch.split(each, ctx.counts) for each in grads[:2]]
-        _backward(kept, [None if part is None else part[0] for part in parts])
-        del kept
-        for i in range(1, run.num_rows):
-            exchange = ctx.exchange and i == run.num_rows - 1
-            with torch.enable_grad(), _restored(ctx.autocast), gradient_exchange(run.replicas, exchange):
-                values = run.values(i)
-            _backward(values, [None if part is None else part[i] for part in parts])
-            del values
-        return None, None
-
-
-def _backward(values: Values, grads: list[Tensor | None]) -> None:
-    """Add the gradients of a row to the gradients of the parameters."""
-    pairs = [(value, grad) for value, grad in zip(values, grads, strict=True) if value is not None and grad is not None]
-    if not pairs:  # all ranks must run the backward passes of all rows, so one without gradients runs with zeros
-        pairs = [(values[0], torch.zeros_like(values[0]))]
-    torch.autograd.backward([value for value, _ in pairs], [grad for _, grad in pairs])
+        for i, row in enumerate(rows):
+            own = [None if part is None else part[i] for part in parts]
+            exchange = ctx.exchange and i == len(rows) - 1
+            run.backward(row, own, ctx.kept if i == 0 else [], exchange=exchange)
+        return None, None, None
 
 
 def _columns(values: list[Values]) -> tuple[list[Tensor], list[Tensor] | None]:
     """Return the log-probabilities of all rows, and the entropies of all rows."""
     entropies = [each for _, each in values if each is not None]
     return [each for each, _ in values], entropies or None
-
-
-def _autocast_state(kind: str) -> dict[str, Any]:
-    return {
-        "device_type": kind,
-        "enabled": torch.is_autocast_enabled(kind),
-        "dtype": torch.get_autocast_dtype(kind),
-        "cache_enabled": torch.is_autocast_cache_enabled(),
-    }
-
-
-@contextmanager
-def _restored(autocast: dict[str, Any]) -> Iterator[None]:
-    """Run the block under the autocast of the forward pass, which torch does not restore in a backward pass."""
-    with torch.autocast(**autocast):
-        yield

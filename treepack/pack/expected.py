@@ -27,7 +27,7 @@ from treepack.columns import (
     ragged_values,
     temperatures_of,
 )
-from treepack.errors import TreepackError
+from treepack.errors import TreepackError, quoted_value
 from treepack.files import schema
 from treepack.files.manifest import Manifest
 from treepack.pack.row import Row, RowTerms, term_field
@@ -146,7 +146,7 @@ class ExpectedTrajectories:
             named = known.is_named(order) and _same_routes(row, path, self.trie, slices)
             if not (named and np.array_equal(row.input_ids[path], _concatenate(self.trie.tokens, slices))):
                 raise TreepackError(
-                    f"row {row.row_id}: trajectory {row.trajectory_ids[order]} differs from the trie's; "
+                    f"row {row.row_id}: trajectory {quoted_value(row.trajectory_ids[order])} differs from the trie's; "
                     "pack the trie again"
                 )
             counts = None if self.counts is None else _concatenate(self.counts, slices)
@@ -162,7 +162,7 @@ class ExpectedTrajectories:
 
     def _refuse(self, row: Row, order: int, known: str) -> None:
         raise TreepackError(
-            f"row {row.row_id}: holds trajectory {row.trajectory_ids[order]} {known}; pack the trie again"
+            f"row {row.row_id}: holds trajectory {quoted_value(row.trajectory_ids[order])} {known}; pack the trie again"
         )
 
     def finish(self) -> None:
@@ -179,9 +179,8 @@ class ExpectedTrajectories:
             ids = chunk.filter(pa.array(missing[first : first + len(chunk)]))
             names += [pc.min(ids).as_py()] if len(ids) else []
             first += len(chunk)
-        raise TreepackError(
-            f"trajectory {min(names)} and {int(missing.sum()) - 1} more are in no row; pack the trie again"
-        )
+        first_name, others = quoted_value(min(names)), int(missing.sum()) - 1
+        raise TreepackError(f"trajectory {first_name} and {others} more are in no row; pack the trie again")
 
 
 class _RowValues:

@@ -45,7 +45,7 @@ def check_training(
         TreepackError: a path, manifest, part, column or share is missing or wrong, or the model lacks a token id.
     """
     check_device_name(options.device)
-    check_launched(options.sequence_ranks, options.expert_ranks)
+    check_launched(options.ranks_of_row, options.ranks_of_experts)
     check_mix(options.mix, len(packed))
     headers, others = _read_headers(packed), _read_headers(held_out)
     for each in (headers, others):
@@ -53,7 +53,7 @@ def check_training(
     if options.init_from is not None and not is_address(options.init_from):
         refuse_missing(options.init_from, kind="model", files=(CONFIG_FILE, RUN, "checkpoint.json", ADAPTER_FILE))
     max_token_id = max(each.manifest["max_token_id"] for each in (*headers, *others))
-    size, teacher = _check_model(model, max_token_id, expert_ranks=options.expert_ranks), options.objective.teacher
+    size, teacher = _check_model(model, max_token_id, expert_ranks=options.ranks_of_experts), options.objective.teacher
     if teacher is not None and (words := _check_model(teacher, max_token_id)) and size:
         check_same_words(teacher, words, model, size)
     return headers, others
@@ -111,9 +111,7 @@ def _read_headers(paths: Sequence[str | AnyPath]) -> list[PackedHeader]:
 def _check_model(model: str, max_token_id: int, *, expert_ranks: int = 1) -> int | None:
     """Refuse a path without a model, a vocabulary without `max_token_id`, and experts that the ranks cannot share.
 
-    Return the size of the vocabulary.
-
-    It is None if this machine does not have the config.
+    Return the size of the vocabulary, None if this machine does not have the config.
     """
     config = find_config(model)
     size = None if config is None else vocabulary_size(config)

@@ -111,11 +111,13 @@ def while_it_fits(
 ) -> tuple[T, TrainingRun]:
     """Return what a function without gradients returns for a run, and the run with the plan that fitted.
 
-    Gradients of the model are dropped if memory runs out.
+    Gradients of the model are dropped if memory runs out. Several ranks have one attempt.
 
     Raises:
         TreepackError: memory is too small for the smallest plan, or as `attempt`.
     """
+    if run.ranks.size > 1:
+        return attempt(run), run
     names = ("carry", "pass_tokens", "loss_chunk")
 
     def smaller(tried: TrainingRun) -> tuple[TrainingRun, str] | None:

@@ -27,6 +27,8 @@ LENGTH_OPTIONS = frozenset({"steps", "epochs", "patience"})
 # The names of `attention.IMPLEMENTATIONS`; that package imports torch, and a page of help must not.
 ATTENTION = ("auto", "reference", "flex", "flash", "triton")
 DTYPES = ("auto", "fp32", "bf16")
+# Options that a run on several ranks chooses if they are "auto".
+RANK_OPTIONS = ("sequence_ranks", "expert_ranks", "cpu_offload")
 ROUTES = ("replay", "ignore")
 CHUNK = 2048  # targets whose logits are in memory at a time
 MAX_SEED = 2**63 - 1  # torch takes a signed 64-bit seed, and numpy none below 0
@@ -98,11 +100,11 @@ class TrainOptions:
     device: str = option("auto", "cpu, cuda or cuda:N; auto is a GPU if there is one.")
     seed: int = option(0, "Seed of row order and random weights.", minimum=0, maximum=MAX_SEED)
     objective: Objective = field(default_factory=Objective)  # the loss to minimise
-    sequence_ranks: int = option(
-        1,
-        "Ranks that compute each row together, for rows that are too long for one GPU: each has 1/R of the tokens, and "
-        "in attention 1/R of the heads. A divisor of the number of ranks and of heads.",
-        minimum=1,
+    sequence_ranks: int | str = option(
+        "auto",
+        "Ranks that compute each row together: each has 1/R of the tokens, and in attention 1/R of the heads. A "
+        "divisor of the number of ranks and of heads; auto is 1 unless a row does not fit on one GPU, or GPUs would be "
+        "idle.",
     )
     # Sharded weights; both have no effect in one process
     gather_dtype: str = option(
@@ -110,12 +112,13 @@ class TrainOptions:
         "Dtype of weights sent between ranks; bf16 halves the traffic and rounds all weights, norms too.",
         choices=("fp32", "bf16"),
     )
-    cpu_offload: bool = option(False, "Keep sharded weights and optimiser on the CPU.")
-    expert_ranks: int = option(
-        1,
+    cpu_offload: bool | str = option(
+        "auto", "Keep sharded weights and optimiser on the CPU; auto does so if they do not fit on the GPUs."
+    )
+    expert_ranks: int | str = option(
+        "auto",
         "Divide the experts of each layer among this number of ranks, and send tokens to the ranks of their experts. "
-        "The run has a multiple of that many ranks.",
-        minimum=1,
+        "The run has a multiple of that many ranks; auto is 1 unless no GPU has room to gather the experts.",
     )
     # Checkpoints and evaluation
     checkpoint_every: int = option(100, "Optimiser steps between checkpoints; 0 for none.", minimum=0)
@@ -170,10 +173,14 @@ class TrainOptions:
             raise TreepackError(f"checkpoint_layers is {layers!r}; expected a number of layers, all or auto")
         if layers == 0 and self.offload_checkpoints is True:
             raise TreepackError("offload_checkpoints offloads recomputed layers and checkpoint_layers is 0; omit one")
-        for name in ("compile", "offload_checkpoints"):
+        for name in ("sequence_ranks", "expert_ranks"):
+            value = getattr(self, name)
+            if value != "auto" and not (isinstance(value, int) and value >= 1):
+                raise TreepackError(f"{name} is {value!r}; expected a number of ranks of at least 1, or auto")
+        for name in ("compile", "offload_checkpoints", "cpu_offload"):
             if getattr(self, name) not in ("auto", False, True):
                 raise TreepackError(f"{name} is {getattr(self, name)!r}; expected True, False or auto")
-        if self.expert_ranks > 1 and self.cpu_offload:
+        if self.ranks_of_experts > 1 and self.cpu_offload is True:
             raise TreepackError("expert_ranks keeps each rank's experts on its GPU; leave out cpu_offload")
         check_tokens(self.carry, self.pass_tokens)
         check_chunk(self.loss_chunk)
@@ -196,9 +203,19 @@ class TrainOptions:
             del record["blocks"]  # the order of a run without blocks depends on none
         if self.routes == "replay":
             del record["routes"]
-        if self.expert_ranks == 1:
+        if self.ranks_of_experts == 1:
             del record["expert_ranks"]
         return {**record, "betas": list(self.betas), "mix": None if self.mix is None else list(self.mix)}
+
+    @property
+    def ranks_of_row(self) -> int:
+        """The ranks that compute a row together; one before they are chosen."""
+        return 1 if self.sequence_ranks == "auto" else int(self.sequence_ranks)
+
+    @property
+    def ranks_of_experts(self) -> int:
+        """The ranks that divide the experts of a layer; one before they are chosen."""
+        return 1 if self.expert_ranks == "auto" else int(self.expert_ranks)
 
     @property
     def fixed_options(self) -> dict[str, Any]:

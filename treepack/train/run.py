@@ -14,6 +14,7 @@ from torch import Tensor
 from treepack.carry.offload import CarryMemory
 from treepack.costs.recurrent_cost import count_scans
 from treepack.data.mixture import AnyDataset, source_of_rows, sources_of
+from treepack.memory.device_memory import StepMemory
 from treepack.model.experts.active import num_active_weights
 from treepack.model.experts.router_balance import RouterBalance
 from treepack.model.loaded import LoadedModel
@@ -35,9 +36,9 @@ class TrainingRun:
     `rewards` is the sum of the known rewards of every row's trajectories and their number, float64 [num_rows, 2].
     `held_out` are rows to evaluate on, with a schedule of one step that has all of them. `balance` computes the
     auxiliary loss of routers, if `options.router_aux` asks for it. `division` has the rows of each machine, if the
-    machines read blocks of their own. `carry_memory` is the memory for keys and values that rows in
-    pieces carry, on a GPU. `choices` are lines about the plan of its memory. `teacher` scores each row before its
-    forward pass (`teacher.taught`).
+    machines read blocks of their own. `memory` is the memory of the device, if it is measured, and `carry_memory` its
+    part for keys and values that rows in pieces carry. `choices` are lines about the plan of its memory. `teacher`
+    scores each row before its forward pass (`teacher.taught`).
     """
 
     dataset: AnyDataset
@@ -52,6 +53,7 @@ class TrainingRun:
     held_out: TrainingRun | None = None
     balance: RouterBalance | None = None
     division: Division | None = None
+    memory: StepMemory | None = None
     carry_memory: CarryMemory | None = None
     choices: tuple[str, ...] = ()
     teacher: LoadedModel | None = None

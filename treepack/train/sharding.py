@@ -87,9 +87,9 @@ def load_sharded(source: str | Path, options: TrainOptions, device: torch.device
     """
     base, adapter = base_of(source, options.lora)
     config, notes = read_config(base, options.attention)
-    check_heads(config.get_text_config(), options.sequence_ranks, base)
-    if options.expert_ranks > 1:
-        check_share(stacked_experts(config.get_text_config()), options.expert_ranks, base)
+    check_heads(config.get_text_config(), options.ranks_of_row, base)
+    if options.ranks_of_experts > 1:
+        check_share(stacked_experts(config.get_text_config()), options.ranks_of_experts, base)
     half = torch.bfloat16 if options.dtype == "bf16" else torch.float32
     rounded = quantization(base, half, device) if options.lora is not None and options.lora.quantize else {}
     files = None if rounded or base.endswith(".json") else weight_files(base)
@@ -113,12 +113,12 @@ def load_sharded(source: str | Path, options: TrainOptions, device: torch.device
         model.to("meta")  # the parameters of the adapter too
     else:
         assign(model, weights, torch.float32)
-        if not (options.cpu_offload or rounded):  # bitsandbytes puts its weights on the device itself
+        if not (options.cpu_offload is True or rounded):  # bitsandbytes puts its weights on the device itself
             model.to(device)
     root = _shard(model, causal, options, device)
     if plan is not None:
         assert files is not None
-        fill(causal, plan, files, torch.device("cpu") if options.cpu_offload else device, base)
+        fill(causal, plan, files, torch.device("cpu") if options.cpu_offload is True else device, base)
         for name, parameter in model.named_parameters():
             if name in weights:
                 _copy_part(weights[name], parameter)
@@ -132,8 +132,8 @@ def load_sharded(source: str | Path, options: TrainOptions, device: torch.device
     # The probe is a forward without a backward, which leaves the root gathered. An optimiser made now would take the
     # gathered parameters in place of the shards.
     root.reshard()
-    if options.sequence_ranks > 1:
-        share_rows(causal, make_mesh(device, sequence=options.sequence_ranks)["sequence"].get_group())
+    if options.ranks_of_row > 1:
+        share_rows(causal, make_mesh(device, sequence=options.ranks_of_row)["sequence"].get_group())
     return loaded
 
 
@@ -175,9 +175,9 @@ def _shard(model: Any, causal: Any, options: TrainOptions, device: torch.device)
     }
     # Weights of 4 bits are whole on every rank: they are few bytes, and their blocks have no rows.
     settings["ignored_params"] = {each for each in causal.parameters() if hasattr(each, "quant_state")}
-    if options.expert_ranks > 1:
+    if options.ranks_of_experts > 1:
         settings["ignored_params"] |= share_experts(causal, mesh, str(causal.config.name_or_path))
-    if options.cpu_offload:
+    if options.cpu_offload is True:
         settings["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
     layers = find_layers(causal)
     if not layers:
@@ -202,10 +202,13 @@ def check_sharing(options: TrainOptions, ranks: Ranks) -> None:
         TreepackError: the ranks are no multiple of the expert ranks, or a base of 4 bits would be divided.
     """
     if ranks.grouped and options.lora is not None and options.lora.quantize:
-        for name, given in (("cpu_offload", options.cpu_offload), ("expert_ranks", options.expert_ranks > 1)):
+        for name, given in (
+            ("cpu_offload", options.cpu_offload is True),
+            ("expert_ranks", options.ranks_of_experts > 1),
+        ):
             if given:
                 raise TreepackError(f"quantize keeps the whole base of 4 bits on every rank; leave out {name}")
-    check_expert_ranks(options.expert_ranks, ranks.size, grouped=ranks.grouped)
+    check_expert_ranks(options.ranks_of_experts, ranks.size, grouped=ranks.grouped)
 
 
 def expert_mesh(device: torch.device, options: TrainOptions) -> Any:
@@ -216,7 +219,7 @@ def expert_mesh(device: torch.device, options: TrainOptions) -> Any:
     """
     from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-    size, expert = torch.distributed.get_world_size(), options.expert_ranks
+    size, expert = torch.distributed.get_world_size(), options.ranks_of_experts
     if expert in (1, size):
         return init_device_mesh(device.type, (size,))
     ranks = make_mesh(device, expert=expert).mesh.movedim(1, -1).reshape(-1, expert)
@@ -247,6 +250,9 @@ def whole_weights(loaded: LoadedModel) -> Iterator[None]:
     try:
         with whole_experts(loaded.causal):
             yield
+    except TreepackError:
+        loaded.model.zero_grad(set_to_none=True)  # of the whole weights, which no optimiser has
+        raise
     finally:
         _keep_whole(root, False)
         for module in modules:
@@ -259,6 +265,17 @@ def summing_gradients(loaded: LoadedModel) -> Iterator[None]:
     if loaded.root is not None:
         loaded.root.set_requires_gradient_sync(True)
     yield
+
+
+def can_repeat(loaded: LoadedModel) -> bool:
+    """Return True if `forget_passes` can follow a pass that failed; a sharded model needs torch 2.13 for it."""
+    return loaded.root is None or hasattr(loaded.root, "reset_iter_state")
+
+
+def forget_passes(loaded: LoadedModel) -> None:
+    """Drop what a pass that failed inside `whole_weights` has left in the model; all ranks must call this."""
+    if loaded.root is not None:
+        loaded.root.reset_iter_state()
 
 
 def _sharded_modules(root: Any) -> list[Any]:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, closing, nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -21,7 +21,8 @@ from treepack.data.batch import Batch
 from treepack.data.mixture import source_names, source_of_rows
 from treepack.data.prefetch import Prefetch
 from treepack.data.transfers import sent
-from treepack.memory.shortage import memory_errors
+from treepack.errors import TreepackError
+from treepack.memory.shortage import is_memory_error, memory_errors
 from treepack.model.experts.over_ranks import sum_over_replicas
 from treepack.model.experts.router_balance import RouterBalance
 from treepack.model.experts.weights import cast_once
@@ -32,7 +33,7 @@ from treepack.train.passes import Pass
 from treepack.train.pieces import has_long_rows, row_runner
 from treepack.train.run import TrainingRun
 from treepack.train.schedule import learning_rate
-from treepack.train.sharding import summing_gradients, whole_weights
+from treepack.train.sharding import can_repeat, summing_gradients, whole_weights
 from treepack.train.teacher import taught
 from treepack.train.watch.pass_times import PassTimes, slowest_pass
 
@@ -155,6 +156,7 @@ def forward_rows(run: TrainingRun, rows: list[int]) -> Report:
         torch.no_grad(),
         whole_weights(loaded) if in_pieces else nullcontext(),
         closing(Prefetch(run.dataset, share, pin=loaded.device.type == "cuda")) as batches,
+        _meeting(run, apart=in_pieces),
     ):
         for own, batch in zip(share, batches, strict=True):
             if not own and in_pieces:
@@ -163,8 +165,6 @@ def forward_rows(run: TrainingRun, rows: list[int]) -> Report:
                 result = row_runner(run, batch).loss(taught(run, batch), _part(run, own, denominator, factors))
             if own:
                 report.add(own, batch, result)
-        if in_pieces:
-            run.ranks.any(False)  # gloo waits 30 minutes for the slowest rank, and NCCL would wait 10
     if loaded.root is not None:
         # A forward without a backward leaves the root gathered, and a checkpoint would save that, not the shards.
         loaded.root.reshard()
@@ -246,17 +246,44 @@ def _compute_rows(
         if run.balance is not None:
             batches = list(batches)
             balancing = _count_routes(run, run.balance, batches, reshard=sharded and not in_pieces)
-        for own, batch in zip(share, batches, strict=True):
-            if not own and in_pieces:
-                continue  # no rank waits for another one
-            with step_memory_errors(batch, carry=run.options.carry), report.times.measure(own):
-                _accumulate(run, batch, own, denominator, factors, report)
+        with _meeting(run, apart=in_pieces):
+            for own, batch in zip(share, batches, strict=True):
+                if not own and in_pieces:
+                    continue  # no rank waits for another one
+                with step_memory_errors(batch, carry=run.options.carry), report.times.measure(own):
+                    _accumulate(run, batch, own, denominator, factors, report)
         if in_pieces and sharded:
-            run.ranks.any(False)  # gloo waits 30 minutes for the slowest rank, and NCCL would wait 10
             with summing_gradients(run.loaded), step_memory_errors():
                 _accumulate(run, run.dataset.padding(), (), denominator, factors, report)
     sum_over_replicas(run.loaded.causal)
     return balancing
+
+
+class SharedShortageError(TreepackError):
+    """A lack of memory on some rank, which all ranks raise, so that they can repeat the step together."""
+
+
+@contextmanager
+def _meeting(run: TrainingRun, *, apart: bool) -> Iterator[None]:
+    """Let the ranks meet after the block if they do not meet inside (`apart`); then all learn if memory ran out on one.
+
+    Ranks that compute a row together meet in every layer even so.
+
+    Raises:
+        SharedShortageError: memory ran out on any rank, and each could finish the block.
+    """
+    shortage = None
+    try:
+        yield
+    except TreepackError as error:
+        is_alone = apart and run.ranks.sequence == 1 and can_repeat(run.loaded)
+        if not is_alone or not is_memory_error(error.__cause__ or error):
+            raise
+        shortage = error
+    # gloo waits 30 minutes for the slowest rank, and NCCL would wait 10
+    if apart and run.ranks.any(shortage is not None):
+        cause = torch.OutOfMemoryError() if shortage is None else shortage.__cause__
+        raise SharedShortageError(str(shortage or "out of memory on another rank")) from cause
 
 
 def _accumulate(

@@ -28,6 +28,9 @@ USUAL = frozenset(
     "qwen2_5 qwen3 qwen3_6 llama3_1 gptoss gemma3 gemma4 deepseekv3 deepseek_r1_distill glm4moe phi3_5".split()
 )
 NAMES = [name if name in USUAL else pytest.param(name, marks=pytest.mark.slow) for name in real_templates.names()]
+# The share that may be skipped for families that agents are trained with; no other test would fail if a template skips
+# more. Not Llama 3.1: its template prints either the text or the call of a turn, and refuses several calls.
+MAX_SKIPPED = dict.fromkeys("qwen2_5 qwen3 qwen3_5_think qwen3_6 qwen3_8 deepseekv3 glm4moe".split(), 0.02)
 REAL_CONVERSATIONS = 3  # of each source
 PROMPT_MESSAGES = 6
 
@@ -44,8 +47,7 @@ def samples(tokenizer: Any, one: Conversation, expand: str) -> list[Trajectory |
     return list(tokenize([one.item], tokenizer=tokenizer, tools=one.tools, expand=expand))
 
 
-def wrong(tokenizer: Any, reader: Any, one: Conversation) -> Iterator[str]:
-    whole = samples(reader, one, "trajectory")
+def wrong(tokenizer: Any, reader: Any, one: Conversation, whole: list[Trajectory | Skipped]) -> Iterator[str]:
     yield from faults(tokenizer, one.chat, whole, one.schemas)
     # The prompts of the first turns are enough, and rendering every turn of a long conversation takes most of the time.
     short = replace(one, item=replace(one.item, content=marked(one.chat, limit=PROMPT_MESSAGES)))
@@ -61,8 +63,13 @@ def test_trained_tokens_are_what_the_assistant_wrote_or_the_conversation_is_skip
     tokenizer, reader = load_tokenizer(folder), read_tokenizer(folder)
     assert isinstance(reader, FileTokenizer)
     assert fingerprint(reader) == fingerprint(tokenizer)
-    faulty = {one.item.source: fault for one in conversations() for fault in wrong(tokenizer, reader, one)}
-    assert faulty == {}
+    faulty, skipped = list[tuple[str, str]](), list[Skipped]()
+    for one in conversations():
+        whole = samples(reader, one, "trajectory")
+        skipped += [each for each in whole if isinstance(each, Skipped)]
+        faulty += [(one.item.source, fault) for fault in wrong(tokenizer, reader, one, whole)]
+    assert faulty == []
+    assert len(skipped) <= MAX_SKIPPED.get(name, 1) * len(conversations()), [each.reason for each in skipped]
 
 
 def test_the_matrix_has_conversations_of_every_source() -> None:
@@ -70,18 +77,6 @@ def test_the_matrix_has_conversations_of_every_source() -> None:
     if not REAL.is_dir():
         pytest.skip(f"the real rollouts are not at {REAL}")
     assert len({one.source for one in real_conversations(1)}) == 3
-
-
-# Families that agents are trained with; no other test would fail if a template skips more of them. Not
-# Llama 3.1: its template prints either the text or the call of a turn, and refuses several calls.
-READ_WHOLE = "qwen2_5 qwen3 qwen3_5_think qwen3_6 qwen3_8 deepseekv3 glm4moe".split()
-
-
-@pytest.mark.parametrize("name", READ_WHOLE)
-def test_the_usual_templates_skip_next_to_nothing(name: str, tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(real_templates.save(name, tmp_path))
-    skipped = [s for one in conversations() for s in samples(tokenizer, one, "trajectory") if isinstance(s, Skipped)]
-    assert len(skipped) <= 0.02 * len(conversations()), [s.reason for s in skipped]
 
 
 def test_merges_of_a_vocabulary_give_the_ids_of_its_ranks() -> None:

@@ -12,7 +12,7 @@ objectives over terms, the log-probabilities come from the trajectories run alon
 In float64 a pass leaves no doubt (tolerance 1e-9); float32 is for compiled kernels, which have no float64 (1e-4).
 
 With a `MemoryPlan` that recomputes, the plain model too recomputes its layers, and its output layer is applied to a
-chunk of positions at a time. `verify_rows` selects the rows, or parts of rows, that fit into memory.
+chunk of positions at a time. `train.verification` selects the rows, or parts of rows, that fit into memory.
 """
 
 from __future__ import annotations

@@ -15,33 +15,38 @@ from treepack.errors import TreepackError
 from treepack.files.directory import RUN
 from treepack.files.remote.address import AnyPath
 from treepack.files.remote.stored_files import read_stored
-from treepack.train.options import TrainOptions
+from treepack.train.options import RANK_OPTIONS, TrainOptions
 from treepack.train.ranks import Ranks
+from treepack.train.run import TrainingRun
 
 # Options that may be "auto"; no value changes the result of a run except for rounding.
 NAMES = ("compile", "checkpoint_layers", "offload_checkpoints", "carry", "pass_tokens", "loss_chunk")
 ENTRY = "chosen"
 
 
-def chosen_values(options: TrainOptions, lines: tuple[str, ...]) -> dict[str, dict[str, Any]]:
-    """Return the entry of run.json: the values of `NAMES`, and `lines` about the choices if there are any."""
-    values: dict[str, Any] = {name: getattr(options, name) for name in NAMES}
-    return {ENTRY: {**values, **({"why": list(lines)} if lines else {})}}
+def chosen_values(run: TrainingRun) -> dict[str, dict[str, Any]]:
+    """Return the entry of run.json: the values of `NAMES`, those of several ranks, and lines about them if any."""
+    names = (*NAMES, *(RANK_OPTIONS if run.ranks.size > 1 else ()))
+    values: dict[str, Any] = {name: getattr(run.options, name) for name in names}
+    if run.ranks.size > 1:
+        values["ranks"] = run.ranks.size
+    return {ENTRY: {**values, **({"why": list(run.choices)} if run.choices else {})}}
 
 
 def with_recorded(options: TrainOptions, out: AnyPath, ranks: Ranks) -> TrainOptions:
     """Return the options with the values of the run in `out`, if there is one; all ranks must call this function.
 
     They replace "auto", and a number of blocks that is None: a resumed run keeps its order on any number of machines.
+    The choices of several ranks are taken again by the same number of ranks.
 
     Raises:
         TreepackError: the store cannot be reached.
     """
     # Only the first rank reads the file: it may also write it, before another one has looked for it.
-    return replace(options, **ranks.lead(lambda: _recorded(options, out)))
+    return replace(options, **ranks.lead(lambda: _recorded(options, out, ranks.size)))
 
 
-def _recorded(options: TrainOptions, out: AnyPath) -> dict[str, Any]:
+def _recorded(options: TrainOptions, out: AnyPath, num_ranks: int) -> dict[str, Any]:
     """Return the values in the run.json of `out` for options that have none."""
     content = read_stored(out / RUN)
     values: dict[str, Any] = {}
@@ -51,7 +56,8 @@ def _recorded(options: TrainOptions, out: AnyPath) -> dict[str, Any]:
         if options.blocks is None:
             values["blocks"] = int(record["options"].get("blocks", 1))
         chosen = record.get(ENTRY, {})
-        given = {name: chosen[name] for name in NAMES if getattr(options, name) == "auto" and name in chosen}
+        names = (*NAMES, *(RANK_OPTIONS if chosen.get("ranks") == num_ranks else ()))
+        given = {name: chosen[name] for name in names if getattr(options, name) == "auto" and name in chosen}
         replace(options, **given)  # refuses values of a damaged file
         values |= given
     return values

@@ -145,16 +145,15 @@ def extend_run(run: TrainingRun, out: AnyPath, done: int) -> str | None:
 
 
 def record_plan(run: TrainingRun, out: AnyPath) -> None:
-    """Record the values that a run has chosen anew; only the first rank writes.
+    """Record the values that a run has chosen anew.
 
     Raises:
         TreepackError: the disk fails.
     """
-    if run.ranks.leads:
-        try:
-            _write(out / RUN, {**read_run_record(out / RUN), **chosen_values(run.options, run.choices)})
-        except OSError as error:
-            raise TreepackError(f"{out}: cannot be written ({error.strerror or error}); resume the run") from error
+    try:
+        _write(out / RUN, {**read_run_record(out / RUN), **chosen_values(run)})
+    except OSError as error:
+        raise TreepackError(f"{out}: cannot be written ({error.strerror or error}); resume the run") from error
 
 
 def stage_model(
@@ -256,7 +255,7 @@ def _identity(run: TrainingRun) -> dict[str, Any]:
 
 def _run_record(run: TrainingRun) -> dict[str, Any]:
     """Return the content of run.json."""
-    return {**_identity(run), "treepack": __version__, **chosen_values(run.options, run.choices)}
+    return {**_identity(run), "treepack": __version__, **chosen_values(run)}
 
 
 def _values(record: dict[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,8 @@
-"""Open a training run: data, model and options, checked before the first step, in four stages.
+"""Open a training run: data, model and options, checked before the first step, in five stages.
 
     options                   --choose_compute-->  ComputeSetting    device and dtype
     packed, options           --open_data-->       RunData           rows, steps, blocks; the same for held-out rows
+    model, RunData            --choose_ranks-->    RankChoice        ranks of a row and of experts, if there are several
     model, options            --load_run_model-->  LoadedModel       its layers as in the options
     RunData, LoadedModel      --check_fit-->       RunFit            tokenizer and notes
     all of these              --choose_memory-->   MemoryChoices     one plan for all options that are "auto"
@@ -38,6 +39,7 @@ from treepack.train.saving.run_directory import is_same_finished_run
 from treepack.train.saving.run_record import is_finished
 from treepack.train.setup.compute import choose_compute
 from treepack.train.setup.memory_input import MemoryInput
+from treepack.train.setup.rank_choice import choose_ranks
 from treepack.train.setup.run_data import open_data, open_held_out
 from treepack.train.setup.run_memory import choose_memory
 from treepack.train.setup.run_model import NO_ROOM, check_fit, load_run_model
@@ -68,7 +70,7 @@ def open_run(
         TreepackError: the device is missing, the data is damaged, the model is not supported, the data does not fit the
             model, or memory is too small.
     """
-    ranks, compute = (ranks or Ranks()).sharing(options.sequence_ranks), choose_compute(options)
+    ranks, compute = (ranks or Ranks()).sharing(options.ranks_of_row), choose_compute(options)
     if options.lora is not None:
         check_trainable(model, options.lora)
     check_optimizer(options, ranks)
@@ -78,21 +80,23 @@ def open_run(
     # A machine that has opened the data before waits here for one that has not, by gloo, which waits 30 minutes. The
     # first collective of NCCL would wait 10 minutes.
     ranks.any(False)
-    options = replace(options, dtype=compute.dtype, blocks=data.blocks)
+    if meter is None and compute.device.type == "cuda":
+        meter = gpu_meter(compute.device)
+    choice = choose_ranks(model, replace(options, dtype=compute.dtype, blocks=data.blocks), data, ranks, meter)
+    options, ranks = choice.options, ranks.sharing(choice.options.ranks_of_row)
     loaded = load_run_model(model, options, compute, ranks)
     balance = RouterBalance(loaded.causal, options.router_aux, source=loaded.source) if options.router_aux else None
     fit = check_fit(data, loaded, options, balance=balance, held_out=evaluated)
     teacher = load_teacher(options, compute.device, compute.autocast or torch.float32, data.dataset, loaded)
-    if meter is None and compute.device.type == "cuda":
-        meter = gpu_meter(compute.device)
     memory = choose_memory(MemoryInput(data, evaluated, loaded, options, compute, ranks, meter))
     make = partial(
         TrainingRun,
         loaded=loaded,
         options=replace(options, **memory.plan.options),
         ranks=ranks,
+        memory=memory.memory,
         carry_memory=memory.carry_memory,
-        choices=memory.lines,
+        choices=(*choice.lines, *memory.lines),
         teacher=teacher,
     )
     return make(
@@ -101,7 +105,7 @@ def open_run(
         table=data.table,
         division=data.division,
         tokenizer=fit.tokenizer,
-        notes=(*fit.notes, *memory.lines, *memory.notes),
+        notes=(*fit.notes, *choice.lines, *memory.lines, *memory.notes),
         rewards=fit.rewards,
         balance=balance,
         held_out=None
@@ -171,7 +175,7 @@ def open_verification(packed: Packed, model: str | Path, options: TrainOptions) 
     if options.lora is not None and options.lora.rank is not None:
         # A new adapter has B = 0, so the gradient of A is 0 and any error of it would pass.
         assign(loaded.model, initial_weights(loaded.model, options.seed, random_b=True), weights)
-    if options.sequence_ranks > 1:
+    if options.ranks_of_row > 1:
         share_rows(loaded.causal, torch.distributed.group.WORLD)
     # `verify_rows` recomputes the layers if that is needed.
     adapt_layers(loaded.causal, checkpointing=False, compiled=options.compile is True)

@@ -1,4 +1,4 @@
-"""The fourth stage of opening: values for the options that are "auto", chosen together from measured bytes and seconds.
+"""The last stage of opening: values for the options that are "auto", chosen together from measured bytes and seconds.
 
     MemoryInput: data, model and options --choose_memory--> MemoryChoices
 
@@ -27,7 +27,7 @@ from treepack.carry.refusal import can_carry, check_carry
 from treepack.data.batch import Batch
 from treepack.data.joined import usual_pass
 from treepack.errors import TreepackError
-from treepack.memory.device_memory import free_memory, update_bytes
+from treepack.memory.device_memory import StepMemory, free_memory, update_bytes
 from treepack.memory.offload import LayerOffload
 from treepack.memory.shortage import is_memory_error, memory_errors
 from treepack.model.forward import WholeRows
@@ -39,6 +39,7 @@ from treepack.train.setup.compile_choice import CompilationRecord, keep_compilat
 from treepack.train.setup.host_memory import host_room, moved_tensors, reserve_host
 from treepack.train.setup.memory_input import MemoryInput
 from treepack.train.setup.model_probe import agreed, probe_model
+from treepack.train.setup.plan_forecast import PlanForecast
 from treepack.train.setup.run_plan import (
     PLANNED,
     ModelProbe,
@@ -53,8 +54,6 @@ from treepack.train.sharding import adapt, summing_gradients, whole_weights
 
 _log = logging.getLogger("treepack")
 
-# Share of the GPU's memory that stays free for fragments and the error of the estimate.
-_MARGIN = 0.08
 # Bytes of the optimiser's states for a trained weight.
 _STATE_BYTES = {"adamw": 8, "adamw-8bit": 2}
 _NO_ROOM = (
@@ -65,9 +64,10 @@ _NO_ROOM = (
 
 @dataclass(frozen=True)
 class MemoryChoices:
-    """The values of the options that are planned, memory of rows in pieces, lines about the choices, and notes."""
+    """The values of the options that are planned, with their memory, lines about the choices, and notes."""
 
     plan: RunPlan
+    memory: StepMemory | None
     carry_memory: CarryMemory | None
     lines: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
@@ -83,19 +83,31 @@ def choose_memory(given: MemoryInput) -> MemoryChoices:
     if isinstance(options.carry, int):
         check_carry(loaded)
     lines: tuple[str, ...] = ()
-    if given.meter is None:
+    memory = None if given.meter is None else StepMemory(given.meter)
+    if memory is None:
         plan = _unmeasured(given)
         _log.info("plan: whole rows and no measurement, because torch counts no memory on a CPU")
     elif _is_planned(given):
         plan = _as_given(given)
     else:
-        plan, lines = _Planner(given).plan()
+        plan, lines, memory = _Planner(given, memory).plan()
     apply_plan(loaded, options, plan)
     adapted, notes = adapted_layers(loaded.causal), tuple[str, ...]()
     if plan.offload_checkpoints and adapted is not None and adapted.recomputed > 0:
         lower = given.compute.dtype == "bf16"
         notes = (reserve_host(loaded, adapted, _longest_pass(given, plan), lower=lower),)
-    return MemoryChoices(plan, _carry_memory(given, plan), lines, notes)
+    return MemoryChoices(plan, memory, _carry_memory(given, plan), lines, notes)
+
+
+def coming_bytes(loaded: LoadedModel, options: TrainOptions, *, states: bool = True) -> int:
+    """Return the bytes that the next update allocates on this rank: gradients, and with `states` the moments."""
+    state = _STATE_BYTES[options.optimizer] if states and options.cpu_offload is not True else 0
+    return update_bytes(loaded.model, state_bytes=state)
+
+
+def whole_bytes(loaded: LoadedModel) -> int:
+    """Return the bytes of all parameters of a model, of which this rank may have a part only."""
+    return sum(each.numel() * each.element_size() for each in loaded.model.parameters())
 
 
 def apply_plan(loaded: LoadedModel, options: TrainOptions, plan: RunPlan) -> None:
@@ -154,15 +166,14 @@ def _longest_pass(given: MemoryInput, plan: RunPlan) -> int:
 class _Planner:
     """The measurements of a run, one after the other, as far as the plan needs them."""
 
-    def __init__(self, given: MemoryInput) -> None:
-        assert given.meter is not None
-        self.given, self.meter = given, given.meter
+    def __init__(self, given: MemoryInput, memory: StepMemory) -> None:
+        self.given, self.memory, self.meter = given, memory, memory.meter
         self.rows: RunRows = given.rows()
         self.batch = given.longest_batch()
         self.chunk = CHUNK if given.options.loss_chunk == "auto" else int(given.options.loss_chunk)
 
-    def plan(self) -> tuple[RunPlan, tuple[str, ...]]:
-        """Return the plan, and a line for every choice."""
+    def plan(self) -> tuple[RunPlan, tuple[str, ...], StepMemory]:
+        """Return the plan, a line for every choice, and the memory of the plan."""
         given = self.given
         _log.info("measuring memory and time of a pass")
         try:
@@ -172,7 +183,9 @@ class _Planner:
             given.loaded.model.zero_grad(set_to_none=True)
             _release(given.loaded.device)
         probe = next(each for each in probes if each.compiled == plan.compile)
-        return plan, choice_lines(plan, probe, self.rows, room, given, about_compilation, pieces=bool(pieces))
+        lines = choice_lines(plan, probe, self.rows, room, given, about_compilation, pieces=bool(pieces))
+        forecast = PlanForecast(probe, self.rows, room.moved).num_bytes
+        return plan, lines, replace(self.memory, needed=plan.num_bytes, forecast=forecast)
 
     def _choose(self, probes: list[ModelProbe]) -> tuple[RunPlan, RunRoom, tuple[PieceProbe, ...]]:
         given, room = self.given, self._room()
@@ -197,9 +210,8 @@ class _Planner:
     def _room(self) -> RunRoom:
         """Return the free memory of the smallest rank, while gradients exist."""
         given, loaded = self.given, self.given.loaded
-        states = 0 if given.options.cpu_offload else _STATE_BYTES[given.options.optimizer]
         _release(loaded.device)
-        gpu = self.meter.free() - update_bytes(loaded.model, state_bytes=states) - int(_MARGIN * self.meter.total)
+        gpu = self.meter.free() - coming_bytes(loaded, given.options) - self.memory.margin
         lower = given.compute.dtype == "bf16"
         layers = len(find_layers(loaded.causal))
         moved = sum(moved_tensors(loaded, recomputed=layers, lower=lower)) // max(1, layers) if layers else 0
@@ -278,11 +290,9 @@ class _Planner:
         given, loaded = self.given, self.given.loaded
         if self.rows.longest_of_all <= 1024:
             return False
-        if loaded.root is not None:
-            # Every rank gathers the whole weights, and keeps whole gradients.
-            whole = sum(p.numel() * p.element_size() for p in loaded.model.parameters())
-            if given.ranks.any(2 * whole > self.meter.free()):
-                return False
+        # Every rank gathers the whole weights, and keeps whole gradients.
+        if loaded.root is not None and given.ranks.any(2 * whole_bytes(loaded) > self.meter.free()):
+            return False
         return can_carry(loaded)
 
     def _pieces(self, probe: ModelProbe) -> tuple[PieceProbe, ...]:
@@ -323,8 +333,7 @@ def measured_pieces(given: MemoryInput, batch: Batch, chunk: int) -> CarryCosts 
                 runner.backward(given.data.dataset.padding())
             if costs is not None:
                 # The whole weights and their gradients, besides this rank's own.
-                whole = sum(p.numel() * p.element_size() for p in loaded.model.parameters())
-                costs = replace(costs, fixed=costs.fixed + 2 * whole)
+                costs = replace(costs, fixed=costs.fixed + 2 * whole_bytes(loaded))
     loaded.model.zero_grad(set_to_none=True)
     loaded.model.train(training)
     if ranks.any(costs is None) or costs is None:
@@ -345,13 +354,15 @@ def _carry_memory(given: MemoryInput, plan: RunPlan) -> CarryMemory | None:
     return spare_memory(device) if plan.pieces is None else CarryMemory(device, plan.pieces.budget)
 
 
-def spare_memory(device: torch.device) -> CarryMemory | None:
-    """Return memory of carried tensors, half of the free memory of a GPU; None on a CPU.
+def spare_memory(device: torch.device, room: int | None = None) -> CarryMemory | None:
+    """Return memory of carried tensors, half of `room` bytes or of the free memory of a GPU; None on a CPU.
 
     Keys and values of other layers wait on the host; the other half is for a piece's layer and logits. The budget
     changes no result.
     """
-    return CarryMemory(device, CarryBudget(stack=free_memory(device) // 2)) if device.type == "cuda" else None
+    if device.type != "cuda":
+        return None
+    return CarryMemory(device, CarryBudget(stack=max(0, free_memory(device) if room is None else room) // 2))
 
 
 def _release(device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""The third stage of opening: the model of a run, with the checks that it fits the data.
+"""The fourth stage of opening: the model of a run, with the checks that it fits the data.
 
 model, options, ranks --load_run_model--> LoadedModel      whole, or sharded over the ranks; layers as in the options
 LoadedModel, RunData --check_fit--> RunFit                 data that does not fit the model is refused here

@@ -60,12 +60,16 @@ class ModelProbe:
     seconds_recomputed: float
     launch: float
 
-    def pass_bytes(self, tokens: int, recomputed: int, chunk: int) -> int:
-        """Return the bytes of a pass of `tokens` tokens if the first `recomputed` layers run again."""
+    def pass_bytes(self, tokens: int, recomputed: int, chunk: int, *, moved: int = 0) -> int:
+        """Return the bytes of a pass of `tokens` tokens if the first `recomputed` layers run again.
+
+        Each of these layers moves `moved` bytes of a token to host memory; the tensors of two layers are on the GPU.
+        """
         # The peak with all layers but one recomputed is hardly below that with all: 4 layers, kept 40, recomputed 10
         # -> 40 30 20 10 10
         share = min(1.0, recomputed / max(1, self.num_layers - 1))
         per_token = self.kept + share * (self.recomputed - self.kept)
+        per_token -= max(0, recomputed - 2) * moved
         return int(max(0, self.fixed + (chunk - self.chunk) * self.logits) + tokens * per_token)
 
     def seconds(self, recomputed: int) -> float:
@@ -220,12 +224,9 @@ def _whole(
     for tokens in pass_sizes(rows, options.pass_tokens):
         passed = options.pass_tokens if options.pass_tokens != "auto" else tokens
         for recomputed in layer_counts(options, probe.num_layers, layers):
-            size = probe.pass_bytes(tokens, recomputed, chunk)
-            if offload:
-                # The tensors of two layers are on the GPU.
-                size -= max(0, recomputed - 2) * room.moved * tokens
-                if recomputed * room.moved * tokens > room.host:
-                    continue
+            size = probe.pass_bytes(tokens, recomputed, chunk, moved=room.moved if offload else 0)
+            if offload and recomputed * room.moved * tokens > room.host:
+                continue
             start = probe.launch / max(1, min(tokens, max(rows.step_tokens, rows.longest)))
             seconds = max(probe.seconds(recomputed), start) + rows.attention * probe.seconds_kept
             yield RunPlan(probe.compiled, recomputed, offload, carry, int(passed), chunk, size, seconds)

@@ -1,0 +1,177 @@
+"""The number of ranks that share a row or divide experts, by a table of cases and by configurations of models."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from support.oracle_model import packed_directory, tiny_config
+from support.rank_processes import Case, train_over
+from support.simulated_device import ScriptedMemory
+from support.strategies import make
+from treepack.costs.model_cost import PRESETS
+from treepack.errors import TreepackError
+from treepack.memory.model_memory import ModelMemory, count_weights, memory_of
+from treepack.train.options import TrainOptions
+from treepack.train.ranks import Ranks
+from treepack.train.saving.choices import with_recorded
+from treepack.train.setup.rank_choice import RankNeeds, choose_ranks, divide, rank_needs
+from treepack.train.setup.run_data import open_data
+
+GB = 10**9
+USUAL: dict[str, Any] = {"sequence_ranks": 1, "expert_ranks": 1, "cpu_offload": False}
+
+
+def needs(**changes: Any) -> RankNeeds:
+    """Return needs in units of 1 GB for 8 ranks: a state of 80, rows of 1 for each 1,000 tokens, pieces of 60."""
+    usual: dict[str, Any] = {
+        "state": 80 * GB,
+        "held": 10 * GB,
+        "gathered": 4 * GB,
+        "experts": 0,
+        "whole": 60 * GB,
+        "row": lambda tokens: tokens * GB // 1000,
+        "longest": 20_000,
+        "usual": 20_000,
+        "rows": 8,
+        "sequences": (1, 2, 4, 8),
+    }
+    return RankNeeds(**(usual | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected", "line"),
+    [
+        ({}, {}, ""),
+        # 90 of 100 GB may be used, 76 beside weights.
+        ({"longest": 76_000, "whole": None}, {}, ""),
+        (
+            {"longest": 77_000, "whole": None},
+            {"sequence_ranks": 2},
+            "sequence-ranks 2: a row of 77,000 tokens needs 71.7 GiB on one GPU, of which 70.8 GiB is free",
+        ),
+        ({"longest": 200_000, "whole": None}, {"sequence_ranks": 4}, "sequence-ranks 4: a row of 200,000 tokens"),
+        ({"longest": 900_000, "whole": None}, {"sequence_ranks": 8}, "sequence-ranks 8: a row of 900,000 tokens"),
+        ({"longest": 900_000, "whole": None, "sequences": (1, 2)}, {"sequence_ranks": 2}, "sequence-ranks 2"),
+        # Rows in pieces fit, if the whole weights do.
+        ({"longest": 200_000}, {}, ""),
+        ({"longest": 200_000, "whole": 80 * GB}, {"sequence_ranks": 4}, "sequence-ranks 4: a row of 200,000 tokens"),
+        # Idle ranks.
+        ({"rows": 4}, {"sequence_ranks": 2}, "sequence-ranks 2: a step has 4 rows for 8 ranks"),
+        ({"rows": 3}, {"sequence_ranks": 4}, "sequence-ranks 4: a step has 3 rows for 8 ranks"),
+        ({"rows": 1}, {"sequence_ranks": 8}, "sequence-ranks 8: a step has 1 rows for 8 ranks"),
+        ({"rows": 1, "sequences": (1, 2)}, {"sequence_ranks": 2}, "sequence-ranks 2: a step has 1 rows for 8 ranks"),
+        ({"rows": 1, "usual": 5_000}, {}, ""),
+        ({"rows": 1, "sequences": (1,)}, {}, ""),
+        # Experts that do not fit beside the share of a rank.
+        (
+            {"gathered": 90 * GB, "experts": 88 * GB, "divisions": (8, 4, 2)},
+            {"expert_ranks": 8},
+            "expert-ranks 8: experts of two layers have 82.0 GiB, which do not fit on a GPU beside its share",
+        ),
+        # With 4 expert ranks, 4 ranks have the whole state: 20 GB each.
+        ({"gathered": 90 * GB, "experts": 88 * GB, "divisions": (4, 2)}, {"expert_ranks": 4}, "expert-ranks 4"),
+        # Weights that do not fit.
+        (
+            {"held": 100 * GB, "state": 800 * GB},
+            {"cpu_offload": True},
+            "cpu-offload on: weights and optimiser need 93.1 GiB of a GPU with 93.1 GiB free",
+        ),
+        ({"held": 100 * GB, "state": 800 * GB, "can_offload": False}, {}, ""),
+        ({"held": 300 * GB, "state": 2400 * GB}, {}, ""),  # nor on the host
+    ],
+)
+def test_only_a_run_that_would_be_refused_or_idle_is_divided_anew(
+    changes: dict[str, Any], expected: dict[str, Any], line: str
+) -> None:
+    values, lines = divide(needs(**changes), 8, free=100 * GB, host=200 * GB)
+    assert values == USUAL | expected
+    assert "\n".join(lines).startswith(line)
+    assert bool(lines) == bool(line)
+
+
+def test_a_given_number_of_ranks_is_kept_without_a_line() -> None:
+    given = needs(sequences=(2,), longest=900_000, whole=None)
+    assert divide(given, 8, free=100 * GB, host=0) == (USUAL | {"sequence_ranks": 2}, ())
+
+
+@pytest.mark.parametrize("name", ["qwen3-1.7b", "qwen3-8b", "llama-3.1-70b", "qwen3-30b-a3b"])
+def test_weights_of_an_estimate_are_those_of_its_parts(name: str) -> None:
+    counts, memory = count_weights(PRESETS[name], name=name), memory_of(PRESETS[name], name=name)
+    assert isinstance(memory, ModelMemory)
+    assert memory.state == 16 * counts.total
+    assert counts.total == pytest.approx(counts.ends + memory.num_layers * counts.layer, rel=1e-6)
+    # 128 experts, each with three matrices of 2,048 x 768.
+    assert counts.experts == (128 * 3 * 2048 * 768 if "a3b" in name else 0)
+
+
+@pytest.fixture
+def packed(tmp_path: Path) -> Path:
+    rollouts = [make(f"t{i}", [i, *range(6, 24), *range(6, 20 + i)]) for i in range(4)]
+    return packed_directory(tmp_path / "packed", rollouts, capacity=40)
+
+
+def test_needs_follow_the_configuration_and_the_options(packed: Path, tmp_path: Path) -> None:
+    experts = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    config = tiny_config(tmp_path / "m.json", "qwen3", **experts, model_type="qwen3_moe", num_attention_heads=4)
+    options, ranks = TrainOptions(device="cpu", rows_per_step=1), Ranks(0, 8, machines=2)
+    data = open_data(packed, options, Ranks())
+    found = rank_needs(config, options, data, ranks)
+    assert found.held == found.state // 8 > 0
+    assert list(found.sequences) == [1, 2, 4]  # of the four ranks of a machine
+    assert list(found.divisions) == [2]  # of 6 experts
+    assert (found.rows, found.longest) == (1, int(data.dataset.num_tokens.max()))
+    assert found.row(2000) - found.row(1000) == found.row(1000) - found.row(0) > 0
+    given = rank_needs(config, replace(options, sequence_ranks=2, expert_ranks=2, carry=None), data, ranks)
+    assert (list(given.sequences), given.held, given.whole) == ([2], found.state // 2, None)
+    assert not given.can_offload
+    offloaded = rank_needs(config, replace(options, cpu_offload=True), data, ranks)
+    assert (offloaded.held, list(offloaded.divisions)) == (0, [])
+    unknown = tiny_config(tmp_path / "u.json", "qwen3", num_attention_heads=4, hidden_act="silu")
+    assert rank_needs(unknown, options, data, ranks).divisions == ()
+
+
+def test_one_process_and_a_cpu_choose_nothing(packed: Path, tmp_path: Path) -> None:
+    options = TrainOptions(device="cpu")
+    data, meter = open_data(packed, options, Ranks()), ScriptedMemory((0,), 1.0, 1.0).meter(0)
+    for ranks, device in ((Ranks(), meter), (Ranks(0, 2), None)):
+        chosen = choose_ranks(tmp_path / "no model is read", options, data, ranks, device)
+        assert chosen.lines == ()
+        assert chosen.options == replace(options, **USUAL)
+
+
+@pytest.mark.parametrize("name", ["sequence_ranks", "expert_ranks"])
+def test_bad_numbers_of_ranks_are_refused(name: str) -> None:
+    changes: dict[str, Any] = {name: 0}
+    with pytest.raises(TreepackError, match=f"^{name} is 0; expected a number of ranks of at least 1, or auto$"):
+        TrainOptions(**changes)
+
+
+@pytest.mark.slow
+def test_ranks_share_rows_that_do_not_fit_on_one(packed: Path, tmp_path: Path) -> None:
+    config = tiny_config(tmp_path / "tiny.json")
+    steps = {"steps": 2, "rows_per_step": 2, "compile": False, "carry": None, "loss_chunk": 64}
+    options = TrainOptions(device="cpu", carry=None)
+    found = rank_needs(config, options, open_data(packed, options, Ranks()), Ranks(0, 2))
+    too_little = int((found.held + found.gathered + found.row(found.longest) - 100) / 0.9)
+    memory = ScriptedMemory((GB, too_little), kept=1.0, recomputed=0.5)
+    divided = Case("divided", packed, config, steps, memory=memory)
+    shared = train_over(2, tmp_path, [divided])["divided"]
+    alone = train_over(0, tmp_path, [replace(divided, memory=None)])["divided"]
+    (line,) = (note for note in shared["notes"] if note.startswith("sequence-ranks"))
+    assert line.startswith(f"sequence-ranks 2: a row of {found.longest} tokens needs")
+    chosen = json.loads((shared["out"] / "run.json").read_text())["chosen"]
+    assert {name: chosen[name] for name in (*USUAL, "ranks")} == USUAL | {"sequence_ranks": 2, "ranks": 2}
+    assert chosen["why"][0] == line
+    for number, again in ((2, 2), (4, "auto")):  # only as many ranks take the choice again
+        ranks = Ranks(0, number)
+        assert with_recorded(TrainOptions(device="cpu"), shared["out"], ranks).sequence_ranks == again
+    for first, second in zip(shared["records"], alone["records"], strict=True):
+        assert first["loss"] == pytest.approx(second["loss"], rel=2e-5)
+    for name, gradient in alone["gradients"].items():
+        torch.testing.assert_close(shared["gradients"][name], gradient, rtol=1e-4, atol=1e-6)

@@ -1,0 +1,56 @@
+"""Two ranks whose memory runs out: both continue with one smaller plan, and with the numbers of undisturbed ranks."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from support.oracle_model import packed_directory, tiny_config
+from support.rank_processes import Case, train_over
+from support.simulated_device import ScriptedMemory, ScriptedShortage
+from support.strategies import make
+
+GIB = 1 << 30
+
+
+def assert_same(result: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Check that losses and the gradients of the last step are equal except for float32 rounding."""
+    assert len(result["records"]) == len(expected["records"]) == 3
+    for actual, reference in zip(result["records"], expected["records"], strict=True):
+        for name in ("loss", "grad_norm", "tokens"):
+            assert actual[name] == pytest.approx(reference[name], rel=2e-5), name
+    for name, gradient in expected["gradients"].items():
+        torch.testing.assert_close(result["gradients"][name], gradient, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_all_ranks_go_on_if_the_memory_of_one_runs_out(tmp_path: Path) -> None:
+    generator = np.random.default_rng(0)
+    rollouts = [make(f"t{i}", [i // 3, *range(9), 5, *generator.integers(20, 24, 8).tolist()]) for i in range(15)]
+    packed = packed_directory(tmp_path / "packed", rollouts, capacity=40)
+    config = tiny_config(tmp_path / "tiny.json", num_hidden_layers=3)
+    steps = {"steps": 3, "rows_per_step": 3, "checkpoint_every": 0}
+    # A row of 128 tokens needs 50 GiB, and 5 GiB if two of three layers are recomputed.
+    memory = ScriptedMemory((60 * GIB, 60 * GIB), kept=0.4 * GIB, recomputed=0.04 * GIB, steps=2, taken=(0, 20 * GIB))
+    auto = {**steps, "compile": False, "carry": None, "loss_chunk": 64}
+    taken = Case("taken", packed, config, auto, memory=memory)
+    forward = Case("forward", packed, config, {**steps, "carry": 8}, shortage=ScriptedShortage(1, 5))
+    backward = Case("backward", packed, config, {**steps, "carry": 8}, shortage=ScriptedShortage(0, 3, backward=True))
+    results = train_over(2, tmp_path, [taken, forward, backward])
+    alone = [replace(each, memory=None, shortage=None) for each in (taken, forward, backward)]
+    expected = train_over(0, tmp_path, alone)
+    for name, note in {
+        "taken": "step 3 lacks memory on a rank, which has room for 40.0 GiB; it runs with a smaller plan: 2 layers",
+        "forward": "out of memory on another rank; it runs again with a smaller plan: 2 layers recomputed, pieces",
+        "backward": "out of memory in row ",
+    }.items():
+        assert_same(results[name], expected[name])
+        (remark,) = results[name]["remarks"]
+        assert remark.startswith(note)
+        assert json.loads((results[name]["out"] / "run.json").read_text())["chosen"]["checkpoint_layers"] == 2

@@ -1,0 +1,207 @@
+"""The third stage of opening: the ranks that compute a row together or divide experts, and the place of weights.
+
+model, options, rows --rank_needs--> RankNeeds                      by its configuration, before the model is loaded
+RankNeeds, free bytes of the smallest rank --divide--> values       equal on all ranks, a line for each that is unusual
+
+Usually each rank computes rows of its own, and weights are sharded over all ranks. To share a row costs an exchange in
+every layer, whose time is not known before the model is loaded. So the usual way stays, unless the run would be refused
+or ranks would be idle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from treepack.errors import TreepackError
+from treepack.memory.device_memory import MemoryMeter
+from treepack.memory.model_memory import ModelMemory, WeightCounts, count_weights, memory_of
+from treepack.model.adapters.adapter import base_of
+from treepack.model.experts.active import stacked_experts
+from treepack.model.load import read_config
+from treepack.sequence.share import check_heads
+from treepack.train.options import RANK_OPTIONS, TrainOptions
+from treepack.train.ranks import Ranks
+from treepack.train.setup.host_memory import host_room
+from treepack.train.setup.run_data import RunData
+from treepack.train.setup.run_plan import SMALLEST_PIECE, gib
+
+# Share of the free memory that the estimate may take.
+_SHARE = 0.9
+# Tokens of a row that is worth an exchange in every layer if ranks are idle otherwise: an assumption, not measured.
+_LONG = 8192
+# Bytes of a trained weight with its gradient and AdamW's moments, of a frozen weight, and of a weight of 4 bits.
+_TRAINED, _FROZEN, _ROUNDED = 16, 4, 0.6
+_USUAL: dict[str, Any] = {"sequence_ranks": 1, "expert_ranks": 1, "cpu_offload": False}
+
+
+@dataclass(frozen=True)
+class RankNeeds:
+    """Bytes that a run needs, and the numbers of ranks that it can use.
+
+    Attributes:
+        state: weights, gradients and optimiser of the whole model.
+        held: the part of one rank in the usual way.
+        gathered: whole weights and gradients that a rank has at once: the ends of the model and two layers.
+        experts: the part of `gathered` that belongs to experts.
+        whole: all whole weights and gradients, which rows in pieces need; None if rows cannot run in pieces.
+        row: returns the bytes of a row of some tokens with all layers recomputed.
+        longest: tokens of the longest trained row.
+        usual: tokens of a usual row.
+        rows: rows of a usual step.
+        sequences: numbers of ranks that can share a row, ascending; never empty.
+        divisions: numbers of ranks that can divide the experts, descending.
+        can_offload: True if weights and optimiser may be in host memory.
+    """
+
+    state: int
+    held: int
+    gathered: int
+    experts: int
+    whole: int | None
+    row: Callable[[int], int]
+    longest: int
+    usual: int
+    rows: int
+    sequences: Sequence[int] = (1,)
+    divisions: Sequence[int] = ()
+    can_offload: bool = True
+
+    @property
+    def shortest(self) -> int:
+        """The bytes of the longest row in the shortest parts: pieces, or shares of all ranks."""
+        pieces = SMALLEST_PIECE if self.whole is not None else self.longest
+        return self.row(min(pieces, -(-self.longest // self.sequences[-1])))
+
+
+@dataclass(frozen=True)
+class RankChoice:
+    """Options whose `RANK_OPTIONS` have values, and lines about the values that are not the usual ones."""
+
+    options: TrainOptions
+    lines: tuple[str, ...] = ()
+
+
+def choose_ranks(
+    model: str | Path, options: TrainOptions, data: RunData, ranks: Ranks, meter: MemoryMeter | None
+) -> RankChoice:
+    """Choose the options of several ranks that are "auto"; all ranks must call this.
+
+    Without a meter, as on a CPU, and in one process these are the usual ones.
+
+    Raises:
+        TreepackError: the configuration of the model cannot be read.
+    """
+    auto = [name for name in RANK_OPTIONS if getattr(options, name) == "auto"]
+    values, lines = _USUAL, tuple[str, ...]()
+    if auto and ranks.size > 1 and meter is not None:
+        free, host = ranks.smallest(meter.free()), ranks.smallest(host_room())
+        values, lines = divide(rank_needs(model, options, data, ranks), ranks.size, free=free, host=host)
+    return RankChoice(replace(options, **{name: values[name] for name in auto}), lines)
+
+
+def divide(needs: RankNeeds, size: int, *, free: int, host: int) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Return the values of `RANK_OPTIONS` for `size` ranks, and a line for each that is not the usual one.
+
+    Args:
+        needs: the needs of the run.
+        size: number of ranks.
+        free: bytes that the smallest rank may allocate on its GPU.
+        host: bytes of host memory that it may use.
+    """
+    values, lines, room, held = dict(_USUAL), list[str](), int(_SHARE * free), needs.held
+    gathered = needs.gathered
+    if held + gathered + needs.shortest > room:
+        # Each group of ranks that divides the experts has the whole state.
+        fitting = [n for n in needs.divisions if needs.state // n + gathered - needs.experts + needs.shortest <= room]
+        if fitting:
+            values["expert_ranks"], held, gathered = fitting[0], needs.state // fitting[0], gathered - needs.experts
+            about = f"experts of two layers have {gib(needs.experts)}, which do not fit on a GPU beside its share"
+            lines.append(f"expert-ranks {fitting[0]}: {about}")
+        elif needs.can_offload and held <= host and gathered + needs.shortest <= room:
+            values["cpu_offload"] = True
+            lines.append(f"cpu-offload on: weights and optimiser need {gib(held)} of a GPU with {gib(free)} free")
+            held = 0
+    sequence, why = _ranks_of_row(needs, size, room - held - gathered, room - held)
+    if sequence > 1 and len(needs.sequences) > 1:
+        lines.append(f"sequence-ranks {sequence}: {why}")
+    return {**values, "sequence_ranks": sequence}, tuple(lines)
+
+
+def _ranks_of_row(needs: RankNeeds, size: int, room: int, room_for_pieces: int) -> tuple[int, str]:
+    """Return the ranks that share a row, and the reason for several of them.
+
+    `room` are the free bytes beside the weights that a rank has at once, `room_for_pieces` beside its share alone.
+    """
+    numbers, ranks, why = needs.sequences, needs.sequences[0], ""
+    in_pieces = needs.whole is not None and needs.whole + needs.shortest <= room_for_pieces
+    if not in_pieces and needs.row(needs.longest) > room > 0:
+        fitting = [n for n in numbers if needs.row(-(-needs.longest // n)) <= room]
+        ranks = fitting[0] if fitting else numbers[-1]
+        bytes_of_row = gib(needs.row(needs.longest))
+        why = f"a row of {needs.longest:,} tokens needs {bytes_of_row} on one GPU, of which {gib(room)} is free"
+    if needs.usual >= _LONG and size // ranks > needs.rows:
+        busy = [n for n in numbers if size // n <= needs.rows]
+        if (wider := busy[0] if busy else numbers[-1]) > ranks:
+            ranks, why = wider, f"a step has {needs.rows} rows for {size} ranks"
+    return ranks, why
+
+
+def rank_needs(model: str | Path, options: TrainOptions, data: RunData, ranks: Ranks) -> RankNeeds:
+    """Return the needs of a run by the configuration of its model, with the values of the options that are given.
+
+    Rows of recurrent layers have no estimate, and count as rows that fit. So do models of unknown cost.
+
+    Raises:
+        TreepackError: the configuration cannot be read.
+    """
+    base, adapter = base_of(model, options.lora)
+    config = read_config(base, options.attention)[0].get_text_config()
+    memory, counts = _estimate(config, base)
+    is_rounded = options.lora is not None and bool(options.lora.quantize)
+    is_trained = adapter is None and (options.lora is None or options.lora.rank is None)
+    item = 8 if is_trained else 4  # a weight and its gradient
+    state = int(counts.total * (_ROUNDED if is_rounded else _TRAINED if is_trained else _FROZEN))
+    # Weights of 4 bits are whole on every rank.
+    held = state if is_rounded else state // (options.ranks_of_experts if options.ranks_of_experts > 1 else ranks.size)
+    shared = options.ranks_of_experts > 1 or is_rounded
+    tokens = data.dataset.num_tokens[data.rows]
+    num_experts, local = stacked_experts(config), ranks.size // (ranks.machines or 1)
+    divisions = [n for n in range(ranks.size, 1, -1) if ranks.size % n == 0 and num_experts % n == 0]
+    sequences = [n for n in range(1, local + 1) if local % n == 0 and _divides_heads(config, n)]
+    may_divide = options.expert_ranks == "auto" and options.cpu_offload is not True and not is_rounded
+    return RankNeeds(
+        state=state,
+        held=0 if options.cpu_offload is True else held,
+        gathered=0 if is_rounded else item * (counts.ends + 2 * (counts.layer - (counts.experts if shared else 0))),
+        experts=item * 2 * counts.experts,
+        whole=item * counts.total if options.carry is not None and options.attention != "flash" else None,
+        row=lambda tokens: 0 if memory is None else memory.in_rows(tokens, memory.num_layers) - memory.state,
+        longest=data.longest_row,
+        usual=int(np.median(tokens)) if len(tokens) else 0,
+        rows=int(np.median([len(step.rows) for step in data.schedule])) if data.schedule else ranks.size,
+        # Ranks of one machine, because they exchange in every layer.
+        sequences=sequences if options.sequence_ranks == "auto" else (options.ranks_of_row,),
+        divisions=divisions if may_divide and num_experts else (),
+        can_offload=options.cpu_offload == "auto" and not shared,
+    )
+
+
+def _estimate(config: Any, name: str) -> tuple[ModelMemory | None, WeightCounts]:
+    try:
+        memory = memory_of(config.to_dict(), name=name)
+        return memory if isinstance(memory, ModelMemory) else None, count_weights(config.to_dict(), name=name)
+    except TreepackError:
+        return None, WeightCounts()
+
+
+def _divides_heads(config: Any, size: int) -> bool:
+    try:
+        check_heads(config, size, "")
+    except TreepackError:
+        return False
+    return True
