@@ -11,7 +11,7 @@ from treepack.ingest.options import BuildOptions
 
 from .option_groups import as_usage, field_options, option_group
 from .output import quoted, say, show_end, show_figures, show_notes
-from .paths import WRITE
+from .paths import WRITE, refuse_missing
 from .progress import progress_bars, quiet_option
 from .ray_options import ray_cluster, ray_options
 from .reading import reading_options
@@ -52,6 +52,7 @@ def build_trie(
     of all trajectories), N_tree (tokens of the tries) and POR, the potential overlap ratio 1 - N_tree / N_flat.
     """
     build = as_usage(replace)(build, **routes)
+    refuse_missing(inputs)
     if ray is None:
         from treepack.trie.directory import build_trie_directory
 

@@ -11,11 +11,16 @@ click.Path would make "s3://bucket/rows" the local path "s3:/bucket/rows".
 
 from __future__ import annotations
 
+import glob
+import os
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import click
 
+from treepack.errors import TreepackError
 from treepack.files.prepared import prepared_part
 from treepack.files.remote.address import AnyPath, as_output, as_path, is_address
 
@@ -66,6 +71,26 @@ def _part(path: Path, names: tuple[str, ...], *, alone: bool = False, given: Any
         return path if given is None else given
     click.echo(f"note: {path} is an output of treepack prepare; {part} is read", err=True)
     return part
+
+
+def refuse_missing(paths: Iterable[str]) -> None:
+    """Refuse a path that does not exist, before a command imports what reads it; addresses and globs are not looked at.
+
+    Raises:
+        TreepackError: naming the first one.
+    """
+    for path in paths:
+        if path == "-" or is_address(path) or glob.has_magic(path):
+            continue
+        with suppress(ValueError):  # a null byte; this and other errors of the disk have sentences of their own
+            try:
+                Path(path).lstat()
+            except (FileNotFoundError, NotADirectoryError) as error:
+                name = os.fsencode(path).decode("utf-8", "backslashreplace")
+                sentence = f"{name}: no such file or folder, and no glob that matches one; check the path"
+                raise TreepackError(sentence) from error
+            except OSError:
+                continue
 
 
 READ = _InputType()

@@ -13,7 +13,7 @@ from .build_trie import show_build
 from .choices import WordChoice
 from .output import lock_until_end, quoted, show_end
 from .pack import show_packing
-from .paths import WRITE
+from .paths import WRITE, refuse_missing
 from .planning import chosen_options, model_options, pack_options_without_workers
 from .progress import progress_bars, quiet_option
 from .reading import reading_options
@@ -71,6 +71,7 @@ def prepare(
             f"--advantages {estimator} follows whole rollouts through the tree, and --expand turns makes a trajectory "
             f"of each turn; leave out --expand turns, or take one of {', '.join(FLAT)}"
         )
+    refuse_missing(inputs)
     from dataclasses import replace
 
     from treepack.errors import TreepackError

@@ -16,7 +16,7 @@ from treepack.errors import TreepackError
 
 from .option_groups import as_usage, field_options, option_group, refuse_given
 from .output import quoted, show, show_end
-from .paths import LOOK, READ, WRITE
+from .paths import LOOK, READ, WRITE, refuse_missing
 from .planning import search_options
 from .progress import progress_bars, quiet_option
 from .reading import reading_options
@@ -85,6 +85,7 @@ def report(
     if _is_run(paths, watch=watch):
         _report_run(Path(paths[0]), out, png, options, watch=watch, overwrite=overwrite)
         return
+    refuse_missing(paths)
     from treepack.report.write import write_report
 
     with progress_bars() as progress:

@@ -12,7 +12,7 @@ import click
 
 from treepack.errors import TreepackError
 
-from .paths import LOOK
+from .paths import LOOK, refuse_missing
 from .progress import quiet_option, token_progress
 from .reading import reading_options
 
@@ -85,6 +85,7 @@ class _ShownViews:
 
 
 def _find(paths: tuple[str, ...], build: BuildOptions, wanted: _ShowRequest, *, text: bool) -> _ShownViews:
+    refuse_missing(paths)
     from treepack.analysis.origin import local_paths, manifest_of
     from treepack.analysis.show import selection
 

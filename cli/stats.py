@@ -10,7 +10,7 @@ import click
 from treepack.analysis.options import StatsOptions
 
 from .option_groups import field_options, option_group
-from .paths import LOOK, READ
+from .paths import LOOK, READ, refuse_missing
 from .planning import ranked_search_options
 from .progress import progress_bars, quiet_option
 from .reading import reading_options
@@ -79,6 +79,7 @@ def stats(
     """
     import json
 
+    refuse_missing(paths)
     from treepack.analysis.stats import stats as measure
 
     options = StatsOptions(build=build, pack=search, **forecast)

@@ -114,3 +114,12 @@ def test_a_remedy_names_the_packages_of_an_extra_with_their_bounds() -> None:
     assert re.fullmatch(r"run pip install 'torch>=[\d.]+'.*", install_hint("train"))
     assert re.fullmatch(r"run pip install 'flash-linear-attention==[\d.]+'", install_hint("fla"))
     assert "https://pytorch.org" in torch_hint()
+
+
+def test_a_missing_path_is_refused_before_the_readers_are_imported(folder: Path) -> None:
+    commands = ["stats x", "show x", "report x --out y.html", "build-trie x --out y", "prepare x --out y"]
+    program = PROGRAM + 'assert not {"polars", "pyarrow", "numpy"} & sys.modules.keys()\n'
+    arguments = [sys.executable, "-c", program, json.dumps(commands), "absent"]
+    done = subprocess.run(arguments, cwd=folder, capture_output=True, text=True, check=True)
+    refusal = "treepack: x: no such file or folder, and no glob that matches one; check the path\n"
+    assert json.loads(done.stdout) == [[1, refusal]] * len(commands)

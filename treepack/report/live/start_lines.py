@@ -15,7 +15,6 @@ from typing import Any
 from treepack.errors import TreepackError
 from treepack.report.live.metrics_tail import open_regular
 from treepack.report.live.start_log import start_file
-from treepack.report.words import printable
 
 MAX_BYTES = 1 << 16
 MAX_TEXT = 1000  # characters
@@ -79,4 +78,5 @@ def _parse(line: bytes) -> dict[str, Any]:
 
 
 def _shown(value: object) -> str:
-    return printable(str(value))[:MAX_TEXT]
+    # Not `words.printable`, whose module imports much more than a look at a path needs.
+    return "".join(letter if letter.isprintable() else " " for letter in str(value)[:MAX_TEXT])
