@@ -1,7 +1,7 @@
 """A row of a batch in memory that is too long, cut into rows of fewer sequences.
 
-    row of sequences a b c d --cut_row--> RowShare of a b, RowShare of c d
-    values of each --join_shares--> values of the row       gradient of the row --RowShare.gradient--> of each
+    row of sequences a b c d --row_shares--> RowShare of a b, RowShare of c d
+    values of each --values_of_shares--> values of the row       gradient of the row --RowShare.gradient--> of each
 
 The new rows compute the prefixes again that they have in common. A token that several of them score has the same value
 in each, so the first of them gives its value and gets its gradient, and the others get 0.
@@ -22,7 +22,7 @@ from treepack.model.verify.verify_subset import RowPart, restrict_row
 
 @dataclass(frozen=True)
 class RowShare:
-    """A row of some sequences of another one: its value `chosen[k]` is the value `places[k]` of the other row.
+    """A row with some sequences of a larger row: its value `chosen[k]` is the value `places[k]` of the larger row.
 
     `chosen` and `places` are int64 [m] on the device of the row; `count` is the number of its own values.
     """
@@ -33,7 +33,7 @@ class RowShare:
     count: int
 
     def gradient(self, of_row: Tensor) -> Tensor:
-        """Return the gradient of the own values, from that of the other row's."""
+        """Return the gradient of the own values, from the gradient of the larger row's values."""
         return of_row.new_zeros(self.count).index_copy(0, self.chosen, of_row.index_select(0, self.places))
 
 
@@ -44,7 +44,7 @@ def whole_row(row: Batch) -> RowShare:
     return RowShare(row, places, places, len(places))
 
 
-def cut_row(row: Batch, limit: int) -> list[RowShare]:
+def row_shares(row: Batch, limit: int) -> list[RowShare]:
     """Return rows of at most `limit` tokens, each with at least one sequence; one row if nothing can be cut."""
     if row.num_tokens <= limit:
         return [whole_row(row)]
@@ -68,7 +68,7 @@ def cut_row(row: Batch, limit: int) -> list[RowShare]:
     taken = np.zeros(len(terms.tokens), bool)
     shares = []
     for group in groups:
-        # Entries of a restricted row are those of its terms, ascending: index [4 2 4] of its terms -> values 2 and 4.
+        # A restricted row has the entries of its terms, ascending: index [4 2 4] of its terms -> values 2 and 4.
         places = np.unique(index[np.isin(owner, group)])
         chosen = np.flatnonzero(~taken[places])
         taken[places] = True
@@ -78,8 +78,8 @@ def cut_row(row: Batch, limit: int) -> list[RowShare]:
     return shares
 
 
-def join_shares(shares: Sequence[RowShare], values: Sequence[Tensor]) -> Tensor:
-    """Return the values of a row from those of all its shares; differentiable."""
+def values_of_shares(shares: Sequence[RowShare], values: Sequence[Tensor]) -> Tensor:
+    """Return the values of a row from the values of all its shares; differentiable."""
     if len(shares) == 1:
         return values[0]
     joined = torch.cat([each.index_select(0, share.chosen) for share, each in zip(shares, values, strict=True)])

@@ -6,11 +6,11 @@
 A backward pass that fails has added the gradients of the row to some parameters and not to others. They cannot be
 dropped, because the same tensors have the gradients of earlier rows and batches, and a copy of these would need the
 memory that is missing. But a backward pass adds to a parameter once, when the parameter's whole gradient is known. So
-each parameter has the row's gradient or none of it, and a hook tells which. The smaller rows run with the finished
+each parameter has the row's gradient or none of it, and a hook records which. The smaller rows run with the finished
 parameters frozen, and add the rest. The error is final if a pass may add more than once (reentrant checkpoints), if
 something acts on a gradient at once (hooks after the addition), and if other ranks wait for the pass.
 
-On a GPU a first pass measures what its graph keeps for each token. Rows that are too long by that are cut beforehand.
+On a GPU a first pass measures the bytes that its graph keeps for each token. Longer rows than fit are cut beforehand.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from treepack.carry.fitting import release_memory
 from treepack.data.batch import Batch
 from treepack.errors import TreepackError
 from treepack.memory.device_memory import free_memory, update_bytes
 from treepack.memory.shortage import is_memory_error
 from treepack.model.accept.first_batch import sharding_groups
 from treepack.model.collation import batch_logprobs, collate
-from treepack.model.fitting import release_memory
 from treepack.online.options import OnlineOptions
 from treepack.online.ranks import find_replicas, gradient_exchange, uses_deepspeed
-from treepack.online.row_cuts import RowShare, cut_row, join_shares, whole_row
+from treepack.online.row_cuts import RowShare, row_shares, values_of_shares, whole_row
 from treepack.sequence.share import sequence_of
 
 _log = logging.getLogger("treepack")
@@ -53,7 +53,7 @@ _USABLE = 0.8
 
 
 def row_limit(model: nn.Module, *, has_graph: bool) -> int:
-    """Return the most tokens of a row that fit by what earlier rows of the model needed in this process."""
+    """Return the maximum tokens of a row that fits, as earlier rows of the model in this process have shown."""
     return _LIMITS.get(model, {}).get(has_graph, sys.maxsize)
 
 
@@ -140,7 +140,7 @@ class RowRun:
         exchange: bool = False,
         done: frozenset[nn.Parameter] = frozenset(),
     ) -> None:
-        """Add the gradients of a row to those of the parameters, except for `done`.
+        """Add the gradients of a row to the gradients of the parameters, except for `done`.
 
         Args:
             row: the row.
@@ -189,7 +189,7 @@ class RowRun:
             TreepackError: there are none.
         """
         release_memory(row.input_ids.device)
-        shares = cut_row(row, row.num_tokens // 2)
+        shares = row_shares(row, row.num_tokens // 2)
         if len(shares) > 1:
             _keep_limit(self.model, row.num_tokens // 2, has_graph=has_graph)
             _log.warning(
@@ -208,9 +208,11 @@ class RowRun:
 
 
 def join_values(shares: Sequence[RowShare], values: Sequence[Values]) -> Values:
-    """Return the values of a row from those of its shares."""
+    """Return the values of a row from the values of its shares."""
     entropies = [each for _, each in values if each is not None]
-    return join_shares(shares, [each for each, _ in values]), join_shares(shares, entropies) if entropies else None
+    return values_of_shares(shares, [each for each, _ in values]), values_of_shares(
+        shares, entropies
+    ) if entropies else None
 
 
 def _backward(values: Values, grads: Sequence[Tensor | None]) -> None:

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from treepack.carry.fitting import release_memory
 from treepack.data.batch import Batch, empty_batch
 from treepack.errors import TreepackError
-from treepack.model.fitting import release_memory
 from treepack.online.batch import OnlineBatch, plan_batch
 from treepack.online.options import OnlineOptions
 from treepack.online.ranks import agree_on_rows, gradient_exchange, uses_deepspeed
-from treepack.online.row_cuts import RowShare, cut_row
+from treepack.online.row_cuts import RowShare, row_shares
 from treepack.online.row_run import RowRun, Values, join_values, row_limit
 from treepack.online.sequences import Flags, Ids
 
@@ -76,7 +76,7 @@ def batch_statistics(
     run = RowRun.of(model, options, batch.temperature, device)
     has_graph = torch.is_grad_enabled() and any(each.requires_grad for each in model.parameters())
     limit = row_limit(model, has_graph=has_graph)
-    shares = [cut_row(row, limit) for row in batch.rows]
+    shares = [row_shares(row, limit) for row in batch.rows]
     # The longest row first, as in the batch.
     order = sorted(((i, k) for i, own in enumerate(shares) for k in range(len(own))), key=lambda at: _size(shares, at))
     rows = [shares[i][k].row for i, k in order]

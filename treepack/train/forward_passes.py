@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 
+from treepack.carry.fitting import until_it_fits
 from treepack.carry.offload import CarryMemory
 from treepack.carry.refusal import can_carry
 from treepack.data.batch import names_of
 from treepack.data.joined import consecutive, usual_pass
-from treepack.model.fitting import until_it_fits
 from treepack.model.loaded import LoadedModel
 from treepack.train.options import CHUNK
 from treepack.train.scoring_options import CriticOptions, ScoreOptions

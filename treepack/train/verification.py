@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from treepack.carry.fitting import until_it_fits
 from treepack.data.batch import Batch
 from treepack.memory.device_memory import free_memory
-from treepack.model.fitting import until_it_fits
 from treepack.model.loaded import LoadedModel
 from treepack.model.verify.gradients import GradientReport, RunnerMaker, verify_gradients
 from treepack.model.verify.verify_memory import MAX_OPERATIONS, MemoryPlan, model_sizes, plan_memory

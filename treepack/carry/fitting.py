@@ -4,7 +4,7 @@
       ^         |
       '-- smaller(plan), with a note      None ends with one sentence that names the smallest plan
 
-An attempt that fails must leave nothing behind that the next one adds to, such as gradients.
+An attempt that fails must leave nothing to which the next one adds, such as gradients.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def until_it_fits(
         plan: of the first attempt.
         smaller: returns the next plan and its description, None if there is none.
         loaded: the model, whose gradients are dropped after an attempt that failed.
-        place: "in row 3 of 512 tokens", for the sentences, unless the error has a sentence of its own.
+        place: "in row 3 of 512 tokens", in the sentences, unless the error has its own.
         remedy: what a user may do if no plan fits.
         note: called with a sentence for each plan that was too large.
 
