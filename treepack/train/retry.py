@@ -20,14 +20,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 
+from treepack.carry.fitting import release_memory
 from treepack.carry.refusal import can_carry
 from treepack.data.prefetch import Prefetch
 from treepack.errors import TreepackError
 from treepack.memory.shortage import is_memory_error
-from treepack.model.fitting import release_memory
 from treepack.model.layers import adapted_layers, set_recomputed
 from treepack.train.evaluation import evaluate
 from treepack.train.passes import Pass
@@ -36,6 +37,8 @@ from treepack.train.setup.run_memory import coming_bytes, spare_memory, whole_by
 from treepack.train.setup.run_plan import PLANNED, RunPlan, gib, plan_in_words, smaller_plan
 from treepack.train.sharding import forget_passes
 from treepack.train.step import SharedShortageError, StepMetrics, train_step
+
+T = TypeVar("T")
 
 
 class FittingRun:
@@ -152,7 +155,7 @@ class FittingRun:
         if smaller.ranks.leads:
             self._record(smaller)
 
-    def _until_it_fits(self, attempt: Callable[[], StepMetrics]) -> StepMetrics:
+    def _until_it_fits(self, attempt: Callable[[], T]) -> T:
         device = self.run.loaded.device
         random = torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         while True:
