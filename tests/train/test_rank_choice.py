@@ -20,7 +20,7 @@ from treepack.memory.model_memory import ModelMemory, count_weights, memory_of
 from treepack.train.options import TrainOptions
 from treepack.train.ranks import Ranks
 from treepack.train.saving.choices import with_recorded
-from treepack.train.setup.rank_choice import RankNeeds, choose_ranks, divide, rank_needs
+from treepack.train.setup.rank_choice import RankNeeds, choose_division, choose_ranks, rank_needs
 from treepack.train.setup.run_data import open_data
 
 GB = 10**9
@@ -86,10 +86,10 @@ def needs(**changes: Any) -> RankNeeds:
         ({"held": 300 * GB, "state": 2400 * GB}, {}, ""),  # nor on the host
     ],
 )
-def test_only_a_run_that_would_be_refused_or_idle_is_divided_anew(
+def test_only_a_run_that_would_be_refused_or_idle_is_divided_otherwise(
     changes: dict[str, Any], expected: dict[str, Any], line: str
 ) -> None:
-    values, lines = divide(needs(**changes), 8, free=100 * GB, host=200 * GB)
+    values, lines = choose_division(needs(**changes), 8, free=100 * GB, host=200 * GB)
     assert values == USUAL | expected
     assert "\n".join(lines).startswith(line)
     assert bool(lines) == bool(line)
@@ -97,7 +97,7 @@ def test_only_a_run_that_would_be_refused_or_idle_is_divided_anew(
 
 def test_a_given_number_of_ranks_is_kept_without_a_line() -> None:
     given = needs(sequences=(2,), longest=900_000, whole=None)
-    assert divide(given, 8, free=100 * GB, host=0) == (USUAL | {"sequence_ranks": 2}, ())
+    assert choose_division(given, 8, free=100 * GB, host=0) == (USUAL | {"sequence_ranks": 2}, ())
 
 
 @pytest.mark.parametrize("name", ["qwen3-1.7b", "qwen3-8b", "llama-3.1-70b", "qwen3-30b-a3b"])

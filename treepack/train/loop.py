@@ -29,9 +29,6 @@ import torch
 
 from treepack.errors import TreepackError
 from treepack.files.remote.address import AnyPath
-from treepack.model.head.value_head import whole_value_head, without_value_head
-from treepack.model.weights.whole_checkpoint import has_rest
-from treepack.model.weights.writing import SavedWeights, saved_weights
 from treepack.train.evaluation import HeldOutScore
 from treepack.train.optimiser import make_optimiser
 from treepack.train.retry import FittingRun
@@ -40,6 +37,7 @@ from treepack.train.sampling_check import compare_sampling
 from treepack.train.saving.checkpoint import Checkpoints, SavedCheckpoint, latest, restore
 from treepack.train.saving.checkpoint_files import CHECKPOINTS
 from treepack.train.saving.checkpoint_upload import CheckpointUpload
+from treepack.train.saving.model_stage import stage_after_training, stage_before_checkpoint
 from treepack.train.saving.place import METRICS, Place, open_place
 from treepack.train.saving.run_directory import (
     begin,
@@ -47,11 +45,9 @@ from treepack.train.saving.run_directory import (
     finish_run,
     is_complete,
     record_plan,
-    stage_model,
     staged_model,
 )
 from treepack.train.saving.run_record import is_finished
-from treepack.train.sharding import whole_state
 from treepack.train.step import StepMetrics, step_memory_errors
 from treepack.train.watch.metrics import MetricsLog
 
@@ -150,7 +146,7 @@ def _steps(
                 # The model first, whose weight files the checkpoint links. If it cannot be written (full disk), the
                 # checkpoint has the weights, and --resume writes the model without training. If the checkpoint fails
                 # instead, the model is still worth finishing.
-                staged = best in (None, 0, done) and _stage_for_checkpoint(fitting.run, place)
+                staged = best in (None, 0, done) and stage_before_checkpoint(fitting.run, place)
                 _log.info("writing the checkpoint of step %d", done)
                 linked = staged_model(place) if staged else None
                 with _note_errors(note):
@@ -164,54 +160,8 @@ def _steps(
         run = fitting.run
     outcome = _take_best(run, place, optimiser, score, done, note) if options.patience and score.best_step else {}
     if not staged:
-        _stage(run, place, _weights_as_files(run))
+        stage_after_training(run, place)
     run.ranks.lead(lambda: finish_run(run, place, outcome))
-
-
-def _weights_as_files(run: TrainingRun) -> SavedWeights | None:
-    """Return the weights as the files of the model contain them; None for an adapter, or if they are converted."""
-    with without_value_head(run.loaded.causal):
-        return None if has_rest(run.loaded.causal, run.loaded.source) else saved_weights(run.loaded.model)
-
-
-def _stage_for_checkpoint(run: TrainingRun, place: Place) -> bool:
-    """Stage the model if a checkpoint can link its weight files; return False if it cannot, or if the disk fails.
-
-    In both cases the model is staged after the checkpoint, and an error of the disk ends the run then.
-    """
-    weights = _weights_as_files(run)
-    if weights is None:
-        return False
-    try:
-        _stage(run, place, weights)
-    except TreepackError:
-        return False
-    return True
-
-
-def _stage(run: TrainingRun, place: Place, weights: SavedWeights | None) -> None:
-    """Write the model; all ranks take part in the gathering of the shards, and only the first rank writes.
-
-    Raises:
-        TreepackError: the disk fails.
-    """
-    _log.info("writing the model")
-    loaded, ranks = run.loaded, run.ranks
-    head = whole_value_head(loaded.causal)
-    if weights is None:
-        state = whole_state(loaded) if ranks.grouped else None
-        ranks.lead(lambda: stage_model(run, place, state, value_head=head))
-        return
-
-    def write() -> None:
-        try:
-            stage_model(run, place, weights, value_head=head)
-        finally:
-            weights.gather()  # the other ranks wait in it, even if the disk is full
-
-    if not ranks.leads:
-        weights.gather()
-    ranks.lead(write)
 
 
 def _take_best(

@@ -1,7 +1,7 @@
 """The third stage of opening: the ranks that compute a row together or divide experts, and the place of weights.
 
-model, options, rows --rank_needs--> RankNeeds                      by its configuration, before the model is loaded
-RankNeeds, free bytes of the smallest rank --divide--> values       equal on all ranks, a line for each that is unusual
+model, options, rows --rank_needs--> RankNeeds                           before the model is loaded
+RankNeeds, free bytes of the smallest rank --choose_division--> values   equal on all ranks, lines for unusual ones
 
 Usually each rank computes rows of its own, and weights are sharded over all ranks. To share a row costs an exchange in
 every layer, whose time is not known before the model is loaded. So the usual way stays, unless the run would be refused
@@ -100,11 +100,11 @@ def choose_ranks(
     values, lines = _USUAL, tuple[str, ...]()
     if auto and ranks.size > 1 and meter is not None:
         free, host = ranks.smallest(meter.free()), ranks.smallest(host_room())
-        values, lines = divide(rank_needs(model, options, data, ranks), ranks.size, free=free, host=host)
+        values, lines = choose_division(rank_needs(model, options, data, ranks), ranks.size, free=free, host=host)
     return RankChoice(replace(options, **{name: values[name] for name in auto}), lines)
 
 
-def divide(needs: RankNeeds, size: int, *, free: int, host: int) -> tuple[dict[str, Any], tuple[str, ...]]:
+def choose_division(needs: RankNeeds, size: int, *, free: int, host: int) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Return the values of `RANK_OPTIONS` for `size` ranks, and a line for each that is not the usual one.
 
     Args:
