@@ -283,6 +283,7 @@ def test_the_command_line_has_the_defaults_of_the_library() -> None:
 
 
 def test_a_wrong_model_is_refused_before_anything_is_read(treepack: Run, tmp_path: Path) -> None:
-    result = treepack("stats", tmp_path / "missing", "--model", "qwen3-9b")
+    (tmp_path / "damaged.jsonl").write_text("{")
+    result = treepack("stats", tmp_path / "damaged.jsonl", "--model", "qwen3-9b")
     assert result.status == 1
     assert "qwen3-9b: no such config.json" in result.err
