@@ -73,8 +73,8 @@ WRONG_INPUTS = {
     "train data --model m.json --out x --loss distill --distill 0": "the loss distill trains nothing without distill "
     "and teacher_kl; give one of them",
     "train data --model m.json --out x --sequence-ranks 2": ALONE,
-    "train data --model m.json --out x --expert-ranks 3": "expert_ranks is 3 and the run has 1 ranks, as --verify "
-    "always has; start a multiple of 3 with torchrun, or leave --expert-ranks out",
+    "train data --model m.json --out x --expert-ranks 3": "expert_ranks is 3 and this is one process; "
+    "start a multiple of 3 with torchrun, or leave --expert-ranks out, also for --verify",
     "logprobs data --model m.json --out x --sequence-ranks 2": ALONE,
     "logprobs none --model m.json --out x": MISSING,
     "logprobs data/trie --model m.json --out x": IS_TRIE,

@@ -95,10 +95,10 @@ def check_expert_ranks(expert: int, size: int, *, grouped: bool) -> None:
         TreepackError: with both numbers.
     """
     if size % expert:
-        alone = "" if grouped else ", as --verify always has"
+        run = f"the run has {size} ranks" if grouped else "this is one process"
         raise TreepackError(
-            f"expert_ranks is {expert} and the run has {size} ranks{alone}; start a multiple of {expert} with "
-            "torchrun, or leave --expert-ranks out"
+            f"expert_ranks is {expert} and {run}; start a multiple of {expert} with torchrun, or leave --expert-ranks "
+            "out, also for --verify"
         )
 
 
