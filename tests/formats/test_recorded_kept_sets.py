@@ -215,6 +215,18 @@ def test_formats_keep_the_sets(tmp_path: Path, name: str) -> None:
     assert not any("sampling_mask" in item.metadata for item in items)
 
 
+@pytest.mark.parametrize(("top_p", "has_sets", "noted"), [(0.9, False, True), (1, False, False), (0.9, True, False)])
+def test_settings_of_a_request_are_noted_too(tmp_path: Path, top_p: float, has_sets: bool, noted: bool) -> None:
+    record = chat()
+    record["request"]["top_p"] = top_p
+    if not has_sets:
+        del record["response"]["choices"][0]["sampling_mask"]
+    path = tmp_path / "rollouts.jsonl"
+    path.write_text(json.dumps(record))
+    build_trie_directory([path], tmp_path / "trie")
+    assert (CUT_NOTE in read_manifest(tmp_path / "trie", TRIE_FORMAT)["counts"]) == noted
+
+
 def test_a_packed_directory_has_the_sets(treepack: Run, tmp_path: Path) -> None:
     path = tmp_path / "rollouts.jsonl"
     path.write_text(json.dumps({"prompt_ids": [3, 4], "response_ids": [5, 6, 7], "reward": 1.0, "kept_ids": SETS}))

@@ -28,6 +28,7 @@ from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import EVERYTHING, Format
 from treepack.ingest.readers.messages.content_blocks import skip_reason
 from treepack.ingest.readers.messages.normal_form import READ
+from treepack.ingest.readers.tokens.kept_fields import cut_note
 from treepack.trajectory import Skipped, Trajectory
 
 
@@ -72,6 +73,7 @@ class _ChoiceCall:
     chat: ChatCall
     tokens: TokenCall | None
     has_logprobs: bool
+    notes: tuple[str, ...]
 
 
 def _choices(exchange: ApiExchange, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
@@ -91,7 +93,8 @@ def _choices(exchange: ApiExchange, options: ReadOptions) -> Iterator[Trajectory
 def _read(record: Record, calls: Sequence[_ChoiceCall], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     tokens = [call.tokens for call in calls if call.tokens is not None]
     if tokens and len(tokens) == len(calls):
-        yield from read_calls(record, tokens, options)
+        notes = next((call.notes for call in calls if call.notes), ())
+        yield from with_notes(read_calls(record, tokens, options), notes)
         return
     notes = (SOME_NOTE,) if tokens else (LOGPROBS_NOTE,) if any(call.has_logprobs for call in calls) else ()
     yield from with_notes(read_chats(record, [call.chat for call in calls], options), notes)
@@ -115,7 +118,8 @@ def _calls(exchange: ApiExchange) -> list[_ChoiceCall]:
         ending = endings.raw_of(choice)
         chat = ChatCall(request["messages"], [said], tools, temperature=temperature, ending=ending)
         tokens = token_call(exchange.response, choice, temperature)
-        calls.append(_ChoiceCall(chat, tokens, bool(token_parts(choice))))
+        notes = cut_note(request) if tokens is not None and tokens.kept is None else ()
+        calls.append(_ChoiceCall(chat, tokens, bool(token_parts(choice)), notes))
     return calls
 
 
