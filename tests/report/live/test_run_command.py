@@ -110,8 +110,9 @@ def test_a_run_that_trains_has_a_page_until_it_ends(tmp_path: Path) -> None:
     training.start()
     url = url_in(tmp_path / "stderr", training)
     with urllib.request.urlopen(url + "events", timeout=60) as events:
-        first = next(line for line in events if line.startswith(b"data: "))
-        assert b'"kind":"running"' in first
+        states = (line for line in events if line.startswith(b"data: "))
+        # The page begins with the parts before the first step.
+        assert b'"kind":"running"' in next(line for line in states if b'"kind":"starting"' not in line)
         assert '"first":' in fetch(url + "rollouts")
         training.kill()  # the page ends with it, even so
         training.join()
