@@ -284,7 +284,7 @@ def test_an_outage_that_lasts_is_one_sentence_and_the_files_stay(
     assert "\n" not in str(caught.value)
     kept = Path(re.search(r"kept in (.*), and", str(caught.value))[1])  # type: ignore[index]
     assert [*kept.glob("checkpoints/.step-00000004.partial-*/__0_0.distcp")]
-    s3.fault = lambda method, path: CUT if method == "PUT" and "/model.safetensors" in path else None
+    s3.fault = lambda method, path: CUT if method == "PUT" and "/run/model.safetensors" in path else None
     with pytest.raises(
         TreepackError, match=r"model\.safetensors: cannot be written.* is kept in .*, and --resume"
     ) as caught:
@@ -347,6 +347,7 @@ def test_ranks_share_the_copies_and_upload_their_shards(packed: Path, config: Pa
         "__0_0.distcp",
         "__1_0.distcp",
         "checkpoint.json",
+        "model.safetensors",
     ]
     steps = [record["step"] for name in ("first", "rest") for record in outcomes[name]["records"]]
     assert steps == [record["step"] for record in outcomes["whole"]["records"]]
