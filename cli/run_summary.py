@@ -41,7 +41,7 @@ def _named_means(metrics: StepMetrics) -> dict[str, float]:
     named: dict[str, float] = {name: means[name] for name in ("reward", "accuracy", "margin") if name in means}
     teacher = {"divergence": "divergence from the teacher", "teacher_kl": "KL to the teacher"}
     named |= {text: means[name] for name, text in teacher.items() if name in means}
-    # kl is that to the reference, with --kl; old_kl is that to the policy that the old log-probabilities are of.
+    # kl is the divergence from the reference (--kl), old_kl that from the policy that gave the old log-probabilities.
     divergence = {"kl": "KL"} if "kl" in means else {"old_kl": "KL to the old policy"}
     named |= {text: means[name] for name, text in {**divergence, "entropy": "entropy"}.items() if name in means}
     if "clip_fraction_low" in means:

@@ -48,7 +48,7 @@ _LIMITS: weakref.WeakKeyDictionary[nn.Module, dict[bool, int]] = weakref.WeakKey
 _SMALLEST_CHUNK = 64
 # A row must have so many tokens that the bytes of a token can be read from it.
 _MEASURABLE = 2048
-# Share of the free memory for what a graph keeps; the rest is for the backward pass of a layer and for fragments.
+# Share of the free memory for the tensors of a graph; the rest is for the backward pass of a layer and for fragments.
 _USABLE = 0.8
 
 

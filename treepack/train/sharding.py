@@ -273,7 +273,7 @@ def can_repeat(loaded: LoadedModel) -> bool:
 
 
 def forget_passes(loaded: LoadedModel) -> None:
-    """Drop what a pass that failed inside `whole_weights` has left in the model; all ranks must call this."""
+    """Forget a pass that failed inside `whole_weights`, so that the next one can start; all ranks must call this."""
     if loaded.root is not None:
         loaded.root.reset_iter_state()
 

@@ -28,7 +28,7 @@ def start_file(out: Path) -> Path:
 
 
 class StartLog(logging.Handler):
-    """The file with the lines; it gets what the logger `treepack` reports, until `end` or the end of the block.
+    """The file with the lines of the logger `treepack`, until `end` or the end of the block.
 
     Without a place for the file, as in a folder that cannot be written, there are no lines.
     """

@@ -47,10 +47,10 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 from treepack.errors import TreepackError
-from treepack.files.manifest import file_sha256
 from treepack.train.saving.checkpoint_files import (
     RECORD,
     describe_error,
+    file_entries,
     find_damage,
     has_all_files,
     list_steps,
@@ -244,12 +244,7 @@ class Checkpoints:
         paths = set(partial.glob(f"__{self._ranks.rank}_*"))
         if self._ranks.rank == 0:
             paths |= {path for path in partial.iterdir() if not path.name.startswith("__")}
-        with ThreadPoolExecutor() as pool:  # hashing leaves the interpreter to other threads
-            hashes = list(pool.map(file_sha256, sorted(paths)))
-        return [
-            {"name": path.name, "bytes": path.stat().st_size, "sha256": sha256}
-            for path, sha256 in zip(sorted(paths), hashes, strict=True)
-        ]
+        return file_entries(sorted(paths))
 
     def _finish(self, partial: Path, path: Path, fields: dict[str, Any], files: list[dict[str, Any]]) -> str | None:
         """Write the record into `partial`, which has all other files, and rename it to `path`; return an error."""

@@ -16,6 +16,8 @@ import hashlib
 import json
 import os
 import re
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +77,16 @@ def write_record(path: Path, fields: dict[str, Any], files: list[dict[str, Any]]
         file.flush()
         os.fsync(file.fileno())
     sync_names(path)
+
+
+def file_entries(paths: Sequence[Path]) -> list[dict[str, Any]]:
+    """Return the entries of files in checkpoint.json, in the order of `paths`."""
+    with ThreadPoolExecutor() as pool:  # hashing leaves the interpreter to other threads
+        hashes = list(pool.map(file_sha256, paths))
+    return [
+        {"name": path.name, "bytes": path.stat().st_size, "sha256": sha256}
+        for path, sha256 in zip(paths, hashes, strict=True)
+    ]
 
 
 def read_record(path: Path) -> dict[str, Any] | str:

@@ -145,7 +145,7 @@ def extend_run(run: TrainingRun, out: AnyPath, done: int) -> str | None:
 
 
 def record_plan(run: TrainingRun, out: AnyPath) -> None:
-    """Record the values that a run has chosen anew.
+    """Replace the choices in run.json with those of the run, such as a smaller plan.
 
     Raises:
         TreepackError: the disk fails.

@@ -62,7 +62,7 @@ def slowest_pass(seconds: Sequence[float], tokens: Sequence[int], row_ids: Seque
         row_ids: of each row.
     """
     longest = max(seconds)
-    # Passes are told apart by their seconds, which are equal for the rows of one pass only.
+    # The rows of one pass have the same seconds, and rows of other passes have different ones.
     own = [place for place, each in enumerate(seconds) if each == longest]
     return {
         "seconds": round(longest, 4),
