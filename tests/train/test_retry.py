@@ -16,6 +16,7 @@ import torch
 
 from support.oracle_model import packed_directory, tiny_config
 from support.strategies import make
+from treepack.carry import smaller_plan
 from treepack.errors import TreepackError
 from treepack.memory.device_memory import MemoryMeter, StepMemory
 from treepack.model.layers import adapted_layers
@@ -27,7 +28,6 @@ from treepack.train.retry import FittingRun
 from treepack.train.run import TrainingRun
 from treepack.train.saving.choices import with_recorded
 from treepack.train.saving.run_directory import begin, record_plan
-from treepack.train.setup import run_plan
 from treepack.train.setup.opening import open_run
 from treepack.train.setup.plan_forecast import PlanForecast
 from treepack.train.setup.run_plan import ModelProbe, RunRows
@@ -120,8 +120,8 @@ def test_every_kind_of_smaller_plan_computes_the_same(
     opened: Callable[..., TrainingRun], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Rows of 40 tokens in pieces of down to 8, one after passes of 80 tokens and chunks of 2,048.
-    monkeypatch.setattr(run_plan, "SMALLEST_PIECE", 1)
-    monkeypatch.setattr(run_plan, "smaller_piece", lambda tokens: tokens // 2 if tokens >= 16 else 0)
+    monkeypatch.setattr(smaller_plan, "SMALLEST_PIECE", 1)
+    monkeypatch.setattr(smaller_plan, "smaller_piece", lambda tokens: tokens // 2 if tokens >= 16 else 0)
     calm = opened()
     undisturbed = go(calm, tmp_path / "calm", []), saved(calm, tmp_path / "calm.pt")
     run, notes = opened(pass_tokens=80), list[str]()
@@ -190,7 +190,7 @@ def test_held_out_rows_are_evaluated_again(opened: Callable[..., TrainingRun], t
     steps = go(run, tmp_path / "out", notes)
     assert_equal_runs((steps, saved(run, tmp_path / "out.pt")), undisturbed)
     (note,) = notes
-    assert note.endswith("it runs again with whole rows, not joined, logits of 1,024 targets")
+    assert note.endswith("it runs again with a smaller plan: whole rows, not joined, logits of 1,024 targets")
     adapted = adapted_layers(run.loaded.causal)
     assert adapted is not None
     assert adapted.recomputed == 0  # the plan of training stays
@@ -199,9 +199,10 @@ def test_held_out_rows_are_evaluated_again(opened: Callable[..., TrainingRun], t
 def test_a_run_ends_if_no_smaller_plan_is_left(opened: Callable[..., TrainingRun], tmp_path: Path) -> None:
     run, notes = opened(), list[str]()
     in_forward(run, Failing(3, last=10**6))
-    with pytest.raises(TreepackError, match=r"^out of memory in row \d+ of \d+ tokens.* with the smallest plan \("):
+    smallest = "2 layers recomputed, whole rows, not joined, logits of 64 targets"
+    with pytest.raises(TreepackError, match=rf"^out of memory in row \d+ of \d+ tokens.* with {smallest}; pack with"):
         go(run, tmp_path / "out", notes)
-    assert notes[-1].endswith("2 layers recomputed, whole rows, not joined, logits of 64 targets")
+    assert notes[-1].endswith(smallest)
 
 
 def test_other_errors_are_not_tried_again(opened: Callable[..., TrainingRun], tmp_path: Path) -> None:

@@ -11,20 +11,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from treepack.carry.limit import CarryCosts
+from treepack.carry.smaller_plan import SMALLEST_CHUNK, RunPlan, smaller_plan
 from treepack.errors import TreepackError
 from treepack.train.options import TrainOptions
 from treepack.train.setup.run_plan import (
     CHUNKS,
-    SMALLEST_CHUNK,
     ModelProbe,
     PieceProbe,
     RowCut,
-    RunPlan,
     RunRoom,
     RunRows,
     choose_plan,
     pieces_may_win,
-    smaller_plan,
 )
 
 GIB, KIB = 1 << 30, 1 << 10

@@ -71,12 +71,12 @@ class StepMemory:
     """The memory of the device on which a run computes its steps.
 
     `needed` is the peak of its plan in bytes beside weights, gradients and optimiser, 0 if it was not measured.
-    `forecast` returns the peak of a different plan, None if it is not known.
+    `forecast` returns the peak of a different plan for rows of some tokens (None: the trained rows), None if unknown.
     """
 
     meter: MemoryMeter
     needed: int = 0
-    forecast: Callable[[Any], int | None] = lambda _: None
+    forecast: Callable[[Any, int | None], int | None] = lambda *_: None
 
     @property
     def margin(self) -> int:

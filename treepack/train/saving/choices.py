@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+from treepack.carry.smaller_plan import PLANNED
 from treepack.errors import TreepackError
 from treepack.files.directory import RUN
 from treepack.files.remote.address import AnyPath
@@ -19,14 +20,12 @@ from treepack.train.options import RANK_OPTIONS, TrainOptions
 from treepack.train.ranks import Ranks
 from treepack.train.run import TrainingRun
 
-# Options that may be "auto"; no value changes the result of a run except for rounding.
-NAMES = ("compile", "checkpoint_layers", "offload_checkpoints", "carry", "pass_tokens", "loss_chunk")
 ENTRY = "chosen"
 
 
 def chosen_values(run: TrainingRun) -> dict[str, dict[str, Any]]:
-    """Return the entry of run.json: the values of `NAMES`, those of several ranks, and lines about them if any."""
-    names = (*NAMES, *(RANK_OPTIONS if run.ranks.size > 1 else ()))
+    """Return the entry of run.json: the values of `PLANNED`, those of several ranks, and lines about them if any."""
+    names = (*PLANNED, *(RANK_OPTIONS if run.ranks.size > 1 else ()))
     values: dict[str, Any] = {name: getattr(run.options, name) for name in names}
     if run.ranks.size > 1:
         values["ranks"] = run.ranks.size
@@ -56,7 +55,7 @@ def _recorded(options: TrainOptions, out: AnyPath, num_ranks: int) -> dict[str, 
         if options.blocks is None:
             values["blocks"] = int(record["options"].get("blocks", 1))
         chosen = record.get(ENTRY, {})
-        names = (*NAMES, *(RANK_OPTIONS if chosen.get("ranks") == num_ranks else ()))
+        names = (*PLANNED, *(RANK_OPTIONS if chosen.get("ranks") == num_ranks else ()))
         given = {name: chosen[name] for name in names if getattr(options, name) == "auto" and name in chosen}
         replace(options, **given)  # refuses values of a damaged file
         values |= given

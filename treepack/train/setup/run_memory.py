@@ -24,6 +24,7 @@ from treepack.carry.backward import CarryOptions
 from treepack.carry.limit import CarryCosts, measure_costs
 from treepack.carry.offload import CarryBudget, CarryMemory
 from treepack.carry.refusal import can_carry, check_carry
+from treepack.carry.smaller_plan import PLANNED, RunPlan
 from treepack.data.batch import Batch
 from treepack.data.joined import usual_pass
 from treepack.errors import TreepackError
@@ -41,10 +42,8 @@ from treepack.train.setup.memory_input import MemoryInput
 from treepack.train.setup.model_probe import agreed, probe_model
 from treepack.train.setup.plan_forecast import PlanForecast
 from treepack.train.setup.run_plan import (
-    PLANNED,
     ModelProbe,
     PieceProbe,
-    RunPlan,
     RunRoom,
     RunRows,
     choose_plan,

@@ -1,7 +1,6 @@
 """The plan of a run: the fastest way to run its rows that fits into memory.
 
     measured bytes and seconds, rows, room --choose_plan--> RunPlan          nothing runs here
-    a plan whose memory ran out --smaller_plan--> the next plan to try
 
 A plan is whole rows or rows in pieces, a number of recomputed layers, the tokens of a pass, and compilation. The
 candidates are few: all of them are made, and the fastest one that fits is taken. Two more choices cost time that no
@@ -16,16 +15,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
-from treepack.carry.limit import LARGEST, CarryCosts, CarryPlan, choose_limit
+from treepack.carry.limit import LARGEST, CarryCosts, choose_limit
+from treepack.carry.smaller_plan import SMALLEST_PIECE, RunPlan, plan_in_words
 from treepack.data.joined import GPU_PASS
 from treepack.errors import TreepackError
 from treepack.train.options import CHUNK, TrainOptions
 
 # Chunks of logits, the first one by default: smaller ones add up the gradient of the output layer more often.
 CHUNKS = (CHUNK, 1024, 512, 256)
-SMALLEST_PASS, SMALLEST_PIECE, SMALLEST_CHUNK = 1024, 1024, 64
+SMALLEST_PASS = 1024
 # Pieces must promise this factor before they are measured.
 _WORTHWHILE = 1.03
 # A forward pass is a third of a forward and backward pass.
@@ -128,34 +127,6 @@ class RunRoom:
     gpu: int
     host: int = 0
     moved: int = 0
-
-
-@dataclass(frozen=True)
-class RunPlan:
-    """A way to compute the rows of a run; the first six fields are options of `TrainOptions`.
-
-    `num_bytes` is the predicted peak on the GPU beside weights, gradients and optimiser, `seconds` the predicted time
-    of a token, and `pieces` the memory of carried tensors if rows run in pieces.
-    """
-
-    compile: bool
-    checkpoint_layers: int
-    offload_checkpoints: bool
-    carry: int | None
-    pass_tokens: int
-    loss_chunk: int
-    num_bytes: int = 0
-    seconds: float = 0.0
-    pieces: CarryPlan | None = None
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """The fields of `TrainOptions` that are chosen."""
-        return {name: getattr(self, name) for name in PLANNED}
-
-
-# Options that may be "auto"; none of them changes the result of a run except for rounding.
-PLANNED = ("compile", "checkpoint_layers", "offload_checkpoints", "carry", "pass_tokens", "loss_chunk")
 
 
 def choose_plan(
@@ -323,44 +294,6 @@ def _refusal(smallest: RunPlan | None, probes: Sequence[ModelProbe], rows: RunRo
         f"optimiser ({plan_in_words(smallest)}), and {gib(max(0, room.gpu))} are free; {capacity}, or train on more "
         "GPUs"
     )
-
-
-def smaller_plan(plan: RunPlan, longest: int, num_layers: int, *, can_carry: bool) -> RunPlan | None:
-    """Return the plan to try after memory has run out; None if `plan` is the smallest one.
-
-    More recomputed layers, then shorter passes, then pieces, then shorter pieces, then smaller chunks of logits.
-
-    Args:
-        plan: the plan that was too large.
-        longest: tokens of the longest row.
-        num_layers: layers that can be recomputed, 0 if there are none.
-        can_carry: True if rows can run in pieces.
-    """
-    left, tokens = num_layers - plan.checkpoint_layers, plan.pass_tokens
-    if left > 0:
-        return replace(plan, checkpoint_layers=plan.checkpoint_layers + -(-left // 2))
-    if tokens > 1 and tokens > min(longest, plan.carry or longest):
-        return replace(plan, pass_tokens=max(1, tokens // 2))
-    size = smaller_piece(min(longest, plan.carry or longest))
-    if can_carry and size >= SMALLEST_PIECE:
-        return replace(plan, carry=size, pass_tokens=min(tokens, size), pieces=None)  # a pass is no longer than a piece
-    if plan.loss_chunk > SMALLEST_CHUNK:
-        return replace(plan, loss_chunk=max(SMALLEST_CHUNK, plan.loss_chunk // 2))
-    return None
-
-
-def smaller_piece(tokens: int) -> int:
-    """Return half of the tokens of a piece, a multiple of 128."""
-    return tokens // 256 * 128
-
-
-def plan_in_words(plan: RunPlan) -> str:
-    """Return the plan in words: "1 layer recomputed, whole rows, passes of 4,096 tokens, logits of 512 targets"."""
-    layers = "1 layer" if plan.checkpoint_layers == 1 else f"{plan.checkpoint_layers} layers"
-    rows = "whole rows" if plan.carry is None else f"pieces of {plan.carry:,} tokens"
-    where = " in host memory" if plan.offload_checkpoints else ""
-    passes = "not joined" if plan.pass_tokens == 1 else f"passes of {plan.pass_tokens:,} tokens"
-    return f"{layers} recomputed{where}, {rows}, {passes}, logits of {plan.loss_chunk:,} targets"
 
 
 def gib(num_bytes: float) -> str:
