@@ -8,7 +8,7 @@ probe measures, so they are tried only if nothing fits without them: host memory
 chunks of logits.
 
     bytes of a pass = fixed + tokens * bytes of a token with n recomputed layers
-    seconds of a token = max(seconds with n recomputed layers, seconds to start a pass / its tokens)
+    seconds of a token = max(seconds with n recomputed layers and attention, seconds to start a pass / its tokens)
 """
 
 from __future__ import annotations
@@ -93,10 +93,23 @@ class PieceProbe:
 
 @dataclass(frozen=True)
 class RowCut:
-    """A row in pieces of some size: tokens that run forward for each token, and branch points that have states."""
+    """A row in pieces of some size.
 
-    forward: float
+    Attributes:
+        passes: tokens of each pass, and True if it runs backward too.
+        states: branch points that have states.
+    """
+
+    passes: tuple[tuple[int, bool], ...]
     states: int = 0
+
+    def seconds(self, of_token: float, start: float) -> float:
+        """Return the seconds of a token of the row, if a token takes `of_token` and no pass takes less than `start`.
+
+        A short pass takes as long as its start, so the mean of the passes would promise too much.
+        """
+        each = ((1.0 if backward else _FORWARD) * max(start, of_token * tokens) for tokens, backward in self.passes)
+        return sum(each) / max(1, sum(tokens for tokens, backward in self.passes if backward))
 
 
 @dataclass(frozen=True)
@@ -116,7 +129,7 @@ class RunRows:
     longest_of_all: int
     longest_path: int
     step_tokens: int
-    cut: Callable[[int], RowCut] = lambda _: RowCut(2.0)
+    cut: Callable[[int], RowCut] = lambda limit: RowCut(((limit, False), (limit, True)))
     attention: float = 0.0
 
 
@@ -199,7 +212,7 @@ def _whole(
             if offload and recomputed * room.moved * tokens > room.host:
                 continue
             start = probe.launch / max(1, min(tokens, max(rows.step_tokens, rows.longest)))
-            seconds = max(probe.seconds(recomputed), start) + rows.attention * probe.seconds_kept
+            seconds = max(probe.seconds(recomputed) + rows.attention * probe.seconds_kept, start)
             yield RunPlan(probe.compiled, recomputed, offload, carry, int(passed), chunk, size, seconds)
 
 
@@ -227,9 +240,7 @@ def _in_pieces(
     if plan is None or plan.limit >= rows.longest_of_all:
         return
     tokens = plan.limit if options.pass_tokens == "auto" else int(options.pass_tokens)
-    again = (cut.forward - 1) * _FORWARD * probe.seconds_kept
-    seconds = max(probe.seconds(piece.recomputed), probe.launch / plan.limit) + again
-    seconds += rows.attention * probe.seconds_kept
+    seconds = cut.seconds(probe.seconds(piece.recomputed) + rows.attention * probe.seconds_kept, probe.launch)
     yield RunPlan(
         probe.compiled, piece.recomputed, False, plan.limit, tokens, chunk, plan.peak.gpu, seconds, pieces=plan
     )
@@ -247,8 +258,7 @@ def pieces_may_win(plan: RunPlan | None, probes: Sequence[ModelProbe], rows: Run
         return False
     probe = next(each for each in probes if each.compiled == plan.compile)
     half = min(LARGEST, _aligned(rows.longest_of_all // 2))
-    best = 1 + (rows.cut(half).forward - 1) * _FORWARD + rows.attention
-    return plan.seconds > _WORTHWHILE * best * probe.seconds_kept
+    return plan.seconds > _WORTHWHILE * rows.cut(half).seconds((1 + rows.attention) * probe.seconds_kept, probe.launch)
 
 
 def pass_sizes(rows: RunRows, wanted: int | str) -> list[int]:
