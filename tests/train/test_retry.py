@@ -26,9 +26,9 @@ from treepack.train.options import TrainOptions
 from treepack.train.ranks import Ranks
 from treepack.train.retry import FittingRun
 from treepack.train.run import TrainingRun
-from treepack.train.saving.choices import with_recorded
+from treepack.train.saving.choices import recorded_memory, with_recorded
 from treepack.train.saving.run_directory import begin, record_plan
-from treepack.train.setup.opening import open_run
+from treepack.train.setup.opening import open_run, resume_run
 from treepack.train.setup.plan_forecast import PlanForecast
 from treepack.train.setup.run_plan import ModelProbe, RunRows
 from treepack.train.step import StepMetrics
@@ -231,10 +231,11 @@ class Device:
 
 def measured(run: TrainingRun, device: Device, *, kept: float, recomputed: float) -> TrainingRun:
     """Return the run as if passes over its longest row had been measured: GiB with and without activations."""
-    longest = 35
+    longest = 128  # rows are padded
     probe = ModelProbe(False, LAYERS, 2048, 0, 0, kept * 2**30 / longest, recomputed * 2**30 / longest, 1, 1, 0)
     forecast = PlanForecast(probe, RunRows(longest, longest, longest, step_tokens=longest), moved=0)
-    return replace(run, memory=StepMemory(device.meter, int(kept * 2**30), forecast.num_bytes))
+    memory = StepMemory(device.meter, int(kept * 2**30), record=forecast.as_record(), forecast=forecast.num_bytes)
+    return replace(run, memory=memory)
 
 
 @pytest.mark.parametrize(("taken", "layers"), [(9, 0), (20, 1), (60, 2)])
@@ -270,6 +271,27 @@ def test_measured_steps_correct_the_forecast(opened: Callable[..., TrainingRun],
             device.free = 63 << 30  # more than the forecast, less than step 2 took
     (note,) = notes
     assert note.startswith("step 3 lacks memory on a rank")
+
+
+def test_a_resumed_run_has_the_forecast_of_its_first_step(
+    opened: Callable[..., TrainingRun], packed: Path, tmp_path: Path
+) -> None:
+    device, out, notes, done = Device(free=70 << 30, used=65 << 30), tmp_path / "out", list[str](), list[int]()
+    run = measured(opened(checkpoint_every=1), device, kept=60.0, recomputed=20.0)
+    for metrics in train(run, out, stop=lambda: len(done) == 1):
+        done.append(metrics.step)
+    assert done == [1, 2]
+    assert json.loads((out / "run.json").read_text())["chosen"]["memory"]["excess"] == pytest.approx(5 << 30, rel=1e-4)
+    device.free = 63 << 30
+    options = replace(OPTIONS, checkpoint_every=1)
+    again = resume_run(
+        packed, tmp_path / "tiny.json", options, out, Ranks(), held_out=tmp_path / "held-out", meter=device.meter
+    )
+    assert again is not None
+    assert [metrics.step for metrics in train(again, out, resume=True, note=notes.append)] == [3]
+    assert notes[1].startswith("step 3 lacks memory on a rank, which has room for ")
+    changed = recorded_memory(replace(again.options, pass_tokens=7), out, Ranks())
+    assert changed == {}
 
 
 def test_a_rank_that_others_wait_for_leaves_a_smaller_plan(opened: Callable[..., TrainingRun], tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from typing import Protocol, TypeVar
 import torch
 
 from treepack.carry.fitting import is_alone, until_it_fits
-from treepack.carry.offload import CarryMemory
+from treepack.carry.offload import CarryMemory, spare_memory
 from treepack.carry.refusal import can_carry
 from treepack.carry.smaller_plan import RunPlan, smaller_plan
 from treepack.data.batch import names_of
@@ -24,7 +24,6 @@ from treepack.data.joined import consecutive, usual_pass
 from treepack.model.loaded import LoadedModel
 from treepack.train.options import CHUNK
 from treepack.train.scoring_options import CriticOptions, ScoreOptions
-from treepack.train.setup.run_memory import spare_memory
 from treepack.train.setup.smaller_run import FORWARD_REMEDY
 
 

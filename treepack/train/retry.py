@@ -26,6 +26,7 @@ import torch
 from treepack.carry.fitting import SharedShortageError, until_it_fits
 from treepack.data.prefetch import Prefetch
 from treepack.errors import TreepackError
+from treepack.memory.device_memory import StepMemory
 from treepack.train.evaluation import evaluate
 from treepack.train.passes import Pass
 from treepack.train.run import TrainingRun
@@ -60,8 +61,7 @@ class FittingRun:
         self.run, self._optimiser = run, optimiser
         self._note, self._record = note, record
         self._rows: Prefetch | None = None
-        # Bytes before the step, and its forecast; and bytes by which measured steps exceeded it.
-        self._before, self._expected, self._excess = 0, 0, 0
+        self._before, self._expected = 0, 0  # bytes before the step, and its forecast
 
     def step(self, number: int) -> StepMetrics:
         """Carry out optimiser step `number`, counted from 0; steps follow each other.
@@ -93,8 +93,8 @@ class FittingRun:
             words=run_in_words,
             note=self._note,
         )
-        if memory is not None and not is_first:  # the first update also makes the states of the optimiser
-            self._excess += max(0, memory.meter.peak() - self._before - self._expected)
+        if self.run.memory is not None and not is_first:  # the first update also makes the states of the optimiser
+            self._correct(self.run.memory)
         return metrics
 
     def evaluate(self) -> dict[str, float]:
@@ -114,12 +114,20 @@ class FittingRun:
             self._rows.close()
             self._rows = None
 
+    def _correct(self, memory: StepMemory) -> None:
+        """Keep the bytes by which a step exceeded its forecast, and record them for --resume if they are many."""
+        grown = memory.meter.peak() - self._before - self._expected
+        if grown > 0:
+            self.run = replace(self.run, memory=replace(memory, excess=memory.excess + grown))
+            if grown > memory.margin // 8 and self.run.ranks.leads:
+                self._record(self.run)
+
     def _needed(self) -> int:
         """Return the bytes that the next step allocates on this rank."""
         memory = self.run.memory
         assert memory is not None
         coming = coming_bytes(self.run.loaded, self.run.options, states=not self._optimiser.state)
-        return memory.needed + self._excess + coming
+        return memory.needed + memory.excess + coming
 
     def _room(self, *, agreed: bool) -> int | None:
         """Return the bytes for a plan beside weights, gradients and optimiser; None if they are not known.
@@ -152,8 +160,6 @@ class FittingRun:
     def _take(self, smaller: TrainingRun) -> None:
         """Continue with a smaller plan, the same on all ranks, and record it."""
         self.close()
-        if smaller.memory is not None and not smaller.memory.needed:
-            self._excess = 0  # it belongs to a forecast, and there is none
         self.run = smaller
         self._start_measuring()
         if smaller.ranks.leads:

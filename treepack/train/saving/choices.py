@@ -2,6 +2,7 @@
 
 options with "auto" --open_run--> options with values --chosen_values--> {"carry": 8192, ...} in run.json
 options with "auto", `out` --with_recorded--> options with the values of the run in `out`
+options with values, `out` --recorded_memory--> what that run measured with the same values
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ def chosen_values(run: TrainingRun) -> dict[str, dict[str, Any]]:
     values: dict[str, Any] = {name: getattr(run.options, name) for name in names}
     if run.ranks.size > 1:
         values["ranks"] = run.ranks.size
+    if run.memory is not None:
+        values["memory"] = {**run.memory.record, "excess": run.memory.excess}
     return {ENTRY: {**values, **({"why": list(run.choices)} if run.choices else {})}}
 
 
@@ -43,6 +46,25 @@ def with_recorded(options: TrainOptions, out: AnyPath, ranks: Ranks) -> TrainOpt
     """
     # Only the first rank reads the file: it may also write it, before another one has looked for it.
     return replace(options, **ranks.lead(lambda: _recorded(options, out, ranks.size)))
+
+
+def recorded_memory(options: TrainOptions, out: AnyPath, ranks: Ranks) -> dict[str, Any]:
+    """Return the bytes that the run in `out` measured with the values of `options` on equally many ranks, or {}.
+
+    All ranks must call this function.
+
+    Raises:
+        TreepackError: the store cannot be reached.
+    """
+
+    def read() -> dict[str, Any]:
+        with suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            chosen = json.loads(read_stored(out / RUN) or b"")[ENTRY]
+            same = all(chosen[name] == getattr(options, name) for name in PLANNED)
+            return dict(chosen["memory"]) if same and chosen.get("ranks", 1) == ranks.size else {}
+        return {}
+
+    return ranks.lead(read)
 
 
 def _recorded(options: TrainOptions, out: AnyPath, num_ranks: int) -> dict[str, Any]:

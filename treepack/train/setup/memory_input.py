@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cache
+from typing import Any
 
 import numpy as np
 
@@ -24,7 +26,10 @@ from treepack.train.setup.run_plan import RowCut, RunRows
 
 @dataclass(frozen=True)
 class MemoryInput:
-    """A run before its memory is planned; options may still be "auto". Without a `meter` nothing is measured."""
+    """A run before its memory is planned; options may still be "auto". Without a `meter` nothing is measured.
+
+    `recorded` has the measurements of the run that this one continues.
+    """
 
     data: RunData
     held_out: RunData | None
@@ -33,6 +38,7 @@ class MemoryInput:
     compute: ComputeSetting
     ranks: Ranks
     meter: MemoryMeter | None = None
+    recorded: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def datasets(self) -> list[AnyDataset]:

@@ -5,7 +5,8 @@ measured pass, rows --PlanForecast.num_bytes--> bytes
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from treepack.carry.smaller_plan import RunPlan
 from treepack.train.setup.run_plan import ModelProbe, RunRows, pass_sizes
@@ -18,6 +19,10 @@ class PlanForecast:
     probe: ModelProbe
     rows: RunRows
     moved: int
+
+    def as_record(self) -> dict[str, Any]:
+        """Return what cannot be read from the rows, as JSON values."""
+        return {"probe": asdict(self.probe), "moved": self.moved}
 
     def num_bytes(self, plan: RunPlan, longest: int | None = None) -> int | None:
         """Return the peak of a plan beside weights, gradients and optimiser; None if rows of it run in pieces.

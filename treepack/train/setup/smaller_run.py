@@ -12,11 +12,12 @@ from dataclasses import replace
 from typing import TypeVar
 
 from treepack.carry.fitting import is_alone, until_it_fits
+from treepack.carry.offload import spare_memory
 from treepack.carry.refusal import can_carry
 from treepack.carry.smaller_plan import PLANNED, RunPlan, plan_in_words, smaller_plan
 from treepack.model.layers import adapted_layers, set_recomputed
 from treepack.train.run import TrainingRun
-from treepack.train.setup.run_memory import spare_memory, whole_bytes
+from treepack.train.setup.run_memory import whole_bytes
 from treepack.train.setup.run_plan import gib
 from treepack.train.sharding import forget_passes
 
@@ -63,7 +64,8 @@ def smaller_run(run: TrainingRun, room: int | None = None, rows: Sequence[int] |
     carried = run.carry_memory
     if plan.carry is not None and (carried is None or room is not None):
         carried = spare_memory(loaded.device, room)
-    memory = None if memory is None else replace(memory, needed=needed)
+    if memory is not None:
+        memory = replace(memory, needed=needed, excess=memory.excess if needed else 0)  # it belongs to a forecast
     options = replace(run.options, **plan.options)
     changed = [replace(each, options=options, carry_memory=carried, memory=memory) for each in runs]
     line = f"a smaller plan, because memory ran out: {plan_in_words(plan)}"
