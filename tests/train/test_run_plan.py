@@ -180,6 +180,12 @@ def test_pieces_are_not_taken_if_whole_rows_are_faster() -> None:
     assert choose_plan([FUSED], replace(rows, cut=lambda _: twice(1.01)), RunRoom(48 * GIB, GIB), AUTO, pieces).carry
 
 
+def test_kept_layers_keep_the_casts_of_their_weights() -> None:
+    probe = replace(FUSED, casts=10 * GIB)
+    sizes = [probe.pass_bytes(4096, n, 2048) - FUSED.pass_bytes(4096, n, 2048) for n in (0, 9, 27, 28)]
+    assert sizes == pytest.approx([10 * GIB, 10 * GIB * 2 / 3, 0, 0], abs=1)
+
+
 def test_short_pieces_take_as_long_as_the_processor_starts_them() -> None:
     # 0.06 s of start at 2.1e-5 s of a token: passes of fewer than 2,857 tokens.
     cut = RowCut(((8000, False), (2000, True), (2000, True), (8000, True)))

@@ -40,7 +40,7 @@ from treepack.train.setup.choice_lines import choice_lines
 from treepack.train.setup.compile_choice import CompilationRecord, keep_compilation, known_compilation, pays
 from treepack.train.setup.host_memory import host_room, moved_tensors, reserve_host
 from treepack.train.setup.memory_input import MemoryInput
-from treepack.train.setup.model_probe import agreed, probe_model
+from treepack.train.setup.model_probe import agreed, cast_bytes, probe_model
 from treepack.train.setup.plan_forecast import PlanForecast
 from treepack.train.setup.run_plan import (
     ModelProbe,
@@ -280,6 +280,9 @@ class _Planner:
     def _probe(self, plain: ModelProbe | None = None) -> ModelProbe:
         given = self.given
 
+        # With bf16 sent between ranks, the weights of layers are the casts themselves, and are dropped after the layer.
+        lower = given.compute.dtype == "bf16" and not (given.loaded.root and given.options.gather_dtype == "bf16")
+
         def fits(num_bytes: int) -> bool:
             return not given.ranks.any(num_bytes > 0.95 * self.meter.free())
 
@@ -294,6 +297,7 @@ class _Planner:
                 fits=fits,
                 on_any=given.ranks.any,
                 plain=plain,
+                casts=cast_bytes(given.loaded.causal) if lower and plain is not None else 0,
             )
         return agreed(probe, given.ranks)
 

@@ -7,7 +7,7 @@ candidates are few: all of them are made, and the fastest one that fits is taken
 probe measures, so they are tried only if nothing fits without them: host memory for the inputs of layers, and smaller
 chunks of logits.
 
-    bytes of a pass = fixed + tokens * bytes of a token with n recomputed layers
+    bytes of a pass = fixed + casts of the kept layers + tokens * bytes of a token with n recomputed layers
     seconds of a token = max(seconds with n recomputed layers and attention, seconds to start a pass / its tokens)
 """
 
@@ -46,6 +46,7 @@ class ModelProbe:
         seconds_kept: of a token.
         seconds_recomputed: of a token.
         launch: seconds of a pass of few tokens, which the processor needs to start it.
+        casts: bytes of weights that layers cast, and keep for the backward pass unless they run again.
     """
 
     compiled: bool
@@ -58,6 +59,7 @@ class ModelProbe:
     seconds_kept: float
     seconds_recomputed: float
     launch: float
+    casts: int = 0
 
     def pass_bytes(self, tokens: int, recomputed: int, chunk: int, *, moved: int = 0) -> int:
         """Return the bytes of a pass of `tokens` tokens if the first `recomputed` layers run again.
@@ -69,7 +71,8 @@ class ModelProbe:
         share = min(1.0, recomputed / max(1, self.num_layers - 1))
         per_token = self.kept + share * (self.recomputed - self.kept)
         per_token -= max(0, recomputed - 2) * moved
-        return int(max(0, self.fixed + (chunk - self.chunk) * self.logits) + tokens * per_token)
+        fixed = max(0, self.fixed + (chunk - self.chunk) * self.logits) + (1 - share) * self.casts
+        return int(fixed + tokens * per_token)
 
     def seconds(self, recomputed: int) -> float:
         """Return the seconds of a token in a long pass."""
