@@ -75,7 +75,7 @@ $(VENV)/s3.stamp: $(VENV)/dev.stamp
 $(DATA)/stamp: pyproject.toml constraints.txt $(wildcard treepack/native/*.c)
 	$(PYTHON) -m venv $(DATA)
 	-$(DATA)/bin/python $(PIP) uv
-	$(call install,$(DATA)) $(LOCKED) -e '.[report,stats]' pytest pytest-xdist hypothesis selenium ortools
+	$(call install,$(DATA)) $(LOCKED) -e '.[report,stats]' pytest pytest-xdist hypothesis selenium
 	$(call install,$(DATA)) $(LOCKED) --no-deps trl
 	$(DATA)/bin/python -c "$$CHECKOUT_PTH"
 	touch $@
