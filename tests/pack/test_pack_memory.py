@@ -28,7 +28,7 @@ from treepack.trie.builders.in_memory import build_trie, with_places
 from treepack.trie.store.trie_files import read_trie
 from treepack.trie.trie import Trie
 
-METHODS = ("contiguous", "auto", "heuristic", "greedy-online", "sequence", "groups")
+METHODS = ("contiguous", "auto", "heuristic", "single-path", "greedy-online", "sequence", "groups")
 
 
 def as_values(row: Row) -> list[Any]:

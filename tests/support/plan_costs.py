@@ -52,12 +52,9 @@ def nodes_of(tree: PlanTree, leaves: list[int]) -> list[int]:
 
 def fits(tree: PlanTree, leaves: list[int], limits: RowLimits) -> bool:
     nodes = nodes_of(tree, leaves)
-    pairs = sum(
-        sum(range(depth + 1, depth + size + 1)) for depth, size in zip(tree.depth[nodes], tree.size[nodes], strict=True)
-    )
     return (
         int(tree.size[nodes].sum()) <= limits.capacity
-        and (limits.pairs is None or pairs <= limits.pairs)
+        and (limits.pairs is None or int(tree.pairs[nodes].sum()) <= limits.pairs)
         and (limits.terms is None or int(tree.terms[leaves].sum()) <= limits.terms)
     )
 

@@ -19,7 +19,7 @@ from support.written_rollouts import write_rollouts
 from treepack.errors import TreepackError
 from treepack.pack.files import read_rows
 from treepack.pack.row import Row
-from treepack.train.logprobs import open_scoring, scored_rows, term_scores
+from treepack.train.logprobs import open_scoring, scored_provenance, scored_rows, term_scores
 from treepack.train.scoring_options import ScoreOptions
 
 # The row of each of the ten rollouts: all in one row, two rows, and a row each.
@@ -163,7 +163,7 @@ def test_rows_are_scored_alone_or_in_pieces_if_memory_runs_out(tmp_path: Path) -
     path = write_rows(tmp_path / "packed", as_trajectories(rollouts()), PACKINGS[1])
     config = tiny_config(tmp_path / "tiny.json")
     sizes = [row.num_tokens for row in read_rows(path)]
-    expected, scored = list[Any](), list[Any]()
+    expected, scored, recorded = list[Any](), list[Any](), list[Any]()
     for results, limit in ((expected, None), (scored, max(sizes))):
         scoring = open_scoring(path, config, ScoreOptions(device="cpu", pass_tokens=sum(sizes)))
 
@@ -173,6 +173,10 @@ def test_rows_are_scored_alone_or_in_pieces_if_memory_runs_out(tmp_path: Path) -
 
         scoring.loaded.causal.base_model.register_forward_pre_hook(check, with_kwargs=True)
         results.extend(row.terms.old_logprob for row in scored_rows(scoring) if row.terms is not None)
+        recorded.append((scored_provenance(scoring).logprobs or {})["old"])
+    # The second run ended with passes of one row each.
+    assert recorded[0].pop("pass_tokens") == sum(sizes)
+    assert recorded[0] == recorded[1]
     assert len(expected) == len(scored) == 2
     for before, after in zip(expected, scored, strict=True):
         assert before is not None

@@ -13,7 +13,7 @@ from treepack.costs.limits import MAX_TOKEN_PAIRS
 from treepack.errors import TreepackError
 from treepack.option_fields import check_options, option
 
-METHODS = ("auto", "contiguous", "heuristic", "exact", "greedy-online", "sequence", "groups")
+METHODS = ("auto", "contiguous", "heuristic", "single-path", "exact", "greedy-online", "sequence", "groups")
 EFFORTS = ("low", "normal", "high")
 TOO_LONG = ("error", "drop", "truncate")
 SEMANTICS = ("branch", "once")

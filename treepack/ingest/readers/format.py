@@ -65,8 +65,6 @@ class Format:
     used: Sequence[str]
     # Known fields that are not read, each with its reason in brackets if the reason is not plain.
     dropped: Sequence[str] = ()
-    # Paths of known fields that no training could need: times, ids of requests, counts of tokens.
-    ignored: Sequence[str] = ()
     # A subset of `KEEPS`:
     #   token ids           the ids of the sampler; nothing is tokenised again
     #   masks               the record marks the trained tokens or messages; they do not follow from the roles

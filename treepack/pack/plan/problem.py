@@ -67,6 +67,12 @@ class PlanTree:
         # the shared length. Leaves at nodes [1, 3, 4] look at nodes [2, 4] -> [0, depth[2], depth[4]].
         return np.concatenate([[0], self.depth[self.leaf[:-1] + 1]]).astype(np.int64)
 
+    @property
+    def pairs(self) -> Int64:
+        """Attention score pairs of each node: the sum of position + 1 over its tokens, [num_nodes]."""
+        # A node of 2 tokens at depth 4: positions 4 and 5 -> 5 + 6 = 11 = 21 - 10.
+        return path_pairs(self.depth + self.size) - path_pairs(self.depth)
+
 
 def path_pairs(length: Int64) -> Int64:
     """Return the score pairs of a path of `length` tokens: [0, 1, 2, 3, 4] -> [0, 1, 3, 6, 10]."""

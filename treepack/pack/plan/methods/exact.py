@@ -11,9 +11,11 @@ Bounds (`completion.py`) drop every partial plan that cannot stay within the tar
    plan has found the best plan.
 4. If no target had a plan, the last run looks for a plan with fewer tokens, or with equal tokens and fewer rows.
 
-Traversals are bins, and all ways to pack them are enumerated. States do not contain score pairs and loss terms: with a
-budget of these, small trees are solved by the program over sets of leaves (`subsets.py`). A larger tree has the best
-plan for the capacity alone if it is within the budget, and otherwise the plan of a search (`anneal.py`).
+Traversals are bins, and there are two ways to pack them. At inner nodes the room left in each bin matters, and any
+packing can be the best one, so all packings are enumerated. At the root only the number of bins matters.
+There, the traversals of two children are matched. With more children, packings are enumerated if there are few
+states; if there are many, CP-SAT packs them (`packing.py`). States do not contain score pairs and loss terms. If the
+best plan for the capacity alone exceeds a budget, the problem becomes an integer program (`direct.py`).
 """
 
 from __future__ import annotations
@@ -23,18 +25,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from treepack.pack.plan.bounds.counting import passes
-from treepack.pack.plan.methods import subsets
-from treepack.pack.plan.methods.anneal import anneal
 from treepack.pack.plan.methods.completion import IMPOSSIBLE, CompletionBounds, SubtreeShape
 from treepack.pack.plan.methods.contiguous import contiguous, deepest_first
+from treepack.pack.plan.methods.direct import direct
+from treepack.pack.plan.methods.single_path import single_path
 from treepack.pack.plan.methods.traversals import OutOfWorkError, PlacementBudget, SearchOutcome, TraversalProgram
-from treepack.pack.plan.problem import PlanTree, RowLimits, SearchOptions, TreeSolution, path_pairs
-from treepack.pack.plan.unions import row_tokens
+from treepack.pack.plan.problem import PlanTree, RowLimits, SearchOptions, TreeSolution
 from treepack.trajectory import Int64
 
 MAX_LEAVES = 500  # of trees that are searched; bounds need leaves * nodes of memory
-_STEPS_PER_LEAF, _PASSES = 300, 3  # of the search with budgets, as auto does at the effort normal
+_MAX_LEAVES_WITH_BUDGETS = 60  # the same for integer programs, which have leaves * nodes variables
 _NARROW_WIDTHS = (8, 64)  # states per node of the narrow runs
 _TARGETS = (0.0, 0.125, 0.5)  # shares of the way from the bound to the best plan: bound 100, best 108 -> 100, 101, 104
 _ALL_STATES = 1 << 50  # a width that no node reaches
@@ -64,14 +64,18 @@ def exact(tree: PlanTree, limits: RowLimits, search: SearchOptions) -> TreeSolut
 
 
 def _exact_with_budgets(tree: PlanTree, limits: RowLimits, search: SearchOptions, best: _MeasuredPlan) -> TreeSolution:
-    """Return the plan of the program over sets, or the best plan for the capacity alone if it is within all limits."""
-    if tree.num_leaves <= subsets.MAX_LEAVES:
-        return subsets.subsets(tree, limits, search)
+    """Return the best plan for the capacity alone if it is within all limits, else the plan of the integer program."""
+    # Each of the two gets half of the time.
+    seconds = None if search.time_limit is None else search.time_limit / 2
+    search = SearchOptions(search.effort, seconds)
     unlimited = exact(tree, RowLimits(limits.capacity), search)
-    if _is_within(tree, unlimited.row_of_leaf, limits):
+    tokens = _measure(tree, unlimited.row_of_leaf).tokens
+    if unlimited.lower_bound == tokens and _is_within(tree, unlimited.row_of_leaf, limits):
         return unlimited
-    rows = anneal(tree, limits, best.row_of_leaf, steps_per_leaf=_STEPS_PER_LEAF, passes=_PASSES, enough=(0, 0))
-    return TreeSolution(rows, unlimited.lower_bound)
+    if tree.num_leaves > _MAX_LEAVES_WITH_BUDGETS:
+        return TreeSolution(best.row_of_leaf, unlimited.lower_bound)
+    limited = direct(tree, limits, search, incumbent=best.row_of_leaf)
+    return TreeSolution(limited.row_of_leaf, max(limited.lower_bound, unlimited.lower_bound))
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,19 +133,37 @@ class _ExactProof:
 
 
 def _quick_plan(tree: PlanTree, limits: RowLimits, search: SearchOptions) -> _MeasuredPlan:
-    plans = [_measure(tree, method(tree, limits, search).row_of_leaf) for method in (contiguous, deepest_first)]
+    methods = (contiguous, deepest_first, single_path)
+    plans = [_measure(tree, method(tree, limits, search).row_of_leaf) for method in methods]
     return min(plans, key=lambda plan: (plan.tokens, plan.rows))
 
 
 def _measure(tree: PlanTree, row_of_leaf: Int64) -> _MeasuredPlan:
-    used = passes(tree.parent, tree.leaf, row_of_leaf)
-    return _MeasuredPlan(row_of_leaf, int(np.dot(tree.size, used)), int(used[0]))
+    sizes = tree.size.tolist()
+    tokens = sum(sizes[node] for node, _ in _nodes_of_rows(tree, row_of_leaf))
+    return _MeasuredPlan(row_of_leaf, tokens, int(row_of_leaf.max()) + 1)
 
 
 def _is_within(tree: PlanTree, row_of_leaf: Int64, limits: RowLimits) -> bool:
     """Return whether every row is within the limits on score pairs and loss terms."""
-    num_rows = int(row_of_leaf.max()) + 1
-    pairs = row_tokens(path_pairs(tree.length), path_pairs(tree.shared), row_of_leaf, num_rows)
-    terms = np.bincount(row_of_leaf, tree.terms)
+    # Pairs (node, row) as two arrays: [(0, 0), (1, 0), (2, 1)] -> nodes [0, 1, 2], rows [0, 0, 1]
+    nodes, rows = np.array(sorted(_nodes_of_rows(tree, row_of_leaf))).T
+    pairs = np.zeros(rows.max() + 1, np.int64)
+    terms = np.zeros_like(pairs)
+    np.add.at(pairs, rows, tree.pairs[nodes])
+    np.add.at(terms, row_of_leaf, tree.terms)
     within_pairs = limits.pairs is None or int(pairs.max()) <= limits.pairs
     return within_pairs and (limits.terms is None or int(terms.max()) <= limits.terms)
+
+
+def _nodes_of_rows(tree: PlanTree, row_of_leaf: Int64) -> set[tuple[int, int]]:
+    """Return every pair of a node and a row that contains it."""
+    parent = tree.parent.tolist()
+    pairs: set[tuple[int, int]] = set()
+    for leaf, row in zip(tree.leaf.tolist(), row_of_leaf.tolist(), strict=True):
+        node = leaf
+        # If the row already contains the node, it contains all ancestors too.
+        while node >= 0 and (node, row) not in pairs:
+            pairs.add((node, row))
+            node = parent[node]
+    return pairs

@@ -43,6 +43,7 @@ from treepack.pack.plan.methods.completion import (
     add_sums,
     suffix_maximum,
 )
+from treepack.pack.plan.methods.packing import PlanTarget, is_small, pack
 from treepack.pack.plan.methods.placements import NEW, RoundedRooms, placements, placements_of_closed
 from treepack.pack.plan.problem import SearchOptions
 from treepack.trajectory import Int64
@@ -51,6 +52,7 @@ from treepack.trajectory import Int64
 _Step = tuple[Rooms, Rooms, tuple[int, ...]]
 _MAX_STATES = 1_000_000  # of one run, about half a gigabyte
 _WORK = {"low": 1e5, "normal": 1e6, "high": 1e7}  # placements for one tree without a time limit
+_STATES_FOR_CP_SAT = 20_000  # of the first children of the root; with more, CP-SAT packs all of its children
 
 
 class OutOfWorkError(Exception):
@@ -160,12 +162,49 @@ class TraversalProgram:
             partial = drop_dominated([(cost, rooms) for rooms, (cost, _) in merged.items()])
             if len(partial) > self.width:
                 partial, self.exhaustive = partial[: self.width], False
+            if node == 0 and len(partial) > _STATES_FOR_CP_SAT and at < len(children) - 1:
+                target = PlanTarget(self.completion.tokens, self.completion.rows, int(np.flatnonzero(allowed >= 0)[-1]))
+                if is_small(children, target):
+                    return self._pack_root(children, target)
         return partial
 
     def _lift(self, node: int) -> list[State]:
         """Return the states of a node with the cost up to the end of its parent, cheapest first."""
         size = self.shape.size[node]
         return sorted((cost + len(rooms) * size, rooms) for cost, rooms in self.states[node])
+
+    def _pack_root(self, children: list[list[State]], target: PlanTarget) -> list[State]:
+        """Return the best state of the root by CP-SAT, with steps as if its children had been merged one by one."""
+        budget = self.budget
+        seconds = budget.deadline - time.monotonic()
+        packing = pack(children, self.shape.room[0], self.shape.size[0], target, work=budget.work, seconds=seconds)
+        budget.work -= packing.work
+        if packing.chosen is None:
+            if not packing.proven:
+                raise OutOfWorkError
+            self.excess = 1
+            return []
+        self.exhaustive &= packing.proven
+        return [self._replay(packing.chosen)]
+
+    def _replay(self, chosen: list[tuple[State, tuple[int, ...]]]) -> State:
+        """Write the chosen states of the children and the rows of their traversals as steps. Return the root state."""
+        self.steps[0].clear()
+        room, total = self.shape.room[0], 0
+        rooms: Rooms = ()
+        order: list[int] = []  # the row of each of `rooms`
+        for at, ((cost, items), rows) in enumerate(chosen):
+            rounding = self.roundings[0][at]
+            places = tuple(order.index(row) if row in order else NEW for row in rows)
+            lefts = dict(zip(order, rooms, strict=True))
+            # A traversal with `item` left uses room - item of its row: row with 5 left, room 8, item 6 -> 3 left.
+            for row, item in zip(rows, items, strict=True):
+                lefts[row] = lefts.get(row, room) + item - room
+            total += cost
+            order = sorted(lefts, key=lambda row: rounding[lefts[row]])
+            before, rooms = rooms, tuple(rounding[lefts[row]] for row in order)
+            self.steps[0].append({rooms: (total, (before, items, places))})
+        return total, rooms
 
     def _roundings(self, node: int) -> list[RoundedRooms]:
         """Return the roundings after the first, second, ... child is merged."""
