@@ -25,7 +25,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from treepack.pack.plan.bounds.counting import passes
 from treepack.pack.plan.methods.completion import IMPOSSIBLE, CompletionBounds, SubtreeShape
 from treepack.pack.plan.methods.contiguous import contiguous, deepest_first
 from treepack.pack.plan.methods.direct import direct
@@ -141,8 +140,9 @@ def _quick_plan(tree: PlanTree, limits: RowLimits, search: SearchOptions) -> _Me
 
 
 def _measure(tree: PlanTree, row_of_leaf: Int64) -> _MeasuredPlan:
-    used = passes(tree.parent, tree.leaf, row_of_leaf)
-    return _MeasuredPlan(row_of_leaf, int(np.dot(tree.size, used)), int(used[0]))
+    num_rows = int(row_of_leaf.max()) + 1
+    tokens = row_tokens(tree.length, tree.shared, row_of_leaf, num_rows)
+    return _MeasuredPlan(row_of_leaf, int(tokens.sum()), num_rows)
 
 
 def _is_within(tree: PlanTree, row_of_leaf: Int64, limits: RowLimits) -> bool:
