@@ -112,6 +112,20 @@ def test_training_starts_with_ratios_of_one_on_its_own_logprobs(treepack: Comman
     assert treepack("train", tmp_path / "ref", *common, "--loss", "dpo", "--verify").status == 0
 
 
+def test_weights_in_16_bits_score_as_float32_ones_under_autocast(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_rows(tmp_path / "packed", as_trajectories(rollouts()), PACKINGS[1])
+    config, options = tiny_config(tmp_path / "tiny.json"), ScoreOptions(device="cpu", dtype="bf16")
+    results = []
+    for dtype in (torch.bfloat16, torch.float32):
+        scoring = open_scoring(path, config, options)
+        assert scoring.loaded.causal.model.layers[0].mlp.up_proj.weight.dtype == dtype
+        results.append([row.terms.old_logprob for row in scored_rows(scoring) if row.terms is not None])
+        monkeypatch.setattr("treepack.train.logprobs.lower_base", lambda *_: None)
+    assert all(np.array_equal(mine, expected) for mine, expected in zip(*results, strict=True))
+
+
 def test_a_column_that_was_there_is_replaced_with_a_note(tmp_path: Path) -> None:
     packed = write_rows(tmp_path / "packed", as_trajectories(rollouts()), PACKINGS[0])
     scoring = open_scoring(packed, tiny_config(tmp_path / "tiny.json"), ScoreOptions(device="cpu"))

@@ -276,8 +276,11 @@ def is_adapted(model: Any) -> bool:
 def lower_base(causal: Any, dtype: torch.dtype) -> None:
     """Keep the frozen weights of the products of layers in `dtype`, that of the autocast of every later pass.
 
-    Autocast would cast them in every pass, so the results have the same bits, with half of the memory of float32.
+    Autocast would cast them in every pass, so the results have the same bits, with half of the memory of float32. DoRA
+    reads norms of the weights, so its base stays as it is.
     """
+    if any(getattr(module, "lora_magnitude_vector", None) for module in causal.modules()):
+        return
     for name, module in (each for layer in find_layers(causal) for each in layer.named_modules()):
         # Some routers are outside of autocast.
         linear = type(module) is nn.Linear and ROUTERS.isdisjoint(name.split("."))
