@@ -43,6 +43,9 @@ pathlib.Path(sysconfig.get_path("purelib"), "treepack-checkout.pth").write_text(
 endef
 export CHECKOUT_PTH
 
+# Images for containers often set it. Each process that imports transformers would then compile it again, for 12 seconds.
+unexport PYTHONDONTWRITEBYTECODE
+
 # Packages come from uv, six times faster than pip. Without uv, or if uv finds no index, pip installs them. torch comes
 # from pip, because uv reads no pip.conf, which may name the folder or index of the CPU build. Compiling 30,000 files that
 # no test imports would take a minute. Used as $(call install,ENVIRONMENT) ARGUMENTS.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from functools import partial
 from typing import TYPE_CHECKING
 
 import click
@@ -84,8 +85,8 @@ def _write(scoring: Scoring, out: AnyPath, *, overwrite: bool) -> None:
     # `out` appears whole, or not if scoring fails
     with stage_lines(), finished_directory(out, overwrite=overwrite) as temporary:
         capacity = scoring.dataset.manifest["capacity"]
-        provenance = scored_provenance(scoring)
-        totals = write_packed(rows, temporary, capacity=capacity, provenance=provenance)["totals"]
+        written = write_packed(rows, temporary, capacity=capacity, provenance=partial(scored_provenance, scoring))
+    totals = written["totals"]
     show(
         {
             "rows": totals["num_rows"],

@@ -234,8 +234,8 @@ def show_plan(packed: tuple[str, ...], model: str, options: TrainOptions, run_op
     held_out = run_options.held_out
     check_training(packed, model, options, held_out=() if held_out is None else (held_out,))
     import_torch()
+    from treepack.carry.smaller_plan import PLANNED
     from treepack.train.ranks import find_device, join_ranks, leave_ranks
-    from treepack.train.saving.choices import NAMES
     from treepack.train.setup.opening import open_run
 
     keep_compiled_code()  # compiled code that is there decides whether compilation pays
@@ -247,7 +247,7 @@ def show_plan(packed: tuple[str, ...], model: str, options: TrainOptions, run_op
             _note(ranks, note)
         if ranks.leads:
             tokens = sum(int(run.dataset.num_tokens[step.rows].sum()) for step in run.schedule)
-            names = ("dtype", *NAMES, *(RANK_OPTIONS if ranks.grouped else ()))
+            names = ("dtype", *PLANNED, *(RANK_OPTIONS if ranks.grouped else ()))
             values = {name: getattr(run.options, name) for name in names}
             shown = {name.replace("_", " "): "off" if value is None else value for name, value in values.items()}
             show(

@@ -32,6 +32,8 @@ MAX_TOKEN_ID = 2**31 - 1
 # Chosen so that sums and quotients of weights stay far from the limits of float32 (1e-38 to 3e38): the quotient of two
 # weights is at most 1e24, and a sum of 1e9 of them at most 1e21.
 MIN_WEIGHT, MAX_WEIGHT = 1e-12, 1e12
+# A log-probability is at most 0. A log-softmax of float32 is above it by rounding, by 1e-5 for large vocabularies.
+MAX_LOGPROB = 1e-3
 WEIGHTS = f"0 or a number in [{MIN_WEIGHT:g}, {MAX_WEIGHT:g}]"
 ON_SEVERAL_PATHS = -1  # a `rollout_part`
 MAX_INSIDE = 1_000_000  # trajectories of one part of a rollout; part 3 then has the parts 3,000,000, 3,000,001, ...
@@ -275,6 +277,20 @@ def check_temperatures(values: Float64 | Float32, *, source: str, name: str) -> 
     bad = values[~((values >= 0) & (values <= np.finfo(np.float32).max))]
     if len(bad):
         raise TreepackError(f"{source}: {name} is {bad[0]}; expected a finite number that is not negative")
+
+
+def check_logprobs(values: NDArray[Any], *, source: str, name: str) -> None:
+    """Check that `values` can be log-probabilities: none is above `MAX_LOGPROB`.
+
+    Raises:
+        TreepackError: one is; the message names `source`, `name`, and the place and value of the first.
+    """
+    high = np.flatnonzero(values > MAX_LOGPROB)
+    if len(high):
+        raise TreepackError(
+            f"{source}: {name} is {values[high[0]]:.6g} at trained token {high[0]}, and no log-probability is above 0; "
+            "write the natural logarithms of the probabilities"
+        )
 
 
 def with_temperatures(trajectory: Trajectory, values: Float64) -> Trajectory:

@@ -19,24 +19,21 @@ TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 pytestmark = pytest.mark.skipif(not (TOOLS / "ptxas").exists(), reason="this Triton comes without ptxas")
 
 
-def compiled(table: str, dtype: str, capability: int, *widths: int | str) -> list[Report]:
-    """Return reports on all passes and head dimensions, from a process without the interpreter."""
+def compiled(*cases: str) -> list[Report]:
+    """Return reports on all passes of each table/dtype/capability/dims, from a process without the interpreter."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = str(ROOT)
-    command = [sys.executable, "tests/support/ahead_of_time.py", table, dtype, str(capability), *map(str, widths)]
+    command = [sys.executable, "tests/support/ahead_of_time.py", *cases]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     reports = read(done.stdout)
-    assert len(reports) == 3 * len(widths)
+    assert len(reports) == 3 * len(cases)
     return reports
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("table", "dtype", "width"), [("hopper", "bf16", 128), ("hopper", "fp16", 64), ("hopper+window", "bf16", 128)]
-)
-def test_the_hopper_kernels_keep_their_products_asynchronous_and_fit(table: str, dtype: str, width: int) -> None:
-    for report in compiled(table, dtype, 90, width):
+def test_the_hopper_kernels_keep_their_products_asynchronous_and_fit() -> None:
+    for report in compiled("hopper/bf16/90/128", "hopper/fp16/90/64", "hopper+window/bf16/90/128"):
         assert report.wgmma > 0, report
         assert not any("serialized" in remark for remark in report.remarks), report
         assert report.spills <= 64, report
@@ -44,18 +41,9 @@ def test_the_hopper_kernels_keep_their_products_asynchronous_and_fit(table: str,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("table", "dtype", "dims"),
-    [
-        ("hopper", "bf16", "256"),
-        ("hopper+window", "fp16", "256"),
-        ("hopper+window", "fp16", "192/128"),
-        ("hopper", "bf16", "96"),
-        ("hopper", "fp16", "80"),
-    ],
-)
-def test_kernels_of_heads_in_parts_keep_their_products_asynchronous_and_fit(table: str, dtype: str, dims: str) -> None:
-    for report in compiled(table, dtype, 90, dims):
+def test_kernels_of_heads_in_parts_keep_their_products_asynchronous_and_fit() -> None:
+    windows = [f"hopper+window/fp16/90/{dims}" for dims in ("256", "192/128")]
+    for report in compiled("hopper/bf16/90/256", "hopper/bf16/90/96", "hopper/fp16/90/80", *windows):
         assert report.wgmma > 0, report
         assert not any("serialized" in remark for remark in report.remarks), report
         assert report.spills <= 128, report
@@ -77,36 +65,21 @@ def test_every_head_dimension_of_the_hopper_kernels_has_a_shape_in_parts_that_ad
 
 @pytest.mark.slow
 def test_the_portable_kernels_fit_small_gpus_and_hardly_spill() -> None:
-    for report in compiled("PORTABLE", "bf16", 80, 64, 128):
+    plain, windows = ([f"{table}/bf16/80/{width}" for width in (64, 128)] for table in ("PORTABLE", "PORTABLE+window"))
+    for report in compiled(*plain, *windows):
         assert report.spills <= 32, report
         assert report.shared <= 99 << 10, report
 
 
 @pytest.mark.slow
 def test_the_portable_kernels_fit_hopper() -> None:
-    for report in compiled("HOPPER", "bf16", 90, 128):
+    for report in compiled("HOPPER/bf16/90/128"):
         assert report.wgmma > 0, report
         assert report.shared <= 227 << 10, report
 
 
 @pytest.mark.slow
-def test_the_portable_kernels_with_windows_and_sinks_fit_small_gpus_and_hardly_spill() -> None:
-    for report in compiled("PORTABLE+window", "bf16", 80, 64, 128):
-        assert report.spills <= 32, report
-        assert report.shared <= 99 << 10, report
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("table", "dtype", "capability", "kilobytes"),
-    [
-        ("HOPPER", "bf16", 90, 227),
-        ("PORTABLE", "bf16", 80, WIDE_SHARED[2]),
-        ("FLOAT32", "fp32", 90, WIDE_SHARED[4]),
-    ],
-)
-def test_heads_of_512_need_no_more_shared_memory_than_dispatch_asks_for(
-    table: str, dtype: str, capability: int, kilobytes: int
-) -> None:
-    for report in compiled(table, dtype, capability, 512):
-        assert report.shared <= kilobytes << 10, report
+def test_heads_of_512_need_no_more_shared_memory_than_dispatch_asks_for() -> None:
+    asked = {"HOPPER/bf16/90/512": 227, "PORTABLE/bf16/80/512": WIDE_SHARED[2], "FLOAT32/fp32/90/512": WIDE_SHARED[4]}
+    for report in compiled(*asked):
+        assert report.shared <= asked[report.kernel.partition(" ")[2]] << 10, report

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from support.oracle_model import gradients
+from support.token_scans import convolve_tokens, scan_tokens
 from treepack.attention import TreePass
 from treepack.carry.pieces import plan_row
 from treepack.carry.states import CarriedStates, follow_layers, most_states
 from treepack.recurrent.interface import convolution as causal_conv1d_fn
 from treepack.recurrent.interface import gated_delta_rule as torch_chunk_gated_delta_rule
-from treepack.recurrent.tokenwise import convolve_tokens, scan_tokens
 from treepack.trajectory import Int64
 
 HEADS, KEYS, VALUES, TAPS = 2, 3, 2, 3

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from support.read_rollouts import read_trajectories
 from support.readings import only, read_as, refusal_as, tokens_of
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.token_fields import KINDS, NAMES
 from treepack.ingest.readers.files.records import Record
-from treepack.ingest.readers.reading import read_trajectories
 from treepack.ingest.readers.tokens.token_records import read_tokens
 from treepack.trajectory import Skipped, Tokens, Trajectory, positions
 
@@ -104,9 +104,9 @@ def test_values_over_all_the_response_or_the_trained_tokens_land_on_the_same_tok
     chosen = [i for i, flag in enumerate(mask) if flag]
     assume(any(i > 0 for i in chosen))  # nothing trains the first token
     given_values = {
-        "whole": [float(i) if flag else None for i, flag in enumerate(mask)],
-        "response": [float(i) if mask[i] else float("nan") for i in range(start, len(ids))],
-        "trained": [float(i) for i in chosen],
+        "whole": [-float(i) if flag else None for i, flag in enumerate(mask)],
+        "response": [-float(i) if mask[i] else float("nan") for i in range(start, len(ids))],
+        "trained": [-float(i) for i in chosen],
     }[reading]
     value = {"prompt_ids": ids[:start], "response_ids": ids[start:], "response_mask": mask[start:]}
     for kind, attribute in (
@@ -117,7 +117,7 @@ def test_values_over_all_the_response_or_the_trained_tokens_land_on_the_same_tok
     ):
         for name in NAMES[kind]:
             result = getattr(content(value | {name: given_values}), attribute)
-            assert result.tolist() == [float(i) for i in chosen if i > 0]
+            assert result.tolist() == [-float(i) for i in chosen if i > 0]
             assert result.dtype == (np.float64 if kind == "advantages" else np.float32)
 
 
@@ -340,6 +340,11 @@ LENGTHS = "expected 4 (the whole sequence) or 2 (the response)"
             MASKED | {"advantages": [0, 0, 0, float("inf")]},
             "advantages is inf at trained token 1; expected finite numbers there",
         ),
+        (
+            MASKED | {"ref_logprobs": [0, -1, 0, 0.5]},
+            "ref_logprobs is 0.5 at trained token 1, and no log-probability is above 0; write the natural "
+            "logarithms of the probabilities",
+        ),
         (MASKED | {"logprobs": [None, None]}, "logprobs is nan at trained token 0; expected finite numbers there"),
         (MASKED | {"logprobs": [-1e39, 0]}, "logprobs is -inf at trained token 0; expected finite numbers there"),
         (MASKED | {"logprobs": ["-1", "-2"]}, "logprobs is not a flat list of numbers; expected one per token"),
@@ -367,6 +372,12 @@ LENGTHS = "expected 4 (the whole sequence) or 2 (the response)"
 )
 def test_a_bad_record_is_refused_in_one_sentence(value: dict[str, Any], expected: str) -> None:
     assert refusal_as("tokens", value) == expected
+
+
+def test_a_log_probability_may_be_above_0_by_rounding() -> None:
+    logprobs = content(MASKED | {"logprobs": [9, 1e-6, 9, 0]}).sampling_logprobs
+    assert logprobs is not None
+    assert logprobs.tolist() == pytest.approx([1e-6, 0])
 
 
 def test_ids_are_checked_against_the_vocabulary_behind_the_padding() -> None:

@@ -145,11 +145,23 @@ def test_the_model_still_generates_and_evaluates(runs: Any, model: str, tmp_path
 def test_two_processes_train_as_they_do_without_treepack(runs: Any, model: str, tmp_path: Path) -> None:
     program = [TESTS / "support" / "trl_ranks.py", model, tmp_path]
     launch = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
-    subprocess.run([sys.executable, *launch, *map(str, program)], check=True, timeout=300)
+    subprocess.run([sys.executable, *launch, *map(str, program)], check=True, timeout=600)
     for rank in range(2):
-        tree, flat = torch.load(tmp_path / f"rank{rank}.pt", weights_only=False)
-        runs.assert_same_training(tree, flat)
-        assert 2 * sum(tree.tokens[1:]) < sum(flat.tokens[1:])
+        records = torch.load(tmp_path / f"rank{rank}.pt", weights_only=False)
+        for name in ("tree", "shared"):
+            runs.assert_same_training(records[name], records["flat"])
+        assert 2 * sum(records["tree"].tokens[1:]) < sum(records["flat"].tokens[1:])
+        # Rows of the samples of both ranks, half of whose tokens each computes
+        assert 1.2 * sum(records["shared"].tokens[1:]) < sum(records["flat"].tokens[1:])
+
+
+def test_sequence_ranks_that_cannot_share_rows_are_refused(runs: Any, model: str, tmp_path: Path) -> None:
+    from trl import DPOTrainer
+
+    with pytest.raises(TreepackError, match="sequence_ranks is 2, and 1 processes train; start a multiple of it"):
+        runs.make_trainer(runs.tree_trainer(runs.GRPOTrainer, sequence_ranks=2), model, tmp_path)
+    with pytest.raises(TreepackError, match="not of DPOTrainer; set it to 1, or run `treepack train --sequence-ranks"):
+        runs.tree_trainer(DPOTrainer, sequence_ranks=2)
 
 
 def test_the_auxiliary_loss_of_experts_is_refused(refused: Callable[..., Any]) -> None:

@@ -18,6 +18,7 @@ from treepack.model.adapters.adapter import (
     assign,
     find_adapter,
     initial_weights,
+    lower_base,
     save_adapter,
 )
 from treepack.model.adapters.lora_options import LoraOptions
@@ -133,6 +134,27 @@ def test_an_adapter_of_peft_is_read_with_its_weights_and_trains_exactly(base: Pa
     report = verify_gradients(loaded, [row()])
     assert report.passed, report.worst
     assert len(report.errors) == sum(p.requires_grad for p in loaded.model.parameters()) > 0
+
+
+@pytest.mark.parametrize(
+    "options", [{"use_dora": True}, {"use_rslora": True}, {"modules_to_save": ["embed_tokens"]}], ids=str
+)
+def test_a_base_in_16_bits_gives_the_same_bits_under_autocast(base: Path, options: dict[str, Any]) -> None:
+    directory, tokens = saved(base, **options), torch.tensor([SAMPLES[1].tokens])
+    results = []
+    for lowered in (False, True):
+        loaded = load_model(directory, attention="reference", autocast=torch.bfloat16)
+        loaded.causal.set_attn_implementation("sdpa")
+        if lowered:
+            lower_base(loaded.causal, torch.bfloat16)
+        linear = [module for module in loaded.causal.model.layers.modules() if type(module) is torch.nn.Linear]
+        kept = {module.weight.dtype for module in linear}
+        assert (torch.bfloat16 in kept) is (lowered and "use_dora" not in options)
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = loaded.model(tokens).logits
+        logits.float().square().sum().backward()
+        results.append([logits, *(p.grad for p in loaded.model.parameters() if p.requires_grad)])
+    assert all(torch.equal(mine, expected) for mine, expected in zip(*results, strict=True))
 
 
 def test_log_probabilities_of_an_adapter_are_those_of_trajectories_alone(tmp_path: Path) -> None:

@@ -13,8 +13,9 @@ from torch import Tensor
 from support.oracle_model import gradients, tiny_model, worst_error
 from support.oracle_online import MemoryBatch, each_alone, random_batches
 from treepack.attention import register
+from treepack.carry import smaller_plan
 from treepack.errors import TreepackError
-from treepack.online import OnlineOptions, statistics, tree_logprobs_like
+from treepack.online import OnlineOptions, row_run, statistics, tree_logprobs_like
 
 SEQUENCES = [[1, 2, 3, 4, 5], [1, 2, 6], [7, 8], [1, 2], [1, 2, 3, 4, 5], [9], [], [1, 2, 3, 7, 7, 7], [7, 8, 8, 8]]
 LISTS = [torch.tensor(each, dtype=torch.int64) for each in SEQUENCES]
@@ -98,6 +99,19 @@ def test_rows_that_do_not_fit_run_as_rows_of_fewer_sequences(place: str) -> None
     assert min(sizes) <= 6 < max(sizes)
 
 
+@pytest.mark.parametrize(("place", "kind"), [("forward", "qwen3"), ("graph", "gpt2"), ("backward", "qwen3")])
+def test_a_sequence_that_does_not_fit_alone_runs_in_pieces(
+    place: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(smaller_plan, "SMALLEST_PIECE", 1)
+    monkeypatch.setattr(smaller_plan, "smaller_piece", lambda tokens: tokens // 2)
+    monkeypatch.setattr(row_run, "_CHECKED", 2)
+    batch = MemoryBatch(SEQUENCES, [[True] * len(each) for each in SEQUENCES])
+    sizes = check(kind, batch, place, OnlineOptions(chunk=3), 3)
+    assert max(sizes) == 14  # the tokens of the trie
+    assert sizes[-1] <= 3
+
+
 @settings(max_examples=8, deadline=None)
 @given(
     batch=random_batches(),
@@ -147,6 +161,6 @@ def test_a_sequence_that_does_not_fit_alone_is_refused_with_its_length() -> None
     tree_logprobs_like(model, LISTS)
     Shortage(model, 4, "forward")
     with pytest.raises(
-        TreepackError, match=r"^batch_statistics: out of memory in a sequence of 5 tokens with logits of"
+        TreepackError, match=r"^out of memory in a row of 5 tokens with whole rows, passes of 5 tokens, logits of 64"
     ):
         tree_logprobs_like(model, LISTS[:1])

@@ -146,6 +146,7 @@ def test_arrays_become_the_rows_of_the_page() -> None:
         ([[1, 2]], [[0, 1]], {"rewards": 1.0}, "rewards is 1.0; give a list with one for each"),
         ([[1, 2], [3, -4]], [[0, 1], [0, 1]], {}, "trajectory 1: input_ids holds the id -4"),
         ([[1, 2]], [[0, 1]], {"old_logprobs": [[0.0]]}, "old_logprobs needs a finite value for each of the 2 tokens"),
+        ([[1, 2]], [[0, 1]], {"sampling_logprobs": [[0, 0.5]]}, "sampling_logprobs is 0.5 at trained token 0"),
         ([[1, 2]], [[0, 1]], {"rewards": [float("nan")]}, "reward is nan"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
+from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
@@ -23,6 +24,13 @@ def dry_run(*words: str) -> str:
     done = run_make("--dry-run", "--always-make", *words)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def test_programs_keep_their_compiled_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = tmp_path / "shown.mk"
+    shown.write_text('shown:\n\t@echo "<$$PYTHONDONTWRITEBYTECODE>"\n')
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    assert run_make("-f", "Makefile", "-f", str(shown), "shown").stdout == "<>\n"
 
 
 def test_help_lists_every_target() -> None:

@@ -103,10 +103,11 @@ def test_each_key_head_serves_the_heads_of_its_group() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("widths", [(128, 128), (256, 64), (96, 256)])
-@pytest.mark.parametrize("length", [63, 64, 65])
+@pytest.mark.parametrize(
+    ("widths", "length"), [((128, 128), 63), ((128, 128), 64), ((128, 128), 65), ((256, 64), 65), ((96, 256), 63)]
+)
 def test_widths_of_real_models(widths: tuple[int, int], length: int) -> None:
-    end = ends_of((length, -1), (1, 0), (130, 0), *[(1, -1)] * 70)
+    end = ends_of((length, -1), (1, 0), (66, 0), *[(1, -1)] * 2)
     check(build_chunks(end), widths, heads=4, key_heads=2)
 
 
@@ -167,9 +168,8 @@ def test_products_with_a_stored_inverse_are_those_of_the_forward_pass() -> None:
 
 @needs_ptxas
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["bf16/128/128", "bf16/256/256", "fp16/96/80", "bf16/64/32"])
-def test_kernels_for_halves_fit_a_hopper_and_keep_their_registers(case: str) -> None:
-    for report in compiled("delta_rule_launches", 90, case):
+def test_kernels_for_halves_fit_a_hopper_and_keep_their_registers() -> None:
+    for report in compiled("delta_rule_launches", 90, "bf16/128/128", "bf16/256/256", "fp16/96/80", "bf16/64/32"):
         assert report.spills <= 16, report
         assert report.shared <= 64 << 10, report  # three programs on a multiprocessor
         assert not any("serialized" in remark for remark in report.remarks), report

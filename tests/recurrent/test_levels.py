@@ -12,11 +12,11 @@ from torch import Tensor
 
 from support.attention_trees import chain, ends_of, random_tree, star
 from support.flat_scans import flat_scan
+from support.token_scans import scan_tokens
 from treepack.errors import TreepackError
 from treepack.recurrent import levels
 from treepack.recurrent.chunks import find_parents, flatten_ends
 from treepack.recurrent.levels import build_levels, obstacle_of_fla, scan_by_levels
-from treepack.recurrent.tokenwise import scan_tokens
 
 RULES = ("delta", "kda", "mamba2")
 

@@ -16,13 +16,13 @@ import support.interpreter  # noqa: F401
 from support.attention_trees import ends_of, random_tree, star
 from support.kernel_inputs import poisoned_empty
 from support.recurrent_ahead_of_time import compiled
+from support.token_scans import convolve_tokens
 from treepack.attention.dispatch import BatchSchedules
 from treepack.errors import TreepackError
 from treepack.recurrent import dispatch
 from treepack.recurrent.chunks import find_parents, flatten_ends
 from treepack.recurrent.convolution import ConvolutionTaps, build_taps, convolve_plainly
 from treepack.recurrent.kernels.convolution import triton_convolve
-from treepack.recurrent.tokenwise import convolve_tokens
 
 Convolve = Callable[[Tensor, Tensor, Tensor | None, str | None, ConvolutionTaps], Tensor]
 PADDING = ends_of(*[(1, -1)] * 9)
@@ -223,8 +223,8 @@ def test_the_chosen_implementation_computes_the_convolutions_of_models() -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
-def test_kernels_fit_a_hopper_without_spills(dtype: str) -> None:
-    for report in compiled("convolution_launches", 90, *(f"{dtype}/{width}/8192" for width in (2, 3, 4, 8))):
+def test_kernels_fit_a_hopper_without_spills() -> None:
+    cases = [f"{dtype}/{width}/8192" for dtype in ("bf16", "fp16", "fp32") for width in (2, 3, 4, 8)]
+    for report in compiled("convolution_launches", 90, *cases):
         assert report.spills == 0, report
         assert report.shared <= 48 << 10, report

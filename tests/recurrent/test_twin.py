@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from support.attention_trees import caterpillar, chain, ends_of, random_tree, star
+from support.token_scans import convolve_tokens, scan_tokens
 from treepack.recurrent.chunks import build_chunks, find_parents, flatten_ends
 from treepack.recurrent.convolution import build_ancestors, build_taps, convolve_plainly
-from treepack.recurrent.tokenwise import convolve_tokens, scan_tokens
 from treepack.recurrent.twin import scan_plainly
 
 RULES = ("delta", "kda", "mamba2")

@@ -21,9 +21,9 @@ from support.attention_trees import ends_of
 from support.flat_scans import flat_scan
 from support.hybrid_check import FAMILIES, check_family
 from support.paths import ROOT
+from support.token_scans import scan_tokens
 from treepack.recurrent.chunks import find_parents, flatten_ends
 from treepack.recurrent.levels import _functions, build_levels, obstacle_of_fla, scan_by_levels
-from treepack.recurrent.tokenwise import scan_tokens
 
 pytestmark = pytest.mark.fla
 

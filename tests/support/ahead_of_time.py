@@ -1,9 +1,9 @@
 """Compile the kernels of tree attention for a GPU that need not exist, and report on them as JSON.
 
-    python tests/support/ahead_of_time.py hopper  bf16   90          64 128
-                                  table   dtype  capability  head dimensions, as 192/128 if they differ
+    python tests/support/ahead_of_time.py  hopper/bf16/90/64               hopper/bf16/90/192/128
+                                   table/dtype/capability/head dimension, or two of them if they differ
 
-prints one line for each pass (forward, query, key) and head dimension. The kernels and their arguments come from the
+prints one line for each case and pass (forward, query, key). The kernels and their arguments come from the
 same `Launch` values that the library runs, built here from tensors on the CPU.
 
 Nothing is compiled under TRITON_INTERPRET, so tests start this file as a process of its own, without that variable.
@@ -54,19 +54,17 @@ def read(output: str) -> list[Report]:
     return [Report(**json.loads(line)) for line in output.splitlines()]
 
 
-def main(table: str, dtype: str, capability: str, *widths: str) -> None:
+def main(*cases: str) -> None:
     """Print the reports; the header explains the arguments."""
     from triton import knobs
 
     knobs.compilation.always_compile = True  # a cached kernel has no log
     knobs.nvidia.dump_ptxas_log = True
-    for width in widths:
-        # "192/128" -> (192, 128), and "64" -> (64, 64)
-        first, _, second = width.partition("/")
-        dims = (int(first), int(second or first))
+    for case in cases:
+        table, dtype, capability, *dims = case.split("/")
         for which in ("forward", "query", "key"):
-            compilable, options = source(which, table, dtype, dims)
-            print(json.dumps(asdict(report(f"{which} {width}", compilable, options, int(capability)))))
+            compilable, options = source(which, table, dtype, (int(dims[0]), int(dims[-1])))
+            print(json.dumps(asdict(report(f"{which} {case}", compilable, options, int(capability)))))
 
 
 def report(name: str, compilable: Any, options: dict[str, int], capability: int) -> Report:

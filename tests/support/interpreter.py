@@ -4,15 +4,21 @@ Four things of Triton 3.6 are put right. It reads the bounds of a loop by int(ar
 refuses from 2.4 on. It multiplies the bit patterns of bfloat16 matrices. It cuts off the last 16 bits of a float32 for
 a bfloat16, which GPUs round to the nearest. And it patches the whole language again on every call of a function inside
 a kernel, a third of the time that a small kernel takes.
+
+Half of the rest went into types: each operation makes the types of its operands again, with every size of their shapes
+wrapped and unwrapped. Here equal shapes are one object, and a type that nobody asks for is not made.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 import torch
 import triton.language as tl
+from triton import knobs
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 _patch_tensor = interpreter._patch_lang_tensor
@@ -49,7 +55,82 @@ def _call(function: Any, *args: Any, **kwargs: Any) -> Any:
     return function.rewrite()(*args, **kwargs)
 
 
+Sizes = tuple[int, ...]
+_init_block = tl.block_type.__init__
+_unwrap = tl.core._unwrap_if_constexpr
+_broadcast = TritonSemantic.broadcast_impl_value
+_find_numpy = interpreter._get_np_dtype
+_blocks: dict[Sizes, tuple[Any, int]] = {}  # shape and number of elements, as block_type has them
+_shapes: dict[Sizes, tuple[Any, Any]] = {}  # the same, as tensor has them
+_names: dict[tuple[Sizes, str], str] = {}
+_numpy: dict[str, Any] = {}
+
+
+def _make_block(block: Any, element: Any, shape: Any) -> None:
+    key = tuple(size.value if type(size) is tl.constexpr else size for size in shape)
+    if (key, element.name) not in _names:
+        _init_block(block, element, shape)
+        _blocks.setdefault(key, (block.shape, block.numel))
+        _names[key, element.name] = block.name
+    block.element_ty, block.name = element, _names[key, element.name]
+    block.shape, block.numel = _blocks[key]
+
+
+def _make_tensor(tensor: Any, handle: Any, kind: Any) -> None:
+    key = tuple(kind.shape) if kind.is_block() else ()
+    if key not in _shapes:
+        _shapes[key] = tl.tuple([tl.constexpr(size) for size in key]), tl.constexpr(math.prod(key))
+    tensor.handle, tensor.type, tensor.dtype = handle, kind, kind.scalar
+    tensor.shape, tensor.numel = _shapes[key]
+
+
+def _make_tuple(values: Any, args: Any, kind: Any = None) -> None:
+    values.values = list(args)
+    values.made = kind if kind is None or isinstance(kind, tl.core.tuple_type) else tl.core.tuple_type(kind)
+
+
+def _type_of_tuple(values: Any) -> Any:
+    if vars(values).get("made") is None:
+        values.made = tl.core._type_for_tuple_values(values.values)
+    return values.made
+
+
+def _make_constant(constant: Any, value: Any) -> None:
+    while isinstance(value, tl.constexpr):
+        value = value.value
+    constant.value = value
+
+
+def _unwrapped(value: Any) -> Any:
+    if type(value) is tl.constexpr:
+        return value.value
+    return _unwrap(value) if isinstance(value, (list, tuple, tl.tuple)) else value
+
+
+def _broadcast_both(semantic: Any, left: Any, right: Any) -> Any:
+    if left.type.is_block() and right.type.is_block() and left.type.shape is right.type.shape:
+        return left, right
+    return _broadcast(semantic, left, right)
+
+
+def _numpy_dtype(kind: Any) -> Any:
+    name = kind.scalar.name
+    if name not in _numpy:
+        _numpy[name] = _find_numpy(kind)
+    return _numpy[name]
+
+
 interpreter._patch_lang_tensor = _patch_lang_tensor
 interpreter.InterpretedFunction.__call__ = _call
 interpreter.InterpreterBuilder.create_dot = _create_dot
 interpreter._convert_float = _convert_float
+if knobs.runtime.interpret:  # the compiler keeps its own types
+    tl.block_type.__init__ = _make_block
+    tl.tensor.__init__ = _make_tensor
+    tl.tuple.__init__ = _make_tuple
+    tl.tuple.type = property(_type_of_tuple, lambda values, kind: setattr(values, "made", kind))
+    tl.constexpr.__init__ = _make_constant
+    tl.constexpr.type = property(lambda constant: tl.core.constexpr_type(constant.value))
+    tl.core._unwrap_if_constexpr = _unwrapped
+    TritonSemantic.broadcast_impl_value = _broadcast_both
+    interpreter._get_np_dtype = _numpy_dtype

@@ -100,11 +100,15 @@ class ScriptedMemory:
 
 @dataclass(frozen=True)
 class ScriptedShortage:
-    """An allocation that fails on one rank, at the `number`-th pass through the last layer, counted from 1."""
+    """An allocation that fails on one rank, at the `number`-th pass through the last layer, counted from 1.
+
+    With `backward` it is in the backward pass; with `forward` only passes without gradients count.
+    """
 
     rank: int
     number: int
     backward: bool = False
+    forward: bool = False
 
     def attach(self, causal: Any) -> None:
         """Let it fail in passes of this model, on its rank."""
@@ -117,7 +121,8 @@ class ScriptedShortage:
         def hook(*call: Any) -> None:
             output = call[-1] if isinstance(call[-1], torch.Tensor) else call[-1][0]
             if not self.backward:
-                fail()
+                if not (self.forward and torch.is_grad_enabled()):
+                    fail()
             elif output.requires_grad:
                 output.register_hook(fail)
 

@@ -69,7 +69,15 @@ def test_ranks_with_different_numbers_of_pieces_train_as_one_process_does(packed
         Case("grpo", packed, untied, {**once, "carry": 7}, "grpo"),
         Case("gspo", packed, tied, {**once, "carry": 7}, "gspo"),
     ]
-    results, expected = (train_over(size, folder, cases) for size in (2, 0))  # 0: this process, without a group
+    # Whole rows with whole weights: ranks wait for each other in the last pass only, and checkpoints have one format.
+    apart = Case("apart", packed, tied, {**whole, "rows_per_step": 4, "whole_weights": True}, held_out=held_out)
+    begun = Case("begun", packed, untied, {**whole, "whole_weights": True}, out=folder / "again", until=1)
+    ended = Case("ended", packed, untied, whole, out=folder / "again")
+    results = train_over(2, folder, [*cases, apart, begun, ended])
+    # 0: this process, without a group
+    expected = train_over(0, folder, [*cases, apart, Case("ended", packed, untied, whole)])
+    assert_same(results["apart"], expected["apart"])
+    assert_same(results["ended"], {**expected["ended"], "records": expected["ended"]["records"][1:]})
     rows = train_over(0, folder, [Case("rows", packed, tied, whole, held_out=held_out)])["rows"]
     for case in cases:
         assert_same(results[case.name], expected[case.name])

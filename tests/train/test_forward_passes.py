@@ -13,12 +13,12 @@ import torch
 from support.packed_objectives import packed_model
 from support.strategies import make
 from support.value_models import critic
+from treepack.carry.smaller_plan import RunPlan
 from treepack.errors import TreepackError
 from treepack.pack.plan.planning import plan_rows
 from treepack.train.critic import Critic, critic_values
-from treepack.train.forward_passes import forward_plan, forward_results
+from treepack.train.forward_passes import ForwardPasses, forward_plan
 from treepack.train.scoring_options import CriticOptions, ScoreOptions
-from treepack.train.setup.run_plan import RunPlan
 from treepack.trie.builders.in_memory import build_trie
 
 
@@ -40,7 +40,7 @@ def run(fits: Any, sizes: list[int], options: ScoreOptions) -> tuple[list[int], 
         return [row.num_tokens for row in rows]
 
     rows, plan = [Sized(i, size) for i, size in enumerate(sizes)], forward_plan(options, torch.device("cpu"))
-    found = list(forward_results(packed_model("qwen3"), plan, rows, compute))
+    found = list(ForwardPasses(packed_model("qwen3"), plan).results(rows, compute))
     assert [row.row_id for row, _ in found] == list(range(len(sizes)))
     return [size for _, size in found], tried
 

@@ -19,7 +19,7 @@ from support.written_rollouts import write_rollouts
 from treepack.errors import TreepackError
 from treepack.pack.files import read_rows
 from treepack.pack.row import Row
-from treepack.train.logprobs import open_scoring, scored_rows, term_scores
+from treepack.train.logprobs import open_scoring, scored_provenance, scored_rows, term_scores
 from treepack.train.scoring_options import ScoreOptions
 
 # The row of each of the ten rollouts: all in one row, two rows, and a row each.
@@ -112,6 +112,20 @@ def test_training_starts_with_ratios_of_one_on_its_own_logprobs(treepack: Comman
     assert treepack("train", tmp_path / "ref", *common, "--loss", "dpo", "--verify").status == 0
 
 
+def test_weights_in_16_bits_score_as_float32_ones_under_autocast(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_rows(tmp_path / "packed", as_trajectories(rollouts()), PACKINGS[1])
+    config, options = tiny_config(tmp_path / "tiny.json"), ScoreOptions(device="cpu", dtype="bf16")
+    results = []
+    for dtype in (torch.bfloat16, torch.float32):
+        scoring = open_scoring(path, config, options)
+        assert scoring.loaded.causal.model.layers[0].mlp.up_proj.weight.dtype == dtype
+        results.append([row.terms.old_logprob for row in scored_rows(scoring) if row.terms is not None])
+        monkeypatch.setattr("treepack.train.logprobs.lower_base", lambda *_: None)
+    assert all(np.array_equal(mine, expected) for mine, expected in zip(*results, strict=True))
+
+
 def test_a_column_that_was_there_is_replaced_with_a_note(tmp_path: Path) -> None:
     packed = write_rows(tmp_path / "packed", as_trajectories(rollouts()), PACKINGS[0])
     scoring = open_scoring(packed, tiny_config(tmp_path / "tiny.json"), ScoreOptions(device="cpu"))
@@ -163,7 +177,7 @@ def test_rows_are_scored_alone_or_in_pieces_if_memory_runs_out(tmp_path: Path) -
     path = write_rows(tmp_path / "packed", as_trajectories(rollouts()), PACKINGS[1])
     config = tiny_config(tmp_path / "tiny.json")
     sizes = [row.num_tokens for row in read_rows(path)]
-    expected, scored = list[Any](), list[Any]()
+    expected, scored, recorded = list[Any](), list[Any](), list[Any]()
     for results, limit in ((expected, None), (scored, max(sizes))):
         scoring = open_scoring(path, config, ScoreOptions(device="cpu", pass_tokens=sum(sizes)))
 
@@ -173,6 +187,10 @@ def test_rows_are_scored_alone_or_in_pieces_if_memory_runs_out(tmp_path: Path) -
 
         scoring.loaded.causal.base_model.register_forward_pre_hook(check, with_kwargs=True)
         results.extend(row.terms.old_logprob for row in scored_rows(scoring) if row.terms is not None)
+        recorded.append((scored_provenance(scoring).logprobs or {})["old"])
+    # The second run ended with passes of one row each.
+    assert recorded[0].pop("pass_tokens") == sum(sizes)
+    assert recorded[0] == recorded[1]
     assert len(expected) == len(scored) == 2
     for before, after in zip(expected, scored, strict=True):
         assert before is not None

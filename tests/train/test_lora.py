@@ -101,6 +101,25 @@ def test_a_merged_run_writes_the_whole_model_that_the_adapter_gives(packed: Path
     torch.testing.assert_close(merged(TOKENS).logits, with_adapter(TOKENS).logits)
 
 
+@pytest.mark.parametrize("experts", [False, True])
+def test_a_frozen_base_in_16_bits_gives_the_bits_of_one_in_float32(
+    packed: Path, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, experts: bool
+) -> None:
+    model = tiny_config(tmp_path / "moe.json", model_type="qwen3_moe", **EXPERTS) if experts else base
+    run = open_run(packed, model, replace(OPTIONS, lora=LORA, dtype="bf16"))
+    layers = run.loaded.causal.model.layers
+    stored = {name: p.dtype for name, p in layers.named_parameters() if p.ndim > 1 and "lora" not in name}
+    # A router of a mixture is outside of autocast in some models.
+    assert {name.split(".")[-2] for name, dtype in stored.items() if dtype == torch.float32} <= {"gate"}
+    assert sum(dtype == torch.bfloat16 for dtype in stored.values()) >= 8
+    lowered = go(packed, model, tmp_path / "lowered", dtype="bf16")
+    monkeypatch.setattr("treepack.train.setup.run_model.lower_base", lambda *_: None)
+    whole = go(packed, model, tmp_path / "whole", dtype="bf16")
+    assert [step.loss for step in lowered] == [step.loss for step in whole]
+    mine, expected = weights_of(tmp_path / "lowered"), weights_of(tmp_path / "whole")
+    assert all(torch.equal(mine[name], weight) for name, weight in expected.items())
+
+
 @pytest.mark.usefixtures("any_width")
 @pytest.mark.parametrize("quantize", [None, pytest.param("nf4", marks=pytest.mark.slow)])
 def test_a_resumed_run_has_the_same_bits_and_small_checkpoints(

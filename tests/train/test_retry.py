@@ -16,6 +16,7 @@ import torch
 
 from support.oracle_model import packed_directory, tiny_config
 from support.strategies import make
+from treepack.carry import smaller_plan
 from treepack.errors import TreepackError
 from treepack.memory.device_memory import MemoryMeter, StepMemory
 from treepack.model.layers import adapted_layers
@@ -25,10 +26,9 @@ from treepack.train.options import TrainOptions
 from treepack.train.ranks import Ranks
 from treepack.train.retry import FittingRun
 from treepack.train.run import TrainingRun
-from treepack.train.saving.choices import with_recorded
+from treepack.train.saving.choices import recorded_memory, with_recorded
 from treepack.train.saving.run_directory import begin, record_plan
-from treepack.train.setup import run_plan
-from treepack.train.setup.opening import open_run
+from treepack.train.setup.opening import open_run, resume_run
 from treepack.train.setup.plan_forecast import PlanForecast
 from treepack.train.setup.run_plan import ModelProbe, RunRows
 from treepack.train.step import StepMetrics
@@ -120,8 +120,8 @@ def test_every_kind_of_smaller_plan_computes_the_same(
     opened: Callable[..., TrainingRun], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Rows of 40 tokens in pieces of down to 8, one after passes of 80 tokens and chunks of 2,048.
-    monkeypatch.setattr(run_plan, "SMALLEST_PIECE", 1)
-    monkeypatch.setattr(run_plan, "smaller_piece", lambda tokens: tokens // 2 if tokens >= 16 else 0)
+    monkeypatch.setattr(smaller_plan, "SMALLEST_PIECE", 1)
+    monkeypatch.setattr(smaller_plan, "smaller_piece", lambda tokens: tokens // 2 if tokens >= 16 else 0)
     calm = opened()
     undisturbed = go(calm, tmp_path / "calm", []), saved(calm, tmp_path / "calm.pt")
     run, notes = opened(pass_tokens=80), list[str]()
@@ -190,7 +190,7 @@ def test_held_out_rows_are_evaluated_again(opened: Callable[..., TrainingRun], t
     steps = go(run, tmp_path / "out", notes)
     assert_equal_runs((steps, saved(run, tmp_path / "out.pt")), undisturbed)
     (note,) = notes
-    assert note.endswith("it runs again with whole rows, not joined, logits of 1,024 targets")
+    assert note.endswith("it runs again with a smaller plan: whole rows, not joined, logits of 1,024 targets")
     adapted = adapted_layers(run.loaded.causal)
     assert adapted is not None
     assert adapted.recomputed == 0  # the plan of training stays
@@ -199,9 +199,10 @@ def test_held_out_rows_are_evaluated_again(opened: Callable[..., TrainingRun], t
 def test_a_run_ends_if_no_smaller_plan_is_left(opened: Callable[..., TrainingRun], tmp_path: Path) -> None:
     run, notes = opened(), list[str]()
     in_forward(run, Failing(3, last=10**6))
-    with pytest.raises(TreepackError, match=r"^out of memory in row \d+ of \d+ tokens.* with the smallest plan \("):
+    smallest = "2 layers recomputed, whole rows, not joined, logits of 64 targets"
+    with pytest.raises(TreepackError, match=rf"^out of memory in row \d+ of \d+ tokens.* with {smallest}; pack with"):
         go(run, tmp_path / "out", notes)
-    assert notes[-1].endswith("2 layers recomputed, whole rows, not joined, logits of 64 targets")
+    assert notes[-1].endswith(smallest)
 
 
 def test_other_errors_are_not_tried_again(opened: Callable[..., TrainingRun], tmp_path: Path) -> None:
@@ -230,10 +231,11 @@ class Device:
 
 def measured(run: TrainingRun, device: Device, *, kept: float, recomputed: float) -> TrainingRun:
     """Return the run as if passes over its longest row had been measured: GiB with and without activations."""
-    longest = 35
+    longest = 128  # rows are padded
     probe = ModelProbe(False, LAYERS, 2048, 0, 0, kept * 2**30 / longest, recomputed * 2**30 / longest, 1, 1, 0)
     forecast = PlanForecast(probe, RunRows(longest, longest, longest, step_tokens=longest), moved=0)
-    return replace(run, memory=StepMemory(device.meter, int(kept * 2**30), forecast.num_bytes))
+    memory = StepMemory(device.meter, int(kept * 2**30), record=forecast.as_record(), forecast=forecast.num_bytes)
+    return replace(run, memory=memory)
 
 
 @pytest.mark.parametrize(("taken", "layers"), [(9, 0), (20, 1), (60, 2)])
@@ -269,6 +271,27 @@ def test_measured_steps_correct_the_forecast(opened: Callable[..., TrainingRun],
             device.free = 63 << 30  # more than the forecast, less than step 2 took
     (note,) = notes
     assert note.startswith("step 3 lacks memory on a rank")
+
+
+def test_a_resumed_run_has_the_forecast_of_its_first_step(
+    opened: Callable[..., TrainingRun], packed: Path, tmp_path: Path
+) -> None:
+    device, out, notes, done = Device(free=70 << 30, used=65 << 30), tmp_path / "out", list[str](), list[int]()
+    run = measured(opened(checkpoint_every=1), device, kept=60.0, recomputed=20.0)
+    for metrics in train(run, out, stop=lambda: len(done) == 1):
+        done.append(metrics.step)
+    assert done == [1, 2]
+    assert json.loads((out / "run.json").read_text())["chosen"]["memory"]["excess"] == pytest.approx(5 << 30, rel=1e-4)
+    device.free = 63 << 30
+    options = replace(OPTIONS, checkpoint_every=1)
+    again = resume_run(
+        packed, tmp_path / "tiny.json", options, out, Ranks(), held_out=tmp_path / "held-out", meter=device.meter
+    )
+    assert again is not None
+    assert [metrics.step for metrics in train(again, out, resume=True, note=notes.append)] == [3]
+    assert notes[1].startswith("step 3 lacks memory on a rank, which has room for ")
+    changed = recorded_memory(replace(again.options, pass_tokens=7), out, Ranks())
+    assert changed == {}
 
 
 def test_a_rank_that_others_wait_for_leaves_a_smaller_plan(opened: Callable[..., TrainingRun], tmp_path: Path) -> None:

@@ -42,8 +42,12 @@ def test_all_ranks_go_on_if_the_memory_of_one_runs_out(tmp_path: Path) -> None:
     taken = Case("taken", packed, config, auto, memory=memory)
     forward = Case("forward", packed, config, {**steps, "carry": 8}, shortage=ScriptedShortage(1, 5))
     backward = Case("backward", packed, config, {**steps, "carry": 8}, shortage=ScriptedShortage(0, 3, backward=True))
-    results = train_over(2, tmp_path, [taken, forward, backward])
-    alone = [replace(each, memory=None, shortage=None) for each in (taken, forward, backward)]
+    # Only held-out rows are longer than a piece.
+    held_out = packed_directory(tmp_path / "held-out", rollouts[:8], capacity=80)
+    failing = ScriptedShortage(0, 2, forward=True)
+    evaluation = Case("evaluation", packed, config, {**steps, "carry": 40}, shortage=failing, held_out=held_out)
+    results = train_over(2, tmp_path, [taken, forward, backward, evaluation])
+    alone = [replace(each, memory=None, shortage=None) for each in (taken, forward, backward, evaluation)]
     expected = train_over(0, tmp_path, alone)
     for name, note in {
         "taken": "step 3 lacks memory on a rank, which has room for 40.0 GiB; it runs with a smaller plan: 2 layers",
@@ -54,3 +58,10 @@ def test_all_ranks_go_on_if_the_memory_of_one_runs_out(tmp_path: Path) -> None:
         (remark,) = results[name]["remarks"]
         assert remark.startswith(note)
         assert json.loads((results[name]["out"] / "run.json").read_text())["chosen"]["checkpoint_layers"] == 2
+    assert_same(results["evaluation"], expected["evaluation"])
+    (remark,) = results["evaluation"]["remarks"]
+    smaller = "pieces of 40 tokens, not joined, logits of 1,024 targets"
+    assert remark.startswith("out of memory in row ")
+    assert remark.endswith(f"it runs again with a smaller plan: {smaller}")
+    losses = [each["evaluation"]["records"][-1]["eval_loss"] for each in (results, expected)]
+    assert losses[0] == pytest.approx(losses[1], rel=2e-5)

@@ -11,20 +11,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from treepack.carry.limit import CarryCosts
+from treepack.carry.smaller_plan import SMALLEST_CHUNK, RunPlan, smaller_plan
 from treepack.errors import TreepackError
 from treepack.train.options import TrainOptions
 from treepack.train.setup.run_plan import (
     CHUNKS,
-    SMALLEST_CHUNK,
     ModelProbe,
     PieceProbe,
     RowCut,
-    RunPlan,
     RunRoom,
     RunRows,
     choose_plan,
     pieces_may_win,
-    smaller_plan,
 )
 
 GIB, KIB = 1 << 30, 1 << 10
@@ -36,6 +34,11 @@ FUSED = replace(
 )
 COSTS = CarryCosts(28, 6 * GIB, 2100 * KIB, keys_values=4096, sums=8192, output=4096, lse=64)
 ROWS = RunRows(32_768, 32_768, 32_768, 262_144)
+
+
+def twice(forward: float) -> RowCut:
+    """Return the cut of a row whose tokens run forward so many times."""
+    return RowCut(((int((forward - 1) * 100_000), False), (100_000, True)))
 
 
 def probes() -> st.SearchStrategy[ModelProbe]:
@@ -125,7 +128,7 @@ def test_an_h100_keeps_as_many_layers_as_fit_and_compiles() -> None:
 
 
 def test_a_row_longer_than_memory_runs_in_pieces() -> None:
-    rows = RunRows(207_104, 207_104, 60_000, 207_104, cut=lambda limit: RowCut(1.3 if limit < 20_000 else 1.2))
+    rows = RunRows(207_104, 207_104, 60_000, 207_104, cut=lambda limit: twice(1.3 if limit < 20_000 else 1.2))
     pieces = (PieceProbe(True, 0, COSTS), PieceProbe(True, 28, replace(COSTS, piece=480 * KIB)))
     plan = choose_plan([FUSED], rows, RunRoom(48 * GIB, 200 * GIB), AUTO, pieces)
     assert plan.carry is not None
@@ -146,7 +149,7 @@ def test_a_plan_has_room_for_the_states_of_recurrent_layers() -> None:
     def cut(limit: int) -> RowCut:
         # Shorter pieces have more branch points between them.
         asked.append(limit)
-        return RowCut(1.2, 200_000 // limit)
+        return replace(twice(1.2), states=200_000 // limit)
 
     rows = RunRows(207_104, 207_104, 60_000, 207_104, cut=cut)
     pieces = (PieceProbe(True, 0, replace(COSTS, state=100 << 20)),)
@@ -161,7 +164,7 @@ def test_a_plan_has_room_for_the_states_of_recurrent_layers() -> None:
 
 def test_pieces_are_measured_only_if_they_may_win() -> None:
     def may_win(room: int, forward: float) -> bool:
-        rows = replace(ROWS, cut=lambda _: RowCut(forward))
+        rows = replace(ROWS, cut=lambda _: twice(forward))
         return pieces_may_win(choose_plan([FUSED], rows, RunRoom(room), AUTO), [FUSED], rows)
 
     assert pieces_may_win(None, [FUSED], ROWS)
@@ -172,9 +175,25 @@ def test_pieces_are_measured_only_if_they_may_win() -> None:
 
 def test_pieces_are_not_taken_if_whole_rows_are_faster() -> None:
     pieces = (PieceProbe(True, 0, COSTS),)
-    rows = replace(ROWS, cut=lambda _: RowCut(1.9))
+    rows = replace(ROWS, cut=lambda _: twice(1.9))
     assert choose_plan([FUSED], rows, RunRoom(48 * GIB, GIB), AUTO, pieces).carry is None
-    assert choose_plan([FUSED], replace(rows, cut=lambda _: RowCut(1.01)), RunRoom(48 * GIB, GIB), AUTO, pieces).carry
+    assert choose_plan([FUSED], replace(rows, cut=lambda _: twice(1.01)), RunRoom(48 * GIB, GIB), AUTO, pieces).carry
+
+
+def test_kept_layers_keep_the_casts_of_their_weights() -> None:
+    probe = replace(FUSED, casts=10 * GIB)
+    sizes = [probe.pass_bytes(4096, n, 2048) - FUSED.pass_bytes(4096, n, 2048) for n in (0, 9, 27, 28)]
+    assert sizes == pytest.approx([10 * GIB, 10 * GIB * 2 / 3, 0, 0], abs=1)
+
+
+def test_short_pieces_take_as_long_as_the_processor_starts_them() -> None:
+    # 0.06 s of start at 2.1e-5 s of a token: passes of fewer than 2,857 tokens.
+    cut = RowCut(((8000, False), (2000, True), (2000, True), (8000, True)))
+    assert cut.seconds(2.1e-5, 0.06) == pytest.approx((8000 * 2.1e-5 / 3 + 2 * 0.06 + 8000 * 2.1e-5) / 12_000)
+    pieces = (PieceProbe(True, 0, COSTS),)
+    room, rows = RunRoom(48 * GIB, GIB), replace(ROWS, cut=lambda _: cut)
+    assert choose_plan([FUSED], rows, room, AUTO, pieces).carry is None
+    assert not pieces_may_win(choose_plan([FUSED], rows, room, AUTO), [FUSED], rows)
 
 
 @pytest.mark.parametrize(

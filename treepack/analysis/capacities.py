@@ -155,7 +155,7 @@ def forecast_lines(
         lines += [replace(line, samples="trajectories", flat=flat, baseline=alone) for line in whole]
     elif "turns" in others:
         turns = turns_of(trie)
-        cut = cut_to_turns(trie, turns, only_sizes=True)
+        cut = cut_to_turns(trie, turns)
         flat = turns_work(trie, turns.distinct(trie))
         lines.append(ForecastLine("turns", None, flat, tree_work(cut, trained_of(cut)), baseline=TURNS))
         lines += [
@@ -179,7 +179,7 @@ def _turns_line(
     planned, work = whole
     capacity = planned.plan.capacity
     fitting = turns.within(capacity)
-    cut = cut_to_turns(trie, fitting, only_sizes=True)
+    cut = cut_to_turns(trie, fitting)
     if cut is not planned.trie:
         (planned,) = plan_capacities(cut, [capacity], method=method, too_long="error", search=search)
         work = rows_work(planned, trained_of(planned.packed_nodes))

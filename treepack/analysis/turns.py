@@ -18,11 +18,9 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from treepack.columns import LOGPROBS, SpanView, take_rows, text_codes
+from treepack.columns import SpanView, take_rows, text_codes
 from treepack.files import schema
 from treepack.trajectory import Int32, Int64
-from treepack.trie.storage import ArrayStorage
-from treepack.trie.token_ranges import RANGE_TOKENS, ranges
 from treepack.trie.trie import Trie
 
 # Columns of the trajectories from which rows are planned and their work is counted.
@@ -81,12 +79,11 @@ def turns_of(trie: Trie) -> SortedTurns:
     return SortedTurns(owner[is_end], starts, ends)
 
 
-def cut_to_turns(trie: Trie, turns: SortedTurns, *, only_sizes: bool = False) -> Trie:
+def cut_to_turns(trie: Trie, turns: SortedTurns) -> Trie:
     """Return `trie` with every trajectory cut after the last of its `turns`; drop trajectories without turns.
 
-    If nothing changes, return `trie` itself. Else the table loses the columns with a value per trained token. With
-    `only_sizes`, all token ids are 0 and take no memory, and the table has only the columns that plans need.
-    O(num_nodes), and O(N_tree) for token ids.
+    If nothing changes, return `trie` itself. Else all token ids are 0 and take no memory, and the table has only the
+    columns that plans need. O(num_nodes).
     """
     last = np.zeros(trie.num_trajectories, np.int64)
     np.maximum.at(last, turns.owner, turns.ends)
@@ -105,20 +102,17 @@ def cut_to_turns(trie: Trie, turns: SortedTurns, *, only_sizes: bool = False) ->
     # Trajectories that end before each node: the difference between the end and the start of a subtree passes through.
     ends = np.concatenate([[0], np.cumsum(np.bincount(end_of, minlength=len(heads)))])
     begin = np.concatenate([[0], np.cumsum(segments.stop - segments.start)]).astype(np.int64)
-    tokens, storage = (np.broadcast_to(np.int32(0), int(begin[-1])), trie.storage)
-    if not only_sizes:
-        tokens, storage = _gather_tokens(trie, segments, begin)
     return Trie(
-        tokens=tokens,
+        tokens=np.broadcast_to(np.int32(0), int(begin[-1])),
         node_start=np.append(begin[heads], begin[-1]),
         node_end=node_end.astype(np.int32),
         parent=parent.astype(np.int32),
         depth=segments.start[heads],
         num_passing=(ends[node_end] - ends[:-1]).astype(np.int32),
         end_node=end_of[order].astype(np.int32),
-        trajectories=_cut_table(trie, kept[order], last[order], end_of[order], parent, only_sizes=only_sizes),
+        trajectories=_cut_table(trie, kept[order], last[order], end_of[order], parent),
         share=trie.share,
-        storage=storage,
+        storage=trie.storage,
     )
 
 
@@ -143,24 +137,6 @@ def _parents(trie: Trie, segments: _NodeSegments) -> Int64:
     up = trie.parent[segments.node]
     is_first = np.diff(segments.node, prepend=-1) > 0
     return np.where(is_first, np.where(up < 0, -1, last_of[up]), np.arange(num) - 1)
-
-
-def _gather_tokens(trie: Trie, segments: _NodeSegments, begin: Int64) -> tuple[Int32, ArrayStorage]:
-    """Return the tokens of `segments`, and the storage with their map.
-
-    `begin` int64 [segments + 1] are the offsets of the segments among the new tokens.
-    """
-    # The first token of each segment among the old tokens.
-    source = trie.node_start[segments.node] + segments.start - trie.depth[segments.node]
-    num_tokens = int(begin[-1])
-    tokens = trie.storage.growing_array(np.int32, in_file=trie.storage.is_large(4 * num_tokens))
-    for a, b in ranges(begin, RANGE_TOKENS):
-        # Segments of 2 and 3 tokens from 10 and 20 on -> [10, 10, 20, 20, 20] + [0, 1, 2, 3, 4] - [0, 0, 2, 2, 2]
-        # = [10, 11, 20, 21, 22].
-        each = np.arange(begin[a], begin[b]) + np.repeat(source[a:b] - begin[a:b], np.diff(begin[a : b + 1]))
-        tokens.append(trie.tokens[each])
-        trie.storage.release()
-    return tokens.finish()
 
 
 def _merge_chains(parent: Int64, end_of: Int64) -> tuple[Int64, Int64]:
@@ -209,13 +185,10 @@ def _segments(trie: Trie, at: Int64, last: Int64) -> tuple[_NodeSegments, Int64]
     return _NodeSegments(node, start, stop), np.searchsorted(keys, ends)
 
 
-def _cut_table(trie: Trie, kept: Int64, last: Int64, end_of: Int64, parent: Int64, *, only_sizes: bool) -> pa.Table:
+def _cut_table(trie: Trie, kept: Int64, last: Int64, end_of: Int64, parent: Int64) -> pa.Table:
     """Return the rows `kept` of the table of `trie`, their trained spans cut after `last` tokens."""
-    per_token = ["advantages", *LOGPROBS]
-    columns = schema.TRAJECTORIES
-    if only_sizes:
-        columns = pa.schema([field for field in columns if field.name in _PLANNED])
-    table = take_rows(trie.trajectories.select([name for name in columns.names if name not in per_token]), kept)
+    columns = pa.schema([field for field in schema.TRAJECTORIES if field.name in _PLANNED])
+    table = take_rows(trie.trajectories.select(columns.names), kept)
     spans = SpanView.of(table)
     owner = np.repeat(np.arange(len(kept)), np.diff(spans.offsets))
     inside = spans.ends <= last[owner]
@@ -229,6 +202,5 @@ def _cut_table(trie: Trie, kept: Int64, last: Int64, end_of: Int64, parent: Int6
         "num_tokens": pa.array(last, pa.int32()),
         "trained": pa.ListArray.from_arrays(offsets, pa.StructArray.from_arrays(parts, fields=list(schema.SPAN))),
     }
-    new |= {name: pa.nulls(len(kept), schema.TRAJECTORIES.field(name).type) for name in per_token}
     values = [new[name] if name in new else table[name] for name in columns.names]
     return pa.Table.from_arrays(values, schema=columns)

@@ -12,22 +12,21 @@ gradient is the same, by the chain rule; every token runs forward once more.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Self, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from treepack.carry.offload import CarryMemory
 from treepack.carry.row import CarriedRow, PieceRow, open_row
+from treepack.carry.scores import RowRequest, piece_scores, piece_targets, row_scores
 from treepack.carry.terms import PieceTargets, SortedTerms
 from treepack.data.batch import Batch
 from treepack.data.ragged_tensor import RaggedTensor
-from treepack.data.teacher_law import TeacherLaw
-from treepack.data.transfers import sent
 from treepack.errors import TreepackError
 from treepack.model.forward import RowRunner, WholeRows, hidden_states, run_with_head
 from treepack.model.head.logit_map import OutputLayer
@@ -36,10 +35,7 @@ from treepack.model.loaded import LoadedModel
 from treepack.model.term_objective import (
     TermObjective,
     loss_of_scores,
-    loss_sets,
-    loss_temperature,
     require_value_head,
-    score,
 )
 from treepack.objectives.objective import Objective
 from treepack.objectives.row_numbers import LossPart, RowResult, ScoreRequest, TokenScores
@@ -96,7 +92,7 @@ class RowsInPieces:
         row = self._open(batch, with_gradients=False)
         sums: dict[str, Tensor] = {}
         if part.factors is not None:
-            loss, sums = _objective_of(row, part, _scores(row, self.options, _RowRequest.of(row, part.objective)))
+            loss, sums = _objective_of(row, part, self._scores(row, RowRequest.of(row, part.objective)))
         else:
             piece_loss = _weighted_loss(row, self.options, part.denominator)
             loss = torch.zeros((), dtype=torch.float64, device=self.loaded.device)
@@ -122,21 +118,50 @@ class RowsInPieces:
             forward += row.plan.without_backward().tokens_forward
         else:
             piece_loss = _term_loss(row, options, part.objective, part.factors.to(loaded.device))
+        own = self._run_backward(row, piece_loss)
+        total, sums = known or own
+        return RowResult(total, total[None], sums, forward, row.plan.tokens_backward, row.most_bytes)
+
+    def backward_scores(
+        self,
+        batch: Batch,
+        tokens: Tensor,
+        slopes: Sequence[Tensor],
+        reads: ScoreRequest = ScoreRequest(),  # noqa: B008
+        *,
+        temperature: Tensor | float = 1.0,
+        kept: RaggedTensor | None = None,
+    ) -> None:
+        """Add the gradients of chosen tokens' numbers times their slopes to the parameters' gradients.
+
+        The other arguments are as in `scores`; `slopes` has [n] for each of the numbers that are read. Inside an
+        autocast context, `options.autocast` must make contexts without a cache.
+
+        Raises:
+            TreepackError: as `backward`.
+        """
+        row = self._open(batch, with_gradients=True)
+        wanted = RowRequest(PieceTargets.of(row, tokens), temperature, kept, reads)
+        self._run_backward(row, _sloped_loss(row, self.options, wanted, slopes))
+
+    def _run_backward(self, row: CarriedRow, piece_loss: _PieceLoss) -> tuple[Tensor, dict[str, Tensor]]:
+        """Run all pieces of a row forward and backward; return the sum of their losses, and their sums."""
+        loaded, options = self.loaded, self.options
         total = torch.zeros((), dtype=torch.float64, device=loaded.device)
         sums: dict[str, Tensor] = {}
         for each in row.plan.passes:
             with row.running(each) as piece:
                 if each.kind == "push":
                     with torch.no_grad(), options.autocast():
-                        loaded.compute(partial(hidden_states, loaded, piece.batch, **piece.options))
+                        loaded.compute(partial(run_with_head, loaded, piece.batch, _nothing, **piece.options))
+                    torch.clear_autocast_cache()  # of the wrappers of a trainer; these weights have no graph
                     continue
-                with options.autocast():
+                with torch.enable_grad(), options.autocast():
                     loss, numbers = loaded.compute(partial(piece_loss, piece))
                 torch.autograd.backward(loss)
                 total = total + loss.detach()
                 sums = {name: number + sums.get(name, 0.0) for name, number in numbers.items()}
-        total, sums = known or (total, sums)
-        return RowResult(total, total[None], sums, forward, row.plan.tokens_backward, row.most_bytes)
+        return total, sums
 
     @torch.no_grad()
     def scores(
@@ -157,7 +182,7 @@ class RowsInPieces:
             TreepackError: as `loss`, and if the model has no value head and values are read.
         """
         row = self._open(batch, with_gradients=False)
-        return _scores(row, self.options, _RowRequest(PieceTargets.of(row, tokens), temperature, kept, reads))
+        return self._scores(row, RowRequest(PieceTargets.of(row, tokens), temperature, kept, reads))
 
     @torch.no_grad()
     def values(self, batch: Batch) -> Tensor:
@@ -168,10 +193,10 @@ class RowsInPieces:
         """
         require_value_head(self.loaded)
         row = self._open(batch, with_gradients=False)
-        wanted = _RowRequest(
+        wanted = RowRequest(
             PieceTargets.of_states(row), 1.0, None, ScoreRequest(logprobs=False, entropies=False, values=True)
         )
-        values = _scores(row, self.options, wanted).values
+        values = self._scores(row, wanted).values
         assert values is not None
         return values
 
@@ -186,6 +211,9 @@ class RowsInPieces:
         for each in row.plan.passes:
             with row.running(each) as piece, self.options.autocast():
                 self.loaded.compute(partial(hidden_states, self.loaded, piece.batch, **piece.options))
+
+    def _scores(self, row: CarriedRow, wanted: RowRequest) -> TokenScores:
+        return row_scores(row, wanted, self.options.autocast, self.options.chunk)
 
     def _open(self, batch: Batch, *, with_gradients: bool) -> CarriedRow:
         options = self.options
@@ -229,6 +257,10 @@ def backward_row(
     return RowsInPieces(loaded, options).backward(batch, LossPart(objective, factors, denominator))
 
 
+def _nothing(states: Tensor, _: OutputLayer) -> Tensor:
+    return states.new_zeros(())
+
+
 def _check_autocast(device: str) -> None:
     # A push casts weights without a graph. A context around all passes would keep these casts, and a later pass that
     # took them would give the weights no gradient.
@@ -237,65 +269,6 @@ def _check_autocast(device: str) -> None:
             "backward_row runs inside torch.autocast, which would keep weights that have no gradient; call it outside "
             "and pass CarryOptions(autocast=...), a function that makes such a context"
         )
-
-
-@dataclass(frozen=True)
-class _RowRequest:
-    """Tokens of a row, their temperature (one, or [n] in the caller's order) and kept sets, and what to compute."""
-
-    targets: PieceTargets
-    temperature: Tensor | float
-    kept: RaggedTensor | None
-    reads: ScoreRequest
-    teacher: TeacherLaw | None = None  # of the tokens in the caller's order
-
-    @classmethod
-    def of(cls, row: CarriedRow, objective: Objective) -> Self:
-        """Return the request of an objective over terms."""
-        terms = row.batch.terms
-        assert terms is not None, "open the dataset with terms=True"
-        law = loss_temperature(terms, objective), loss_sets(terms, objective)
-        return cls(PieceTargets.of(row, terms.tokens), *law, ScoreRequest.of(objective), terms.teacher)
-
-
-def _scores(row: CarriedRow, options: CarryOptions, wanted: _RowRequest) -> TokenScores:
-    parts = []
-    for each in row.plan.passes:
-        if each.kind == "pop":
-            continue
-        with row.running(each) as piece, options.autocast():
-            parts.append(row.loaded.compute(partial(_piece_scores, piece, row.loaded, wanted, options)))
-    # Sorted by parent -> the caller's order: order [2 0 1], values [a b c] -> [b c a]
-    places = torch.from_numpy(wanted.targets.order).to(row.loaded.device)
-    columns = [None if each[0] is None else torch.cat(each) for each in zip(*parts, strict=True)]
-    return TokenScores(
-        *(each if each is None else torch.empty_like(each).index_copy_(0, places, each) for each in columns)
-    )
-
-
-def _piece_scores(piece: PieceRow, loaded: LoadedModel, wanted: _RowRequest, options: CarryOptions) -> TokenScores:
-    """Return the numbers about the targets that a piece predicts, in the order of `wanted.targets`."""
-    columns, law = _piece_targets(piece, wanted)
-    places = torch.from_numpy(wanted.targets.order[wanted.targets.of_piece(piece)])
-    teacher = None if wanted.teacher is None else wanted.teacher[places]
-
-    def compute(states: Tensor, layer: OutputLayer) -> TokenScores:
-        return score(loaded, wanted.reads, states, layer, columns, **law, chunk=options.chunk, teacher=teacher)
-
-    return run_with_head(loaded, piece.batch, compute, **piece.options)
-
-
-def _piece_targets(piece: PieceRow, wanted: _RowRequest) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]:
-    """Return the targets that a piece predicts, as `TermObjective` has them, and their `temperature` and `kept`."""
-    targets, temperature, kept = wanted.targets, wanted.temperature, wanted.kept
-    span = targets.of_piece(piece)
-    labels, sources = targets.labels[span], targets.sources[span] - piece.begin
-    places = torch.from_numpy(targets.order[span])
-    if isinstance(temperature, Tensor):
-        temperature = sent(temperature.index_select(0, sent(places, temperature.device)), labels.device)
-    if kept is not None:
-        kept = kept[places].map(lambda each: sent(each, labels.device))
-    return (torch.arange(len(labels)), labels, sources), {"temperature": temperature, "kept": kept}
 
 
 def _weighted_loss(row: CarriedRow, options: CarryOptions, denominator: float) -> _PieceLoss:
@@ -320,12 +293,12 @@ def _weighted_loss(row: CarriedRow, options: CarryOptions, denominator: float) -
 
 def _term_loss(row: CarriedRow, options: CarryOptions, objective: Objective, factors: Tensor) -> _PieceLoss:
     """Return the loss of an objective of single tokens: the terms of the tokens that a piece predicts."""
-    wanted = _RowRequest.of(row, objective)
+    wanted = RowRequest.of(row, objective)
     assert row.batch.terms is not None
     terms = SortedTerms.of(row.batch.terms, wanted.targets)
 
     def loss(piece: PieceRow) -> tuple[Tensor, dict[str, Tensor]]:
-        columns, law = _piece_targets(piece, wanted)
+        columns, law = piece_targets(piece, wanted)
         part = TermObjective(
             objective=objective,
             terms=terms.of_piece(piece, wanted.targets.of_piece(piece)),
@@ -348,22 +321,27 @@ def _two_phases(
     That is the numbers that the objective reads about the tokens of the piece, times their slopes. `forward` is the
     same row without gradients.
     """
-    wanted = _RowRequest.of(row, part.objective)
+    wanted = RowRequest.of(row, part.objective)
     with torch.no_grad():
-        scores = _scores(forward, options, wanted)
+        scores = row_scores(forward, wanted, options.autocast, options.chunk)
     read = [each.requires_grad_() for each in scores if each is not None]
     total, sums = _objective_of(row, part, scores)
     of_tokens = torch.autograd.grad(total, read, allow_unused=True, materialize_grads=True)
-    places = torch.from_numpy(wanted.targets.order).to(total.device)
-    slopes = [slope.index_select(0, places) for slope in of_tokens]
+    return (total.detach(), sums), _sloped_loss(row, options, wanted, of_tokens)
+
+
+def _sloped_loss(row: CarriedRow, options: CarryOptions, wanted: RowRequest, slopes: Sequence[Tensor]) -> _PieceLoss:
+    """Return the loss of a piece: the numbers about its tokens times their slopes, in the caller's order."""
+    places = torch.from_numpy(wanted.targets.order).to(row.loaded.device)
+    in_order = [slope.index_select(0, places) for slope in slopes]
 
     def loss(piece: PieceRow) -> tuple[Tensor, dict[str, Tensor]]:
         span = wanted.targets.of_piece(piece)
-        own = _piece_scores(piece, row.loaded, wanted, options)
-        pairs = zip([each for each in own if each is not None], slopes, strict=True)
+        own = piece_scores(piece, row.loaded, wanted, options.chunk)
+        pairs = zip([each for each in own if each is not None], in_order, strict=True)
         return torch.stack([(values.double() * slope[span]).sum() for values, slope in pairs]).sum(), {}
 
-    return (total.detach(), sums), loss
+    return loss
 
 
 def _objective_of(row: CarriedRow, part: LossPart, scores: TokenScores) -> tuple[Tensor, dict[str, Tensor]]:

@@ -4,7 +4,8 @@
       ^         |
       '-- smaller(plan), with a note      None ends with one sentence that names the smallest plan
 
-An attempt that fails must leave nothing to which the next one adds, such as gradients.
+An attempt that fails must leave nothing to which the next one adds, such as gradients: `undo` removes it. Random
+generators are restored.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
+from treepack.carry.smaller_plan import plan_in_words
 from treepack.errors import TreepackError
 from treepack.memory.shortage import is_memory_error
 from treepack.model.loaded import LoadedModel
@@ -26,33 +28,39 @@ P = TypeVar("P")
 T = TypeVar("T")
 
 
+class SharedShortageError(TreepackError):
+    """A lack of memory on some rank, which all ranks raise, so that they can compute again together."""
+
+
 def until_it_fits(
     attempt: Callable[[P], T],
     plan: P,
-    smaller: Callable[[P], tuple[P, str] | None],
-    loaded: LoadedModel,
+    smaller: Callable[[P, Exception], P | None],
+    device: torch.device,
     *,
     place: str,
     remedy: str,
+    undo: Callable[[], None] = lambda: None,
+    words: Callable[[Any], str] = plan_in_words,
     note: Callable[[str], None] = _log.info,
 ) -> tuple[T, P]:
     """Return the result of the first attempt that fits, and its plan.
 
-    A model that several ranks compute together has one attempt, because they would wait for the rank that failed.
-
     Args:
         attempt: computes with a plan.
         plan: of the first attempt.
-        smaller: returns the next plan and its description, None if there is none.
-        loaded: the model, whose gradients are dropped after an attempt that failed.
+        smaller: returns the plan to try after one that failed with an error, None if there is none.
+        device: the device that computes.
         place: "in row 3 of 512 tokens", in the sentences, unless the error has its own.
         remedy: what a user may do if no plan fits.
+        undo: removes the traces of an attempt that failed, such as gradients.
+        words: returns a plan in words.
         note: called with a sentence for each plan that was too large.
 
     Raises:
         TreepackError: no plan fits.
     """
-    words = ""
+    random = torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     while True:
         try:
             return attempt(plan), plan
@@ -60,14 +68,22 @@ def until_it_fits(
             if not is_memory_error(error.__cause__ or error):
                 raise
             start = str(error).partition(";")[0] if isinstance(error, TreepackError) else f"out of memory {place}"
-            less = smaller(plan) if loaded.root is None and loaded.sequence is None else None
+            less = smaller(plan, error)
             if less is None:
-                raise TreepackError(f"{start}{words}; {remedy}") from (error.__cause__ or error)
+                raise TreepackError(f"{start} with {words(plan)}; {remedy}") from (error.__cause__ or error)
         # Here the error is gone, whose frames keep the tensors of the attempt.
-        loaded.model.zero_grad(set_to_none=True)
-        release_memory(loaded.device)
-        plan, words = less[0], f" with {less[1]}"
-        note(f"{start}; it runs again{words}")
+        undo()
+        release_memory(device)
+        torch.set_rng_state(random[0])
+        if random[1] is not None:
+            torch.cuda.set_rng_state(random[1], device)
+        plan = less
+        note(f"{start}; it runs again with a smaller plan: {words(plan)}")
+
+
+def is_alone(loaded: LoadedModel, error: Exception) -> bool:
+    """Return True if no other rank waits in the pass that failed, so that it can run again."""
+    return isinstance(error, SharedShortageError) or (loaded.root is None and loaded.sequence is None)
 
 
 def release_memory(device: torch.device) -> None:

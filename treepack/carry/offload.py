@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from treepack.carry.pieces import PiecePass
+from treepack.memory.device_memory import free_memory
 from treepack.memory.host_pages import CarriedBytes, HostRows, PageCopies, PagePool, copies_of, raw
 
 # Bytes of a page. The last page of a layer's column is partly empty, so these pages are smaller than the pages of
@@ -66,6 +67,17 @@ class CarryMemory:
     def rows(self, width: int) -> HostRows:
         """Return an empty column of rows of `width` bytes."""
         return HostRows(self.pages, self.copies, width)
+
+
+def spare_memory(device: torch.device, room: int | None = None) -> CarryMemory | None:
+    """Return memory of carried tensors, half of `room` bytes or of the free memory of a GPU; None on a CPU.
+
+    Keys and values of other layers wait on the host; the other half is for a piece's layer and logits. The budget
+    changes no result.
+    """
+    if device.type != "cuda":
+        return None
+    return CarryMemory(device, CarryBudget(stack=max(0, free_memory(device) if room is None else room) // 2))
 
 
 @dataclass(frozen=True)

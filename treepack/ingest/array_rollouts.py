@@ -18,6 +18,7 @@ from treepack.trajectory import (
     Trajectory,
     as_routes,
     as_token_ids,
+    check_logprobs,
     check_scalars,
     check_temperatures,
     derived_group,
@@ -127,4 +128,6 @@ def _trained_values(values: Any, i: int, tokens: Int32, trained: Int64, name: st
     array_of_tokens = np.asarray(values, np.float64 if name == "advantages" else np.float32)
     if array_of_tokens.shape != tokens.shape or not np.isfinite(array_of_tokens[trained]).all():
         raise TreepackError(f"trajectory {i}: {name} needs a finite value for each of the {len(tokens)} tokens")
+    if name.endswith("logprobs"):
+        check_logprobs(array_of_tokens[trained], source=f"trajectory {i}", name=name)
     return array_of_tokens[trained]

@@ -31,7 +31,9 @@ _DISTILLATION = frozenset(
 )
 
 
-def tree_trainer(base: type[Trainer], options: OnlineOptions | None = None) -> type[Trainer]:
+def tree_trainer(
+    base: type[Trainer], options: OnlineOptions | None = None, *, sequence_ranks: int = 1
+) -> type[Trainer]:
     """Return a subclass of a TRL trainer that computes every shared prefix once.
 
     The subclass takes the arguments of `base`, except that the datasets of SFTTrainer are `PackedDataset`s. The
@@ -40,9 +42,12 @@ def tree_trainer(base: type[Trainer], options: OnlineOptions | None = None) -> t
     Args:
         base: GRPOTrainer, RLOOTrainer, DPOTrainer or SFTTrainer of trl, or a subclass of one.
         options: how rows are planned and computed; not used for SFTTrainer.
+        sequence_ranks: neighbouring processes of GRPOTrainer or RLOOTrainer that compute each row together, each a part
+            of its tokens; a row then has samples of all of them. Samples, losses and metrics of TRL do not change.
 
     Raises:
-        TreepackError: if `base` is another class. The subclass raises it for options that treepack does not compute.
+        TreepackError: if `base` is another class, or shares no rows. The subclass raises it for options that treepack
+            does not compute.
     """
     given: Any = base
     if not isinstance(given, type):
@@ -57,7 +62,12 @@ def tree_trainer(base: type[Trainer], options: OnlineOptions | None = None) -> t
             "write its rollouts and run `treepack train --loss distill --teacher MODEL`, or use it without trees"
         )
     if names & {"GRPOTrainer", "RLOOTrainer"}:
-        return policy_trainer(base, options)
+        return policy_trainer(base, options, sequence_ranks=sequence_ranks)
+    if sequence_ranks > 1:
+        raise TreepackError(
+            f"tree_trainer: sequence_ranks shares rows of GRPOTrainer and RLOOTrainer, not of {base.__name__}; set it "
+            f"to 1, or run `treepack train --sequence-ranks {sequence_ranks}`"
+        )
     if "DPOTrainer" in names:
         return pair_trainer(base, options)
     if "SFTTrainer" in names:

@@ -55,8 +55,8 @@ def check_parallelism(name: str, *arguments: Any) -> None:
             if (size := getattr(parallel, option, 1)) > 1:
                 raise TreepackError(
                     f"{name}: parallelism_config.{option} is {size}, and accelerate's parallelism does not know trees; "
-                    f"set it to 1, or share rows by `treepack train --sequence-ranks {size}`, or in verl by "
-                    f"ulysses_sequence_parallel_size={size}"
+                    f"set it to 1, and share rows by tree_trainer(GRPOTrainer, sequence_ranks={size}), by `treepack "
+                    f"train --sequence-ranks {size}`, or in verl by ulysses_sequence_parallel_size={size}"
                 )
 
 

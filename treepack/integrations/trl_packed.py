@@ -78,7 +78,7 @@ def packed_trainer(base: type[Trainer]) -> type[Trainer]:
         ) -> Tensor:
             loss, sums = batch_loss_and_metrics(model, inputs)
             weight = inputs["loss_weight"].sum()
-            self._note_metrics(sums, weight, inputs)
+            _note_metrics(self, sums, weight, inputs)
             if num_items_in_batch is None:  # an evaluation
                 self._held_out += torch.stack([loss.detach(), weight.to(loss.device)]).cpu()
                 num_items_in_batch = weight.clamp(min=1e-30).to(loss.device)
@@ -86,20 +86,6 @@ def packed_trainer(base: type[Trainer]) -> type[Trainer]:
             # Ranks average their gradients, so the sum over ranks is their number times the average.
             processes: int = self.accelerator.num_processes
             return loss / num_items_in_batch * processes
-
-        def _note_metrics(self, sums: Tensor, weight: Tensor, inputs: Any) -> None:
-            flat = inputs["scale"].sum(dtype=torch.float64)
-            computed = (inputs["scale"] > 0).sum(dtype=torch.float64)
-            local = torch.stack([*sums, *(each.to(sums.device) for each in (weight, flat, computed))])
-            entropy, correct, total, tokens, num_computed = self.accelerator.gather(local[None]).sum(0).tolist()
-            mode = "train" if self.model.training else "eval"
-            metrics = self._metrics[mode]
-            metrics["entropy"].append(entropy / total if total else 0.0)
-            metrics["mean_token_accuracy"].append(correct / total if total else 0.0)
-            metrics["tree/flat_over_computed_tokens"].append(tokens / max(num_computed, 1))
-            if mode == "train":
-                self._total_train_tokens += int(tokens)
-            metrics["num_tokens"] = [self._total_train_tokens]
 
         def evaluate(self, eval_dataset: Any = None, *arguments: Any, **options: Any) -> dict[str, float]:
             metrics: dict[str, float] = super().evaluate(
@@ -118,6 +104,22 @@ def packed_trainer(base: type[Trainer]) -> type[Trainer]:
 
     PackedTrainer.__name__ = PackedTrainer.__qualname__ = f"Packed{base.__name__}"
     return PackedTrainer
+
+
+def _note_metrics(trainer: Any, sums: Tensor, weight: Tensor, inputs: Any) -> None:
+    """Add TRL's metrics of a micro-batch to those of the trainer, summed over all ranks."""
+    flat = inputs["scale"].sum(dtype=torch.float64)
+    computed = (inputs["scale"] > 0).sum(dtype=torch.float64)
+    local = torch.stack([*sums, *(each.to(sums.device) for each in (weight, flat, computed))])
+    entropy, correct, total, tokens, num_computed = trainer.accelerator.gather(local[None]).sum(0).tolist()
+    mode = "train" if trainer.model.training else "eval"
+    metrics = trainer._metrics[mode]
+    metrics["entropy"].append(entropy / total if total else 0.0)
+    metrics["mean_token_accuracy"].append(correct / total if total else 0.0)
+    metrics["tree/flat_over_computed_tokens"].append(tokens / max(num_computed, 1))
+    if mode == "train":
+        trainer._total_train_tokens += int(tokens)
+    metrics["num_tokens"] = [trainer._total_train_tokens]
 
 
 class PackedSources:

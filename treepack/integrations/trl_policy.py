@@ -25,10 +25,12 @@ from torch import Tensor, nn
 
 from treepack.attention import allow_generation
 from treepack.errors import TreepackError
-from treepack.integrations.tree_model import use_tree_attention
+from treepack.integrations.tree_model import find_causal, use_tree_attention
 from treepack.integrations.trl_checks import check_parallelism, check_trainer, trainer_dtype
+from treepack.integrations.trl_ranks import join_padded, own_values, sequence_group
 from treepack.integrations.versions import check_program
 from treepack.online import OnlineOptions, batch_statistics, plan_batch
+from treepack.sequence.share import share_rows
 
 Trainer = TypeVar("Trainer")
 MicroBatch = dict[str, Any]  # columns of the same samples: tensors [B, ...], lists of B, scalars, or None
@@ -48,7 +50,9 @@ _FIELDS = ("model", "ref_model", "args", "accelerator", "temperature", "_buffere
 _ORDER_FREE = frozenset({"grpo", "sapo", "luspo", "dr_grpo", "dapo", "cispo", "vespo"})
 
 
-def policy_trainer(base: type[Trainer], options: OnlineOptions | None = None) -> type[Trainer]:
+def policy_trainer(
+    base: type[Trainer], options: OnlineOptions | None = None, *, sequence_ranks: int = 1
+) -> type[Trainer]:
     """Return a subclass of TRL's GRPOTrainer or RLOOTrainer that computes every shared prefix once.
 
     The subclass takes the arguments of `base`. It switches the model to tree attention; generation with the same model
@@ -58,6 +62,7 @@ def policy_trainer(base: type[Trainer], options: OnlineOptions | None = None) ->
         base: a class of trl 1.16, or a subclass of it that keeps `_get_per_token_logps_and_entropies`.
         options: how rows are planned and computed. By default, rows are computed again in the backward pass, unless
             the model does this alone (gradient checkpointing).
+        sequence_ranks: neighbouring ranks that compute each row together, each a part of its tokens.
 
     Raises:
         TreepackError: another version of trl; or by the subclass, for options that treepack does not compute.
@@ -74,10 +79,12 @@ def policy_trainer(base: type[Trainer], options: OnlineOptions | None = None) ->
             check_trainer(self)
             # Under gradient checkpointing, TRL too keeps the states between layers of all tokens of a micro-batch.
             self._tree_options = options or OnlineOptions(recompute=not self.args.gradient_checkpointing)
+            self._sequence_group = sequence_group(type(self).__name__, sequence_ranks)
             for model in (self.model, self.ref_model):
                 if model is not None:
                     use_tree_attention(model, self.args.device, trainer_dtype(self.args))
                     allow_generation(model)
+                    share_rows(find_causal(model), self._sequence_group)
 
         def _prepare_inputs(self, generation_batch: Any) -> Any:
             buffered = self._buffered_inputs
@@ -106,17 +113,20 @@ def policy_trainer(base: type[Trainer], options: OnlineOptions | None = None) ->
             scored = attention_mask.bool().clone()
             scored[:, :-logits_to_keep] = False
             wanted = replace(self._tree_options, with_entropies=compute_entropy)
-            rows = plan_batch(input_ids, attention_mask, scored, wanted, temperature=self.temperature)
+            ids, mask, place = input_ids, attention_mask, None
+            if self._sequence_group is not None:
+                (ids, mask, scored), place = join_padded((ids, mask, scored), self._sequence_group)
+            rows = plan_batch(ids, mask, scored, wanted, temperature=self.temperature)
             self._metrics["train" if self.model.training else "eval"]["tree/flat_over_computed_tokens"].append(
                 rows.tokens_flat / max(rows.num_tokens, 1)
             )
             with self.accelerator.autocast():
                 logprobs, entropies = batch_statistics(model, rows.to(input_ids.device), wanted)
-            return (
-                logprobs[:, -logits_to_keep:],
-                entropies[:, -logits_to_keep:] if compute_entropy else None,
-                None,
-            )
+            values = [logprobs, entropies] if compute_entropy else [logprobs]
+            if place is not None:
+                values = own_values(values, place, self._sequence_group)
+            kept = [each[:, -logits_to_keep:] for each in values]
+            return kept[0], kept[1] if compute_entropy else None, None
 
     TreeTrainer.__name__ = TreeTrainer.__qualname__ = f"Tree{base.__name__}"
     return TreeTrainer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -70,13 +70,16 @@ def gpu_meter(device: torch.device) -> MemoryMeter:
 class StepMemory:
     """The memory of the device on which a run computes its steps.
 
-    `needed` is the peak of its plan in bytes beside weights, gradients and optimiser, 0 if it was not measured.
-    `forecast` returns the peak of a different plan, None if it is not known.
+    `needed` is the peak of its plan in bytes beside weights, gradients and optimiser, 0 if it was not measured, and
+    `excess` the bytes by which measured steps exceeded it. `record` has JSON values about the forecast for run.json.
+    `forecast` returns the peak of a different plan for rows of some tokens (None: the trained rows), None if unknown.
     """
 
     meter: MemoryMeter
     needed: int = 0
-    forecast: Callable[[Any], int | None] = lambda _: None
+    excess: int = 0
+    record: dict[str, Any] = field(default_factory=dict)
+    forecast: Callable[[Any, int | None], int | None] = lambda *_: None
 
     @property
     def margin(self) -> int:

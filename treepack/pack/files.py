@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -66,18 +66,20 @@ def write_packed(
     directory: Path,
     *,
     capacity: int,
-    provenance: Provenance = Provenance(),  # noqa: B008 (immutable)
+    provenance: Provenance | Callable[[], Provenance] = Provenance(),  # noqa: B008 (immutable)
 ) -> Manifest:
     """Write `rows` of at most `capacity` tokens into an existing empty `directory`, the manifest last; return it.
 
-    `provenance` is the rest of the manifest. Its options must name the `semantics` and `normalize` that the loss
-    weights of the rows were made with; without these names the defaults of `PackOptions` are recorded.
+    `provenance` is the rest of the manifest, or a function that returns it after the last row. Its options must name
+    the `semantics` and `normalize` that the loss weights of the rows were made with; without these names the defaults
+    of `PackOptions` are recorded.
 
     Raises:
         TreepackError: there is no row.
     """
     written = _write_parts(rows, directory)
-    return write_packed_manifest(directory, [written], capacity=capacity, provenance=provenance)
+    known = provenance() if callable(provenance) else provenance
+    return write_packed_manifest(directory, [written], capacity=capacity, provenance=known)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from treepack.attention import row_multiple
 from treepack.carry.backward import runner_of
 from treepack.carry.offload import CarryMemory
 from treepack.carry.refusal import check_carry
+from treepack.carry.smaller_plan import RunPlan
 from treepack.data.batch import Batch, make_batch
 from treepack.data.joined import join_rows
 from treepack.errors import TreepackError
@@ -37,7 +39,7 @@ from treepack.files.remote.cache import local_copy, naming_addresses
 from treepack.ingest.readers.files.inputs import displayed
 from treepack.memory.shortage import LOADING, memory_errors
 from treepack.model.accept.compatibility import check_fits
-from treepack.model.adapters.adapter import base_of
+from treepack.model.adapters.adapter import base_of, lower_base
 from treepack.model.experts.replay import check_routes
 from treepack.model.head.value_head import VALUE_FILE, read_value_head
 from treepack.model.load import load_model, read_config
@@ -47,10 +49,9 @@ from treepack.pack.placement import RowPlacer
 from treepack.pack.plan.planning import plan_rows
 from treepack.pack.row import Row
 from treepack.processes import ReportProgress, with_progress
-from treepack.train.forward_passes import forward_plan, forward_results
+from treepack.train.forward_passes import ForwardPasses, forward_plan
 from treepack.train.scoring_options import CriticOptions
 from treepack.train.setup.compute import ComputeSetting, choose_compute
-from treepack.train.setup.run_plan import RunPlan
 from treepack.trajectory import Float64, Int64
 from treepack.trie.store.token_values import write_token_values
 from treepack.trie.store.trie_files import read_trie
@@ -65,6 +66,11 @@ class Critic:
     members: list[Int64]
     loaded: LoadedModel
     options: CriticOptions
+
+    @cached_property
+    def passes(self) -> ForwardPasses:
+        """The passes over the rows, with the plan of today."""
+        return ForwardPasses(self.loaded, forward_plan(self.options, self.loaded.device))
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +118,9 @@ def open_critic(trie: Trie, model: str | Path, options: CriticOptions, *, tokeni
             device=compute.device,
             value_head=True,
         )
+        if compute.autocast is not None:
+            loaded.model.requires_grad_(False)
+            lower_base(loaded.causal, compute.autocast)
     if options.routes == "replay" and trie.routes is not None:
         check_routes(loaded.causal, loaded.source, torch.from_numpy(np.asarray(trie.routes[:1])))
     if options.carry is not None:
@@ -154,8 +163,7 @@ def critic_values(critic: Critic) -> Iterator[tuple[Int64, Float64]]:
             values = runner_of(loaded, batch, plan.carry, memory=memory).values(batch).double().cpu().numpy()
         return np.split(values, np.cumsum([row.num_tokens for row in rows])[:-1])
 
-    rows = _placed_rows(critic, places)
-    for row, values in forward_results(loaded, forward_plan(options, loaded.device), rows, compute):
+    for row, values in critic.passes.results(_placed_rows(critic, places), compute):
         if not np.isfinite(values).all():
             raise TreepackError(f"{loaded.source}: a value of row {row.row_id} is not finite; inspect the critic")
         yield places.pop(row.row_id), values
@@ -241,12 +249,12 @@ def write_values(
 
 def _recorded(critic: Critic) -> dict[str, Any]:
     """Return the entry of the manifest: the model, and options that change the rounding of values."""
-    options, loaded = critic.options, critic.loaded
+    options, loaded, plan = critic.options, critic.loaded, critic.passes.plan
     record: dict[str, Any] = {"model": loaded.source, "dtype": options.dtype, "attention": loaded.attention}
     if options.routes != "replay" and critic.trie.routes is not None:
         record["routes"] = options.routes
-    if options.carry is not None:
-        return {**record, "carry": options.piece_size}
+    if plan.carry is not None:
+        return {**record, "carry": plan.carry}
     if len(critic.members) > 1:
-        record["pass_tokens"] = forward_plan(options, loaded.device).pass_tokens
+        record["pass_tokens"] = plan.pass_tokens
     return record

@@ -19,8 +19,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, Self
 
 from treepack.objectives.losses import step_means
-from treepack.train.forward_passes import while_it_fits
 from treepack.train.run import TrainingRun
+from treepack.train.setup.smaller_run import fit_forward
 from treepack.train.step import forward_rows
 
 _log = logging.getLogger("treepack")
@@ -36,7 +36,7 @@ def evaluate(held_out: TrainingRun, note: Callable[[str], None] = _log.info) -> 
         TreepackError: memory is too small, or a row cannot be read.
     """
     start, rows = time.perf_counter(), held_out.schedule[0].rows
-    report, held_out = while_it_fits(held_out, lambda run: forward_rows(run, rows), rows, note)
+    report, held_out = fit_forward(held_out, lambda run: forward_rows(run, rows), rows, note)
     losses, _, sums = report.over_ranks()
     means = {f"eval_{name}": value for name, value in step_means(sums).items()}
     loss = math.fsum(losses) if all(map(math.isfinite, losses)) else math.nan

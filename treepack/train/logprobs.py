@@ -15,6 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +28,7 @@ from treepack.attention import row_multiple
 from treepack.carry.backward import runner_of
 from treepack.carry.offload import CarryMemory
 from treepack.carry.refusal import check_carry
+from treepack.carry.smaller_plan import RunPlan
 from treepack.data.batch import make_batch
 from treepack.data.dataset import PackedDataset
 from treepack.data.joined import join_rows
@@ -34,6 +36,7 @@ from treepack.errors import TreepackError
 from treepack.files.manifest import Provenance
 from treepack.files.schema import ragged_dtype
 from treepack.memory.shortage import LOADING, memory_errors
+from treepack.model.adapters.adapter import lower_base
 from treepack.model.adapters.lora_options import LoraOptions
 from treepack.model.head.output_head import find_head
 from treepack.model.head.token_loss import filled_temperature
@@ -45,12 +48,11 @@ from treepack.pack.files import read_rows
 from treepack.pack.row import Row
 from treepack.ragged import RaggedArray, join_lists
 from treepack.sequence.share import share_rows
-from treepack.train.forward_passes import forward_plan, forward_results
+from treepack.train.forward_passes import ForwardPasses, forward_plan
 from treepack.train.input_checks import check_terms
 from treepack.train.scoring_options import ScoreOptions
 from treepack.train.setup.compute import ComputeSetting, choose_compute
 from treepack.train.setup.run_model import check_rows_fit
-from treepack.train.setup.run_plan import RunPlan
 from treepack.trajectory import Float32, Float64, Int64
 
 
@@ -76,6 +78,11 @@ class Scoring:
     notes: tuple[str, ...]
     temperature: float | str
 
+    @cached_property
+    def passes(self) -> ForwardPasses:
+        """The passes over the rows, with the plan of today."""
+        return ForwardPasses(self.loaded, forward_plan(self.options, self.loaded.device))
+
 
 def open_scoring(packed: str | Path, model: str | Path, options: ScoreOptions) -> Scoring:
     """Open the data, load the model, and check that they fit together.
@@ -99,6 +106,9 @@ def open_scoring(packed: str | Path, model: str | Path, options: ScoreOptions) -
             seed=options.seed,
             lora=lora,
         )
+        if compute.autocast is not None:
+            loaded.model.requires_grad_(False)
+            lower_base(loaded.causal, compute.autocast)
     if options.sequence_ranks > 1:
         share_rows(loaded.causal, torch.distributed.group.WORLD)
     if options.carry is not None:
@@ -132,8 +142,7 @@ def scored_rows(scoring: Scoring) -> Iterator[Row]:
         with ComputeSetting(loaded.device, options.dtype).lower_precision():
             return term_scores(loaded, read, chosen, memory=memory)
 
-    rows = read_rows(scoring.dataset.path)
-    for row, found in forward_results(loaded, forward_plan(options, loaded.device), rows, compute):
+    for row, found in scoring.passes.results(read_rows(scoring.dataset.path), compute):
         # A ratio or divergence with such a value would make the loss of its step NaN, much later.
         if not np.isfinite(found.logprobs).all():
             raise TreepackError(
@@ -215,7 +224,10 @@ def term_scores(
 
 
 def scored_provenance(scoring: Scoring) -> Provenance:
-    """Return the provenance of the scored rows: that of the input, and the model that computed each column."""
+    """Return the provenance of the scored rows: that of the input, and the model that computed each column.
+
+    Call it after the last row, because the plan may get smaller until then.
+    """
     manifest, options = scoring.dataset.manifest, scoring.options
     model: dict[str, Any] = {
         "model": scoring.loaded.source,
@@ -231,10 +243,10 @@ def scored_provenance(scoring: Scoring) -> Provenance:
     if "term_kept_ids" in scoring.dataset.term_columns and not options.ignore_temperature:
         model["kept_sets"] = True
     # Pieces change the order of sums, as dtype and attention do, but only of rows that are cut.
-    limit = options.piece_size
+    limit = scoring.passes.plan.carry
     if limit is not None and int(scoring.dataset.num_tokens.max(initial=0)) > limit:
         model["carry"] = limit
-    joined = forward_plan(options, scoring.loaded.device).pass_tokens
+    joined = scoring.passes.plan.pass_tokens
     if any(a + b <= joined for a, b in pairwise(scoring.dataset.num_tokens.tolist())):
         model["pass_tokens"] = joined
     known = manifest.get("logprobs") or {}

@@ -22,9 +22,9 @@ from treepack.data.prefetch import read_pass
 from treepack.data.ragged_tensor import join_ragged
 from treepack.model.head.token_loss import filled_temperature
 from treepack.objectives.row_numbers import ScoreRequest
-from treepack.train.forward_passes import while_it_fits
 from treepack.train.pieces import has_long_rows, row_runner
 from treepack.train.run import TrainingRun
+from treepack.train.setup.smaller_run import fit_forward
 from treepack.train.sharding import whole_weights
 from treepack.train.step import step_memory_errors
 
@@ -77,7 +77,7 @@ def measure_gap(run: TrainingRun) -> SamplingGap | None:
     """Compare one row of the first step on every rank; None if it has no recorded values."""
     rows = run.passes(run.schedule[0].rows)[0][:1]
     batch = read_pass(run.dataset, rows)
-    own = while_it_fits(run, lambda tried: _sums(tried, batch), rows)[0].to(run.loaded.device)
+    own = fit_forward(run, lambda tried: _sums(tried, batch), rows)[0].to(run.loaded.device)
     sums = run.ranks.sum(own * run.ranks.counts_rows).tolist()
     count, gap, mean, larger, different, *rest = sums
     if not count:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from treepack.carry.fitting import SharedShortageError
 from treepack.data.batch import Batch
 from treepack.data.mixture import source_names, source_of_rows
 from treepack.data.prefetch import Prefetch
@@ -257,10 +258,6 @@ def _compute_rows(
                 _accumulate(run, run.dataset.padding(), (), denominator, factors, report)
     sum_over_replicas(run.loaded.causal)
     return balancing
-
-
-class SharedShortageError(TreepackError):
-    """A lack of memory on some rank, which all ranks raise, so that they can repeat the step together."""
 
 
 @contextmanager

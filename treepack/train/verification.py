@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from treepack.carry.fitting import until_it_fits
+from treepack.carry.fitting import is_alone, until_it_fits
 from treepack.data.batch import Batch
 from treepack.memory.device_memory import free_memory
 from treepack.model.loaded import LoadedModel
@@ -74,15 +74,27 @@ def verify_rows(
         )
         return RowsReport(report, tuple(parts), plan)
 
-    def smaller(plan: MemoryPlan) -> tuple[MemoryPlan, str] | None:
+    def num_tokens(plan: MemoryPlan) -> int:
+        return _tokens(_restrict(batches, given, plan)[0])
+
+    def smaller(plan: MemoryPlan, error: Exception) -> MemoryPlan | None:
         less = plan.halved()
-        sizes = [_tokens(_restrict(batches, given, each)[0]) for each in (plan, less)]
-        fewer = less.max_tokens >= _MIN_TOKENS and sizes[1] < sizes[0]
-        return (less, f"{sizes[1]:,} tokens") if fewer else None
+        fewer = less.max_tokens >= _MIN_TOKENS and num_tokens(less) < num_tokens(plan)
+        return less if fewer and is_alone(loaded, error) else None
 
     place, remedy = f"for the gradients of {loaded.source}", "verify on a GPU with more free memory, or a smaller model"
     plan = _first_plan(loaded, batches, free)
-    return until_it_fits(attempt, plan, smaller, loaded, place=place, remedy=remedy)[0]
+    report, _ = until_it_fits(
+        attempt,
+        plan,
+        smaller,
+        loaded.device,
+        place=place,
+        remedy=remedy,
+        undo=lambda: loaded.model.zero_grad(set_to_none=True),
+        words=lambda plan: f"{num_tokens(plan):,} tokens",
+    )
+    return report
 
 
 def _tokens(batches: Sequence[Batch]) -> int:

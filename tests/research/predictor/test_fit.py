@@ -15,13 +15,13 @@ from support.oracle_model import VOCABULARY, gradients, tiny_model, worst_error
 from support.oracle_rl import Rollout, paths
 from support.packed_objectives import packed_model
 from support.strategies import make
+from treepack.carry import smaller_plan
 from treepack.errors import TreepackError
 from treepack.model.head.value_head import ValueHead
 from treepack.research.predictor.fit import accumulate
 from treepack.research.predictor.model import ValueModel, end_states, node_values
 from treepack.research.predictor.rows import AnchorRow, NodePrefixes, anchor_prefixes, anchor_rows, draw_nodes
 from treepack.research.trace.targets import anchors, binary_rewards, recursive_targets
-from treepack.train.setup import run_plan
 from treepack.trie.builders.in_memory import build_trie
 from treepack.trie.trie import Trie
 
@@ -163,8 +163,8 @@ def test_predictions_in_pieces_are_equal_if_memory_runs_out(monkeypatch: pytest.
     rows = anchor_rows(prefixes, np.arange(size), capacity=CAPACITIES[-1])
     model = ValueModel(packed_model("qwen3"), random_head())
     expected, longest = node_values(model, rows, num_inner=size), max(row.row.num_tokens for row in rows)
-    monkeypatch.setattr(run_plan, "SMALLEST_PIECE", 1)
-    monkeypatch.setattr(run_plan, "smaller_piece", lambda tokens: tokens // 2)
+    monkeypatch.setattr(smaller_plan, "SMALLEST_PIECE", 1)
+    monkeypatch.setattr(smaller_plan, "smaller_piece", lambda tokens: tokens // 2)
     sizes = list[int]()
 
     def check(_: Any, __: Any, options: Any) -> None:

@@ -254,7 +254,6 @@ FORMAT = Format(
         "ui_messages.json, task_metadata.json (what the program showed)",
         "tool calls as text in tags stay text",
     ),
-    ignored="ts id metrics version updated_at messages.id messages.ts messages.metrics".split(),
     keeps={MASKS},
     read_file=_read_cline,
 )

@@ -45,11 +45,6 @@ THOUGHTS_NOTE = "thoughts without an answer not used"
 RESULT_NOTE = "tool call without a result"
 _MODEL = frozenset({"gemini", "model"})  # types of a message of the model
 
-# Fields of a message that the model never sees.
-_SHOWN = """
-    timestamp tokens displayContent thoughts.timestamp toolCalls.status toolCalls.timestamp toolCalls.agentId
-    toolCalls.displayName toolCalls.description toolCalls.resultDisplay toolCalls.renderOutputAsMarkdown
-""".split()
 
 _Message = dict[str, Any]
 
@@ -243,11 +238,6 @@ FORMAT = Format(
         "messages of type info, warning and error (shown to the user only)",
         "resultDisplay, displayContent (what the program showed)",
         "toolCall of a checkpoint (the last call of its clientHistory)",
-    ),
-    ignored=(
-        *"projectHash startTime lastUpdated directories memoryScratchpad commitHash authType messageId".split(),
-        *"toolCall".split(),
-        *(f"{prefix}{name}" for prefix in ("", "messages.") for name in _SHOWN),
     ),
     keeps={MASKS},
     read_file=_read_gemini_cli,

@@ -311,10 +311,6 @@ FORMAT = Format(
         "tools of a message (names only)",
         "state.title, state.metadata (what the program showed)",
     ),
-    ignored="""
-        info.projectID info.slug info.time info.summary info.share info.revert info.permission projectID slug time
-        summary share revert permission
-    """.split(),
     keeps={MASKS},
     read_file=_read_opencode,
 )

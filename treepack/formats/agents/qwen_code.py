@@ -42,14 +42,6 @@ PARENT_NOTE = "message before it is not in the file"
 ROOT_NOTE = "message without a parent, which begins another history"
 COMPRESSION, BOOTSTRAP = "chat_compression", "agent_bootstrap"
 
-# Fields of payloads that never reach the model: what the program showed, counted or restores.
-_PAYLOAD = """
-    displayText hookContext inputAnnotations attachmentReferences resourceLinks backgroundTask kind attempt callId
-    subagentSessionReady notes info promptIds completedToolCallIds toolCallId phase rawCommand sentToModel
-    hiddenInvocation outputHistoryItems filesRead status message userText customTitle titleSource parentSessionId
-    sourceType sourceId modelId authType baseUrl isRuntime mode prePlanMode planExecutionMode uiEvent snapshot
-    truncatedCount targetUuid snapshots content textElements summary
-""".split()
 
 _Message = dict[str, Any]
 
@@ -216,12 +208,6 @@ FORMAT = Format(
     dropped=(
         "toolCallResult (the result as the program showed it)",
         "systemPayload of other subtypes (commands of the user, titles, telemetry, snapshots of files)",
-    ),
-    ignored=(
-        *"timestamp usageMetadata contextWindowSize daemonPromptId promptId provenance goalContext".split(),
-        *"backgroundTurn deliveredTurn agentName agentColor isSidechain agentRunId agentRound".split(),
-        *"externalInputKind forkedFrom toolCallResult".split(),
-        *(f"systemPayload.{name}" for name in _PAYLOAD),
     ),
     keeps={MASKS},
     read_file=_read_qwen_code,

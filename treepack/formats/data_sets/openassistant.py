@@ -214,7 +214,6 @@ FORMAT = Format(
         "emojis, events, detoxify (named in notes)",
         "rank (kept as metadata)",
     ),
-    ignored="synthetic user_id created_date created_at review_count".split(),
     keeps={MASKS, LINEAGE},
     read_file=_read_openassistant,
 )

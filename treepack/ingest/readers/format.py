@@ -28,10 +28,9 @@ from treepack.errors import TreepackError
 from treepack.ingest.readers.fields.field_paths import MISSING
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.rollout_facts import group_of
-from treepack.ingest.readers.fields.similar_names import close_names
 from treepack.ingest.readers.fields.unread import Declared, declare
 from treepack.ingest.readers.fields.unread_notes import TOO_DEEP, NotesOfFile, View, notes_of_record
-from treepack.ingest.readers.fields.values import BadValueError, shown
+from treepack.ingest.readers.fields.values import BadValueError, close_names, shown
 from treepack.ingest.readers.files.records import DAMAGED_FILE, DAMAGED_RECORD, Record
 from treepack.ingest.readers.kinds import Fields, Requirement, as_names, field_at, has_field, has_fields
 from treepack.ingest.readers.messages.containers import with_containers
@@ -65,8 +64,6 @@ class Format:
     used: Sequence[str]
     # Known fields that are not read, each with its reason in brackets if the reason is not plain.
     dropped: Sequence[str] = ()
-    # Paths of known fields that no training could need: times, ids of requests, counts of tokens.
-    ignored: Sequence[str] = ()
     # A subset of `KEEPS`:
     #   token ids           the ids of the sampler; nothing is tokenised again
     #   masks               the record marks the trained tokens or messages; they do not follow from the roles

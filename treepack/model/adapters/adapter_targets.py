@@ -16,7 +16,7 @@ from treepack.model.layers import find_layers
 from treepack.model.text_half import is_text_half
 
 # Linear layers that choose experts, which "auto" leaves as they are: their result is a choice, no feature of a token.
-_ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
+ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
 # Types whose out_proj PEFT refuses, because a fused kernel of mamba-ssm reads its weights past the adapter.
 _FUSED_OUT_PROJ = frozenset({"falcon_h1", "nemotron_h"})
 
@@ -45,7 +45,7 @@ def find_targets(causal: Any, targets: str, source: str) -> AdapterTargets:
     elif targets == "auto":
         layers = set(find_layers(causal))
         inside = [f"{name}." for name, module in causal.named_modules() if module in layers]
-        left_out = _ROUTERS | unusual
+        left_out = ROUTERS | unusual
         chosen = {n for n in linear if n.rpartition(".")[2] not in left_out and n.startswith(tuple(inside))}
         chosen |= set(stacked)
     else:

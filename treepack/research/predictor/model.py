@@ -31,6 +31,7 @@ from treepack import __version__
 from treepack.attention import row_multiple
 from treepack.carry.backward import runner_of
 from treepack.carry.offload import CarryMemory
+from treepack.carry.smaller_plan import RunPlan
 from treepack.data.batch import make_batch
 from treepack.errors import TreepackError
 from treepack.files import schema
@@ -48,11 +49,10 @@ from treepack.research.predictor.record import FORMAT, HEAD, METRICS, RECORD, VE
 from treepack.research.predictor.rows import AnchorRow, anchor_prefixes, anchor_rows, tokens_alone
 from treepack.research.trace.predictions import group_ids
 from treepack.research.trace.targets import TurnPrefixes, anchors
-from treepack.train.forward_passes import forward_results
+from treepack.train.forward_passes import ForwardPasses
 from treepack.train.options import CHUNK
 from treepack.train.ranks import find_device
 from treepack.train.setup.compute import ComputeSetting
-from treepack.train.setup.run_plan import RunPlan
 from treepack.trajectory import Float64
 from treepack.trie.store.trie_files import read_trie
 from treepack.trie.trie import Trie
@@ -199,8 +199,8 @@ def node_values(model: ValueModel, rows: Sequence[AnchorRow], *, num_inner: int,
             after = runner_of(loaded, batch, plan.carry, memory=memory, autocast=lower).values(batch)
         return [torch.sigmoid(after.cpu()[torch.from_numpy(row.token)]).double().numpy()]
 
-    plan = RunPlan(False, 0, False, None, 1, CHUNK)  # every row alone
-    for each, row_values in forward_results(loaded, plan, [row.row for row in rows], compute):
+    passes = ForwardPasses(loaded, RunPlan(False, 0, False, None, 1, CHUNK))  # every row alone
+    for each, row_values in passes.results([row.row for row in rows], compute):
         if not np.isfinite(row_values).all():
             raise TreepackError(f"{loaded.source}: a value of row {each.row_id} is not finite; fit the predictor again")
         values[ends[each.row_id].node] = row_values

@@ -222,15 +222,14 @@ class Checkpoints:
 
     def _clear(self, step: str | None) -> str | None:
         """Remove unfinished checkpoints from the store, and the checkpoint `step`; return the error, on every rank."""
-        problem = None
         if self._upload is None:
             return None
-        if self._ranks.rank == 0:
-            try:
-                self._upload.clear(step)
-            except TreepackError as error:
-                problem = str(error)
-        return self._ranks.gather(problem)[0]
+        upload, leads = self._upload, self._ranks.rank == 0
+        try:
+            self._ranks.together(lambda: upload.clear(step) if leads else None)
+        except TreepackError as error:
+            return str(error)
+        return None
 
     def _write_files(self, state: dict[str, Any], partial: Path, saved_model: Path | None) -> list[dict[str, Any]]:
         """Write DCP's files to disk; return the entries in checkpoint.json of the files that this rank wrote."""

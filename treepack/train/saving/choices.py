@@ -2,6 +2,7 @@
 
 options with "auto" --open_run--> options with values --chosen_values--> {"carry": 8192, ...} in run.json
 options with "auto", `out` --with_recorded--> options with the values of the run in `out`
+options with values, `out` --recorded_memory--> what that run measured with the same values
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+from treepack.carry.smaller_plan import PLANNED
 from treepack.errors import TreepackError
 from treepack.files.directory import RUN
 from treepack.files.remote.address import AnyPath
@@ -19,17 +21,17 @@ from treepack.train.options import RANK_OPTIONS, TrainOptions
 from treepack.train.ranks import Ranks
 from treepack.train.run import TrainingRun
 
-# Options that may be "auto"; no value changes the result of a run except for rounding.
-NAMES = ("compile", "checkpoint_layers", "offload_checkpoints", "carry", "pass_tokens", "loss_chunk")
 ENTRY = "chosen"
 
 
 def chosen_values(run: TrainingRun) -> dict[str, dict[str, Any]]:
-    """Return the entry of run.json: the values of `NAMES`, those of several ranks, and lines about them if any."""
-    names = (*NAMES, *(RANK_OPTIONS if run.ranks.size > 1 else ()))
+    """Return the entry of run.json: the values of `PLANNED`, those of several ranks, and lines about them if any."""
+    names = (*PLANNED, *(RANK_OPTIONS if run.ranks.size > 1 else ()))
     values: dict[str, Any] = {name: getattr(run.options, name) for name in names}
     if run.ranks.size > 1:
         values["ranks"] = run.ranks.size
+    if run.memory is not None:
+        values["memory"] = {**run.memory.record, "excess": run.memory.excess}
     return {ENTRY: {**values, **({"why": list(run.choices)} if run.choices else {})}}
 
 
@@ -46,6 +48,25 @@ def with_recorded(options: TrainOptions, out: AnyPath, ranks: Ranks) -> TrainOpt
     return replace(options, **ranks.lead(lambda: _recorded(options, out, ranks.size)))
 
 
+def recorded_memory(options: TrainOptions, out: AnyPath, ranks: Ranks) -> dict[str, Any]:
+    """Return the bytes that the run in `out` measured with the values of `options` on equally many ranks, or {}.
+
+    All ranks must call this function.
+
+    Raises:
+        TreepackError: the store cannot be reached.
+    """
+
+    def read() -> dict[str, Any]:
+        with suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            chosen = json.loads(read_stored(out / RUN) or b"")[ENTRY]
+            same = all(chosen[name] == getattr(options, name) for name in PLANNED)
+            return dict(chosen["memory"]) if same and chosen.get("ranks", 1) == ranks.size else {}
+        return {}
+
+    return ranks.lead(read)
+
+
 def _recorded(options: TrainOptions, out: AnyPath, num_ranks: int) -> dict[str, Any]:
     """Return the values in the run.json of `out` for options that have none."""
     content = read_stored(out / RUN)
@@ -56,7 +77,7 @@ def _recorded(options: TrainOptions, out: AnyPath, num_ranks: int) -> dict[str, 
         if options.blocks is None:
             values["blocks"] = int(record["options"].get("blocks", 1))
         chosen = record.get(ENTRY, {})
-        names = (*NAMES, *(RANK_OPTIONS if chosen.get("ranks") == num_ranks else ()))
+        names = (*PLANNED, *(RANK_OPTIONS if chosen.get("ranks") == num_ranks else ()))
         given = {name: chosen[name] for name in names if getattr(options, name) == "auto" and name in chosen}
         replace(options, **given)  # refuses values of a damaged file
         values |= given

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from treepack.carry.smaller_plan import RunPlan
 from treepack.train.setup.memory_input import MemoryInput
-from treepack.train.setup.run_plan import ModelProbe, RunPlan, RunRoom, RunRows, gib
+from treepack.train.setup.run_plan import ModelProbe, RunRoom, RunRows, gib
 
 
 def choice_lines(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cache
+from typing import Any
 
 import numpy as np
 
@@ -12,6 +14,7 @@ from treepack.carry.states import most_states
 from treepack.data.batch import Batch
 from treepack.data.mixture import AnyDataset
 from treepack.memory.device_memory import MemoryMeter
+from treepack.model.experts.active import num_weights
 from treepack.model.loaded import LoadedModel
 from treepack.train.options import TrainOptions
 from treepack.train.ranks import Ranks
@@ -23,7 +26,10 @@ from treepack.train.setup.run_plan import RowCut, RunRows
 
 @dataclass(frozen=True)
 class MemoryInput:
-    """A run before its memory is planned; options may still be "auto". Without a `meter` nothing is measured."""
+    """A run before its memory is planned; options may still be "auto". Without a `meter` nothing is measured.
+
+    `recorded` has the measurements of the run that this one continues.
+    """
 
     data: RunData
     held_out: RunData | None
@@ -32,6 +38,7 @@ class MemoryInput:
     compute: ComputeSetting
     ranks: Ranks
     meter: MemoryMeter | None = None
+    recorded: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def datasets(self) -> list[AnyDataset]:
@@ -58,13 +65,17 @@ class MemoryInput:
         batch = self.longest_batch()
         ends, parent = (x[: batch.num_tokens].cpu().numpy() for x in (batch.subtree_end, batch.parent))
         passes = plan_row(ends, parent, limit, chains=True)
-        return RowCut(passes.tokens_forward / batch.num_tokens, most_states(parent, passes))
+        sizes = tuple((each.size, each.kind != "push") for each in passes.passes)
+        return RowCut(sizes, most_states(parent, passes))
 
     def rows(self) -> RunRows:
         """Return what the plan reads of the rows."""
         longest = max(int(each.num_tokens.max()) for each in self.datasets)
         steps = max(each.largest_step for each in (self.data, self.held_out) if each is not None)
         linear, pairs = row_operations(self.loaded, self.data.dataset)
+        head = self.loaded.causal.get_output_embeddings()  # a model's layers do not have it, and a probe runs it
+        if head is not None:
+            linear = linear + 2.0 * num_weights(head.weight) * self.data.dataset.num_tokens
         return RunRows(
             longest=-(-self.data.longest_row // 128) * 128,
             longest_of_all=longest,

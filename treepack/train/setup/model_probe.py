@@ -16,12 +16,13 @@ from dataclasses import fields, replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from treepack.data.batch import Batch, empty_batch
 from treepack.memory.device_memory import MemoryMeter
 from treepack.model.experts.weights import cast_once
 from treepack.model.forward import WholeRows
-from treepack.model.layers import adapted_layers, recomputed_layers
+from treepack.model.layers import adapted_layers, find_layers, recomputed_layers
 from treepack.model.loaded import LoadedModel
 from treepack.train.ranks import Ranks
 from treepack.train.setup.run_plan import ModelProbe
@@ -49,6 +50,7 @@ def probe_model(
     on_any: Callable[[bool], bool] = bool,
     lengths: Sequence[int] = LENGTHS,
     plain: ModelProbe | None = None,
+    casts: int = 0,
 ) -> ModelProbe:
     """Measure forward and backward passes with every layer recomputed, and with none.
 
@@ -66,6 +68,7 @@ def probe_model(
         on_any: returns True if its argument is True on any rank.
         lengths: tokens of the passes, ascending; the first one is so short that it takes the time of a start.
         plain: the probe of the same layers without compilation; only the two longest passes that fit by it run.
+        casts: as in `ModelProbe`.
 
     Raises:
         RuntimeError: memory is too small for a pass of few tokens.
@@ -110,13 +113,23 @@ def probe_model(
         chunk=min(chunk, max(peaks[count])),
         logits=_LOGIT_BYTES * int(loaded.causal.get_input_embeddings().weight.shape[0]),
         fixed=fixed,
-        kept=max(1.0, (peaks[0][longest] - fixed) / longest),
+        kept=max(1.0, (peaks[0][longest] - fixed - casts) / longest),
         recomputed=recomputed_bytes,
         # Memory may be too small for a pass of many tokens that are kept.
         seconds_kept=min(best.values()),
         seconds_recomputed=best[count],
         launch=seconds[0][lengths[0]] if plain is None else plain.launch,
+        casts=casts,
     )
+
+
+def cast_bytes(causal: Any) -> int:
+    """Return the bytes in 16 bits of the products' float32 weights in the layers.
+
+    Compiled layers cast them in their own code and keep the casts; without compilation autocast keeps them in any case.
+    """
+    weights = (each.weight for layer in find_layers(causal) for each in layer.modules() if isinstance(each, nn.Linear))
+    return sum(2 * weight.numel() for weight in weights if weight.dtype == torch.float32)
 
 
 def _waits(seconds: dict[int, float], start: float) -> bool:
@@ -167,6 +180,6 @@ def agreed(probe: ModelProbe, ranks: Ranks) -> ModelProbe:
         value = getattr(probe, each.name)
         if each.name in _UNITS:
             values[each.name] = -ranks.smallest(-int(value * _UNITS[each.name])) / _UNITS[each.name]
-        elif each.name == "fixed":
+        elif each.name in ("fixed", "casts"):
             values[each.name] = -ranks.smallest(-value)
     return replace(probe, **values)

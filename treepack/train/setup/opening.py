@@ -14,9 +14,11 @@ in minutes.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -34,7 +36,7 @@ from treepack.train.optimiser import check_optimizer
 from treepack.train.options import CHUNK, TrainOptions
 from treepack.train.ranks import Ranks, find_device
 from treepack.train.run import Packed, TrainingRun
-from treepack.train.saving.choices import with_recorded
+from treepack.train.saving.choices import recorded_memory, with_recorded
 from treepack.train.saving.run_directory import is_same_finished_run
 from treepack.train.saving.run_record import is_finished
 from treepack.train.setup.compute import choose_compute
@@ -55,6 +57,7 @@ def open_run(
     *,
     held_out: Packed | None = None,
     meter: MemoryMeter | None = None,
+    recorded: Mapping[str, Any] = MappingProxyType({}),
 ) -> TrainingRun:
     """Open the data, load the model, and check that they fit together.
 
@@ -65,6 +68,7 @@ def open_run(
         ranks: the processes over which the model is sharded; by default this process alone.
         held_out: a packed directory, or several, whose loss is computed every `options.eval_every` steps.
         meter: memory and clock to measure, by default of the GPU; on a CPU nothing is measured.
+        recorded: measurements of the run that this one continues, from `choices.recorded_memory`.
 
     Raises:
         TreepackError: the device is missing, the data is damaged, the model is not supported, the data does not fit the
@@ -88,7 +92,7 @@ def open_run(
     balance = RouterBalance(loaded.causal, options.router_aux, source=loaded.source) if options.router_aux else None
     fit = check_fit(data, loaded, options, balance=balance, held_out=evaluated)
     teacher = load_teacher(options, compute.device, compute.autocast or torch.float32, data.dataset, loaded)
-    memory = choose_memory(MemoryInput(data, evaluated, loaded, options, compute, ranks, meter))
+    memory = choose_memory(MemoryInput(data, evaluated, loaded, options, compute, ranks, meter, recorded))
     make = partial(
         TrainingRun,
         loaded=loaded,
@@ -127,6 +131,7 @@ def resume_run(
     ranks: Ranks,
     *,
     held_out: Packed | None = None,
+    meter: MemoryMeter | None = None,
 ) -> TrainingRun | None:
     """Open the run that continues the one in `out`, as `open_run`; None if that is finished and needs no step.
 
@@ -142,7 +147,8 @@ def resume_run(
         num_steps = len(open_data(packed, resolved, Ranks()).schedule)
         if is_same_finished_run(out, packed, str(model), resolved, num_steps):
             return None
-    return open_run(packed, model, options, ranks, held_out=held_out)
+    recorded = recorded_memory(options, out, ranks)
+    return open_run(packed, model, options, ranks, held_out=held_out, meter=meter, recorded=recorded)
 
 
 def open_verification(packed: Packed, model: str | Path, options: TrainOptions) -> TrainingRun:

@@ -5,9 +5,11 @@ measured pass, rows --PlanForecast.num_bytes--> bytes
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
-from treepack.train.setup.run_plan import ModelProbe, RunPlan, RunRows, pass_sizes
+from treepack.carry.smaller_plan import RunPlan
+from treepack.train.setup.run_plan import ModelProbe, RunRows, pass_sizes
 
 
 @dataclass(frozen=True)
@@ -18,10 +20,18 @@ class PlanForecast:
     rows: RunRows
     moved: int
 
-    def num_bytes(self, plan: RunPlan) -> int | None:
-        """Return the peak of a plan beside weights, gradients and optimiser; None if rows of it run in pieces."""
-        if plan.carry is not None and self.rows.longest_of_all > plan.carry:
+    def as_record(self) -> dict[str, Any]:
+        """Return what cannot be read from the rows, as JSON values."""
+        return {"probe": asdict(self.probe), "moved": self.moved}
+
+    def num_bytes(self, plan: RunPlan, longest: int | None = None) -> int | None:
+        """Return the peak of a plan beside weights, gradients and optimiser; None if rows of it run in pieces.
+
+        `longest` is the number of tokens of the longest row, by default of the rows that are trained.
+        """
+        rows = self.rows if longest is None else replace(self.rows, longest=longest, longest_of_all=longest)
+        if plan.carry is not None and rows.longest_of_all > plan.carry:
             return None
-        tokens = pass_sizes(self.rows, plan.pass_tokens)[0]
+        tokens = pass_sizes(rows, plan.pass_tokens)[0]
         moved = self.moved if plan.offload_checkpoints else 0
         return self.probe.pass_bytes(tokens, plan.checkpoint_layers, plan.loss_chunk, moved=moved)

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from treepack.carry.smaller_plan import SMALLEST_PIECE
 from treepack.errors import TreepackError
 from treepack.memory.device_memory import MemoryMeter
 from treepack.memory.model_memory import ModelMemory, WeightCounts, count_weights, memory_of
@@ -28,7 +29,7 @@ from treepack.train.options import RANK_OPTIONS, TrainOptions
 from treepack.train.ranks import Ranks
 from treepack.train.setup.host_memory import host_room
 from treepack.train.setup.run_data import RunData
-from treepack.train.setup.run_plan import SMALLEST_PIECE, gib
+from treepack.train.setup.run_plan import gib
 
 # Share of the free memory that the estimate may take.
 _SHARE = 0.9

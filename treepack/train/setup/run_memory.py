@@ -15,6 +15,7 @@ that they need is reserved or refused here.
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,12 +23,13 @@ import torch
 
 from treepack.carry.backward import CarryOptions
 from treepack.carry.limit import CarryCosts, measure_costs
-from treepack.carry.offload import CarryBudget, CarryMemory
+from treepack.carry.offload import CarryMemory, spare_memory
 from treepack.carry.refusal import can_carry, check_carry
+from treepack.carry.smaller_plan import PLANNED, RunPlan
 from treepack.data.batch import Batch
 from treepack.data.joined import usual_pass
 from treepack.errors import TreepackError
-from treepack.memory.device_memory import StepMemory, free_memory, update_bytes
+from treepack.memory.device_memory import StepMemory, update_bytes
 from treepack.memory.offload import LayerOffload
 from treepack.memory.shortage import is_memory_error, memory_errors
 from treepack.model.forward import WholeRows
@@ -38,13 +40,11 @@ from treepack.train.setup.choice_lines import choice_lines
 from treepack.train.setup.compile_choice import CompilationRecord, keep_compilation, known_compilation, pays
 from treepack.train.setup.host_memory import host_room, moved_tensors, reserve_host
 from treepack.train.setup.memory_input import MemoryInput
-from treepack.train.setup.model_probe import agreed, probe_model
+from treepack.train.setup.model_probe import agreed, cast_bytes, probe_model
 from treepack.train.setup.plan_forecast import PlanForecast
 from treepack.train.setup.run_plan import (
-    PLANNED,
     ModelProbe,
     PieceProbe,
-    RunPlan,
     RunRoom,
     RunRows,
     choose_plan,
@@ -89,6 +89,7 @@ def choose_memory(given: MemoryInput) -> MemoryChoices:
         _log.info("plan: whole rows and no measurement, because torch counts no memory on a CPU")
     elif _is_planned(given):
         plan = _as_given(given)
+        memory = _with_recorded(given, plan, memory)
     else:
         plan, lines, memory = _Planner(given, memory).plan()
     apply_plan(loaded, options, plan)
@@ -134,6 +135,16 @@ def _as_given(given: MemoryInput) -> RunPlan:
     count = _num_layers(given.loaded) if options.checkpoint_layers == "all" else int(options.checkpoint_layers)
     values: dict[str, Any] = {name: getattr(options, name) for name in PLANNED}
     return RunPlan(**{**values, "checkpoint_layers": count})
+
+
+def _with_recorded(given: MemoryInput, plan: RunPlan, memory: StepMemory) -> StepMemory:
+    """Return the memory with the forecast of the run that this one continues, if there is one."""
+    record = given.recorded
+    with suppress(KeyError, TypeError):  # no forecast, or a different version of it
+        forecast = PlanForecast(ModelProbe(**record["probe"]), given.rows(), record["moved"])
+        needed = forecast.num_bytes(plan) or 0
+        memory = replace(memory, needed=needed, record=forecast.as_record(), forecast=forecast.num_bytes)
+    return replace(memory, excess=record.get("excess", 0))
 
 
 def _unmeasured(given: MemoryInput) -> RunPlan:
@@ -184,8 +195,9 @@ class _Planner:
             _release(given.loaded.device)
         probe = next(each for each in probes if each.compiled == plan.compile)
         lines = choice_lines(plan, probe, self.rows, room, given, about_compilation, pieces=bool(pieces))
-        forecast = PlanForecast(probe, self.rows, room.moved).num_bytes
-        return plan, lines, replace(self.memory, needed=plan.num_bytes, forecast=forecast)
+        forecast = PlanForecast(probe, self.rows, room.moved)
+        memory = replace(self.memory, needed=plan.num_bytes, record=forecast.as_record(), forecast=forecast.num_bytes)
+        return plan, lines, memory
 
     def _choose(self, probes: list[ModelProbe]) -> tuple[RunPlan, RunRoom, tuple[PieceProbe, ...]]:
         given, room = self.given, self._room()
@@ -268,6 +280,9 @@ class _Planner:
     def _probe(self, plain: ModelProbe | None = None) -> ModelProbe:
         given = self.given
 
+        # With bf16 sent between ranks, the weights of layers are the casts themselves, and are dropped after the layer.
+        lower = given.compute.dtype == "bf16" and not (given.loaded.root and given.options.gather_dtype == "bf16")
+
         def fits(num_bytes: int) -> bool:
             return not given.ranks.any(num_bytes > 0.95 * self.meter.free())
 
@@ -282,6 +297,7 @@ class _Planner:
                 fits=fits,
                 on_any=given.ranks.any,
                 plain=plain,
+                casts=cast_bytes(given.loaded.causal) if lower and plain is not None else 0,
             )
         return agreed(probe, given.ranks)
 
@@ -352,17 +368,6 @@ def _carry_memory(given: MemoryInput, plan: RunPlan) -> CarryMemory | None:
     if device.type != "cuda" or plan.carry is None or given.rows().longest_of_all <= plan.carry:
         return None
     return spare_memory(device) if plan.pieces is None else CarryMemory(device, plan.pieces.budget)
-
-
-def spare_memory(device: torch.device, room: int | None = None) -> CarryMemory | None:
-    """Return memory of carried tensors, half of `room` bytes or of the free memory of a GPU; None on a CPU.
-
-    Keys and values of other layers wait on the host; the other half is for a piece's layer and logits. The budget
-    changes no result.
-    """
-    if device.type != "cuda":
-        return None
-    return CarryMemory(device, CarryBudget(stack=max(0, free_memory(device) if room is None else room) // 2))
 
 
 def _release(device: torch.device) -> None:

@@ -1,31 +1,30 @@
 """The plan of a run: the fastest way to run its rows that fits into memory.
 
     measured bytes and seconds, rows, room --choose_plan--> RunPlan          nothing runs here
-    a plan whose memory ran out --smaller_plan--> the next plan to try
 
 A plan is whole rows or rows in pieces, a number of recomputed layers, the tokens of a pass, and compilation. The
 candidates are few: all of them are made, and the fastest one that fits is taken. Two more choices cost time that no
 probe measures, so they are tried only if nothing fits without them: host memory for the inputs of layers, and smaller
 chunks of logits.
 
-    bytes of a pass = fixed + tokens * bytes of a token with n recomputed layers
-    seconds of a token = max(seconds with n recomputed layers, seconds to start a pass / its tokens)
+    bytes of a pass = fixed + casts of the kept layers + tokens * bytes of a token with n recomputed layers
+    seconds of a token = max(seconds with n recomputed layers and attention, seconds to start a pass / its tokens)
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
-from treepack.carry.limit import LARGEST, CarryCosts, CarryPlan, choose_limit
+from treepack.carry.limit import LARGEST, CarryCosts, choose_limit
+from treepack.carry.smaller_plan import SMALLEST_PIECE, RunPlan, plan_in_words
 from treepack.data.joined import GPU_PASS
 from treepack.errors import TreepackError
 from treepack.train.options import CHUNK, TrainOptions
 
 # Chunks of logits, the first one by default: smaller ones add up the gradient of the output layer more often.
 CHUNKS = (CHUNK, 1024, 512, 256)
-SMALLEST_PASS, SMALLEST_PIECE, SMALLEST_CHUNK = 1024, 1024, 64
+SMALLEST_PASS = 1024
 # Pieces must promise this factor before they are measured.
 _WORTHWHILE = 1.03
 # A forward pass is a third of a forward and backward pass.
@@ -47,6 +46,7 @@ class ModelProbe:
         seconds_kept: of a token.
         seconds_recomputed: of a token.
         launch: seconds of a pass of few tokens, which the processor needs to start it.
+        casts: bytes of weights that layers cast, and keep for the backward pass unless they run again.
     """
 
     compiled: bool
@@ -59,6 +59,7 @@ class ModelProbe:
     seconds_kept: float
     seconds_recomputed: float
     launch: float
+    casts: int = 0
 
     def pass_bytes(self, tokens: int, recomputed: int, chunk: int, *, moved: int = 0) -> int:
         """Return the bytes of a pass of `tokens` tokens if the first `recomputed` layers run again.
@@ -70,7 +71,8 @@ class ModelProbe:
         share = min(1.0, recomputed / max(1, self.num_layers - 1))
         per_token = self.kept + share * (self.recomputed - self.kept)
         per_token -= max(0, recomputed - 2) * moved
-        return int(max(0, self.fixed + (chunk - self.chunk) * self.logits) + tokens * per_token)
+        fixed = max(0, self.fixed + (chunk - self.chunk) * self.logits) + (1 - share) * self.casts
+        return int(fixed + tokens * per_token)
 
     def seconds(self, recomputed: int) -> float:
         """Return the seconds of a token in a long pass."""
@@ -94,10 +96,23 @@ class PieceProbe:
 
 @dataclass(frozen=True)
 class RowCut:
-    """A row in pieces of some size: tokens that run forward for each token, and branch points that have states."""
+    """A row in pieces of some size.
 
-    forward: float
+    Attributes:
+        passes: tokens of each pass, and True if it runs backward too.
+        states: branch points that have states.
+    """
+
+    passes: tuple[tuple[int, bool], ...]
     states: int = 0
+
+    def seconds(self, of_token: float, start: float) -> float:
+        """Return the seconds of a token of the row, if a token takes `of_token` and no pass takes less than `start`.
+
+        A short pass takes as long as its start, so the mean of the passes would promise too much.
+        """
+        each = ((1.0 if backward else _FORWARD) * max(start, of_token * tokens) for tokens, backward in self.passes)
+        return sum(each) / max(1, sum(tokens for tokens, backward in self.passes if backward))
 
 
 @dataclass(frozen=True)
@@ -117,7 +132,7 @@ class RunRows:
     longest_of_all: int
     longest_path: int
     step_tokens: int
-    cut: Callable[[int], RowCut] = lambda _: RowCut(2.0)
+    cut: Callable[[int], RowCut] = lambda limit: RowCut(((limit, False), (limit, True)))
     attention: float = 0.0
 
 
@@ -128,34 +143,6 @@ class RunRoom:
     gpu: int
     host: int = 0
     moved: int = 0
-
-
-@dataclass(frozen=True)
-class RunPlan:
-    """A way to compute the rows of a run; the first six fields are options of `TrainOptions`.
-
-    `num_bytes` is the predicted peak on the GPU beside weights, gradients and optimiser, `seconds` the predicted time
-    of a token, and `pieces` the memory of carried tensors if rows run in pieces.
-    """
-
-    compile: bool
-    checkpoint_layers: int
-    offload_checkpoints: bool
-    carry: int | None
-    pass_tokens: int
-    loss_chunk: int
-    num_bytes: int = 0
-    seconds: float = 0.0
-    pieces: CarryPlan | None = None
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """The fields of `TrainOptions` that are chosen."""
-        return {name: getattr(self, name) for name in PLANNED}
-
-
-# Options that may be "auto"; none of them changes the result of a run except for rounding.
-PLANNED = ("compile", "checkpoint_layers", "offload_checkpoints", "carry", "pass_tokens", "loss_chunk")
 
 
 def choose_plan(
@@ -228,7 +215,7 @@ def _whole(
             if offload and recomputed * room.moved * tokens > room.host:
                 continue
             start = probe.launch / max(1, min(tokens, max(rows.step_tokens, rows.longest)))
-            seconds = max(probe.seconds(recomputed), start) + rows.attention * probe.seconds_kept
+            seconds = max(probe.seconds(recomputed) + rows.attention * probe.seconds_kept, start)
             yield RunPlan(probe.compiled, recomputed, offload, carry, int(passed), chunk, size, seconds)
 
 
@@ -256,9 +243,7 @@ def _in_pieces(
     if plan is None or plan.limit >= rows.longest_of_all:
         return
     tokens = plan.limit if options.pass_tokens == "auto" else int(options.pass_tokens)
-    again = (cut.forward - 1) * _FORWARD * probe.seconds_kept
-    seconds = max(probe.seconds(piece.recomputed), probe.launch / plan.limit) + again
-    seconds += rows.attention * probe.seconds_kept
+    seconds = cut.seconds(probe.seconds(piece.recomputed) + rows.attention * probe.seconds_kept, probe.launch)
     yield RunPlan(
         probe.compiled, piece.recomputed, False, plan.limit, tokens, chunk, plan.peak.gpu, seconds, pieces=plan
     )
@@ -276,8 +261,7 @@ def pieces_may_win(plan: RunPlan | None, probes: Sequence[ModelProbe], rows: Run
         return False
     probe = next(each for each in probes if each.compiled == plan.compile)
     half = min(LARGEST, _aligned(rows.longest_of_all // 2))
-    best = 1 + (rows.cut(half).forward - 1) * _FORWARD + rows.attention
-    return plan.seconds > _WORTHWHILE * best * probe.seconds_kept
+    return plan.seconds > _WORTHWHILE * rows.cut(half).seconds((1 + rows.attention) * probe.seconds_kept, probe.launch)
 
 
 def pass_sizes(rows: RunRows, wanted: int | str) -> list[int]:
@@ -323,44 +307,6 @@ def _refusal(smallest: RunPlan | None, probes: Sequence[ModelProbe], rows: RunRo
         f"optimiser ({plan_in_words(smallest)}), and {gib(max(0, room.gpu))} are free; {capacity}, or train on more "
         "GPUs"
     )
-
-
-def smaller_plan(plan: RunPlan, longest: int, num_layers: int, *, can_carry: bool) -> RunPlan | None:
-    """Return the plan to try after memory has run out; None if `plan` is the smallest one.
-
-    More recomputed layers, then shorter passes, then pieces, then shorter pieces, then smaller chunks of logits.
-
-    Args:
-        plan: the plan that was too large.
-        longest: tokens of the longest row.
-        num_layers: layers that can be recomputed, 0 if there are none.
-        can_carry: True if rows can run in pieces.
-    """
-    left, tokens = num_layers - plan.checkpoint_layers, plan.pass_tokens
-    if left > 0:
-        return replace(plan, checkpoint_layers=plan.checkpoint_layers + -(-left // 2))
-    if tokens > 1 and tokens > min(longest, plan.carry or longest):
-        return replace(plan, pass_tokens=max(1, tokens // 2))
-    size = smaller_piece(min(longest, plan.carry or longest))
-    if can_carry and size >= SMALLEST_PIECE:
-        return replace(plan, carry=size, pass_tokens=min(tokens, size), pieces=None)  # a pass is no longer than a piece
-    if plan.loss_chunk > SMALLEST_CHUNK:
-        return replace(plan, loss_chunk=max(SMALLEST_CHUNK, plan.loss_chunk // 2))
-    return None
-
-
-def smaller_piece(tokens: int) -> int:
-    """Return half of the tokens of a piece, a multiple of 128."""
-    return tokens // 256 * 128
-
-
-def plan_in_words(plan: RunPlan) -> str:
-    """Return the plan in words: "1 layer recomputed, whole rows, passes of 4,096 tokens, logits of 512 targets"."""
-    layers = "1 layer" if plan.checkpoint_layers == 1 else f"{plan.checkpoint_layers} layers"
-    rows = "whole rows" if plan.carry is None else f"pieces of {plan.carry:,} tokens"
-    where = " in host memory" if plan.offload_checkpoints else ""
-    passes = "not joined" if plan.pass_tokens == 1 else f"passes of {plan.pass_tokens:,} tokens"
-    return f"{layers} recomputed{where}, {rows}, {passes}, logits of {plan.loss_chunk:,} targets"
 
 
 def gib(num_bytes: float) -> str:

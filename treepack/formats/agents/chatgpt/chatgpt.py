@@ -330,12 +330,6 @@ FORMAT = Format(
         "images and other content that is not text (a path ends before it)",
         "reasoning_recap",
     ),
-    ignored="""
-        create_time update_time moderation_results plugin_ids conversation_template_id gizmo_id gizmo_type is_archived
-        is_starred safe_urls blocked_urls default_model_slug conversation_origin is_read_only voice async_status
-        disabled_tool_ids is_do_not_remember memory_scope context_scopes sugar_item_id sugar_item_visible pinned_time
-        is_study_mode owner
-    """.split(),
     keeps={MASKS, LINEAGE},
     read=read_chatgpt,
 )

@@ -18,7 +18,7 @@ from treepack.errors import TreepackError
 from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.tokens.token_layout import FieldLayout, Mask
 from treepack.ragged import RaggedArray
-from treepack.trajectory import MAX_TOKEN_ID, Tokens, positions
+from treepack.trajectory import MAX_LOGPROB, MAX_TOKEN_ID, Tokens, positions
 
 
 class _Pair(NamedTuple):
@@ -62,7 +62,7 @@ class TeacherWords(NamedTuple):
             places = places - begin
         ids, values = self.ids[places], self.values[places]
         is_wrong = not np.isfinite(values).all() or (len(ids) and not (ids.min() >= 0 and ids.max() <= MAX_TOKEN_ID))
-        if is_wrong or (not self.names.has_logits and (values > 1e-3).any()):
+        if is_wrong or (not self.names.has_logits and (values > MAX_LOGPROB).any()):
             raise TreepackError(
                 f"{layout.source}: {self.names.ids} or {self.names.values} has an impossible value at a trained token; "
                 "expected token ids and their log-probabilities"

@@ -47,6 +47,7 @@ from treepack.trajectory import (
     Tokens,
     Trajectory,
     as_token_ids,
+    check_logprobs,
     spans_of_mask,
     with_temperatures,
 )
@@ -313,6 +314,8 @@ def _per_token(fields: tf.Fields, kind: str, mask: Mask, layout: FieldLayout) ->
             raise TreepackError(
                 f"{layout.source}: {name} is {picked[bad[0]]} at trained token {bad[0]}; expected finite numbers there"
             )
+        if kind in LOGPROBS.values():
+            check_logprobs(picked, source=layout.source, name=name)
         if agreed is not None and not np.array_equal(agreed, picked):
             raise TreepackError(f"{layout.source}: {first} and {name} differ; drop the wrong one")
         agreed, first = (picked, name) if agreed is None else (agreed, first)

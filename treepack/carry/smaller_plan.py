@@ -1,0 +1,81 @@
+"""The plan of passes over rows, and the rule by which it gets smaller if memory runs out.
+
+RunPlan --smaller_plan--> RunPlan, ..., None     for training, scores, evaluation, and batches in memory
+RunPlan --plan_in_words--> "1 layer recomputed, whole rows, passes of 4,096 tokens, logits of 512 targets"
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from treepack.carry.limit import CarryPlan
+
+SMALLEST_PIECE, SMALLEST_CHUNK = 1024, 64
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """A way to compute rows; the fields of `PLANNED` are options of `TrainOptions`.
+
+    `num_bytes` is the predicted peak on the GPU beside weights, gradients and optimiser, `seconds` the predicted time
+    of a token, and `pieces` the memory of carried tensors if rows run in pieces. Passes without gradients recompute no
+    layers.
+    """
+
+    compile: bool
+    checkpoint_layers: int
+    offload_checkpoints: bool
+    carry: int | None
+    pass_tokens: int
+    loss_chunk: int
+    num_bytes: int = 0
+    seconds: float = 0.0
+    pieces: CarryPlan | None = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The fields of `TrainOptions` that are chosen."""
+        return {name: getattr(self, name) for name in PLANNED}
+
+
+# Options that may be "auto"; none of them changes the result of a run except for rounding.
+PLANNED = ("compile", "checkpoint_layers", "offload_checkpoints", "carry", "pass_tokens", "loss_chunk")
+
+
+def smaller_plan(plan: RunPlan, longest: int, num_layers: int, *, can_carry: bool) -> RunPlan | None:
+    """Return the plan to try after memory has run out; None if `plan` is the smallest one.
+
+    More recomputed layers, then shorter passes, then pieces, then shorter pieces, then smaller chunks of logits.
+
+    Args:
+        plan: the plan that was too large.
+        longest: tokens of the longest row.
+        num_layers: layers that can be recomputed, 0 if there are none.
+        can_carry: True if rows can run in pieces.
+    """
+    left, tokens = num_layers - plan.checkpoint_layers, plan.pass_tokens
+    if left > 0:
+        return replace(plan, checkpoint_layers=plan.checkpoint_layers + -(-left // 2))
+    if tokens > 1 and tokens > min(longest, plan.carry or longest):
+        return replace(plan, pass_tokens=max(1, tokens // 2))
+    size = smaller_piece(min(longest, plan.carry or longest))
+    if can_carry and size >= SMALLEST_PIECE:
+        return replace(plan, carry=size, pass_tokens=min(tokens, size), pieces=None)  # a pass is no longer than a piece
+    if plan.loss_chunk > SMALLEST_CHUNK:
+        return replace(plan, loss_chunk=max(SMALLEST_CHUNK, plan.loss_chunk // 2))
+    return None
+
+
+def smaller_piece(tokens: int) -> int:
+    """Return half of the tokens of a piece, a multiple of 128."""
+    return tokens // 256 * 128
+
+
+def plan_in_words(plan: RunPlan) -> str:
+    """Return the plan in words: "1 layer recomputed, whole rows, passes of 4,096 tokens, logits of 512 targets"."""
+    count, where = plan.checkpoint_layers, " in host memory" if plan.offload_checkpoints else ""
+    layers = [f"{count} layer{'s' if count > 1 else ''} recomputed{where}"] if count else []
+    rows = "whole rows" if plan.carry is None else f"pieces of {plan.carry:,} tokens"
+    passes = "not joined" if plan.pass_tokens == 1 else f"passes of {plan.pass_tokens:,} tokens"
+    return ", ".join([*layers, rows, passes, f"logits of {plan.loss_chunk:,} targets"])

@@ -1,0 +1,136 @@
+"""A run with a smaller plan, after its memory ran out or before it would.
+
+run, room --smaller_run--> run      the next plan of `carry.smaller_plan` that fits into `room`
+run, attempt --fit_forward--> result, run      rows without gradients, which have a plan of their own
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+from treepack.carry.fitting import is_alone, until_it_fits
+from treepack.carry.offload import spare_memory
+from treepack.carry.refusal import can_carry
+from treepack.carry.smaller_plan import PLANNED, RunPlan, plan_in_words, smaller_plan
+from treepack.model.layers import adapted_layers, set_recomputed
+from treepack.train.run import TrainingRun
+from treepack.train.setup.run_memory import whole_bytes
+from treepack.train.setup.run_plan import gib
+from treepack.train.sharding import forget_passes
+
+_log = logging.getLogger("treepack")
+
+T = TypeVar("T")
+
+FORWARD_REMEDY = "compute with --dtype bf16, on a device with more free memory, or from rows with a smaller --capacity"
+
+
+def smaller_run(run: TrainingRun, room: int | None = None, rows: Sequence[int] | None = None) -> TrainingRun | None:
+    """Return the run with the next smaller plan, which its model follows from now on; None if there is none.
+
+    Args:
+        run: the run.
+        room: free bytes of its smallest rank beside weights, gradients and optimiser; plans that need more by their
+            forecast are left out, unless all do.
+        rows: the rows to compute without gradients, so that layers stay as they are; None for a run that trains.
+    """
+    loaded, memory, adapted = run.loaded, run.memory, adapted_layers(run.loaded.causal)
+    runs = [run, *([] if rows is not None or run.held_out is None else [run.held_out])]
+    num_layers = 0 if adapted is None else len(adapted.modules)
+    longest = max(int(each.dataset.num_tokens.max()) for each in runs)
+    first = plan_of(run)
+    if rows is not None:
+        sizes = run.dataset.num_tokens[list(rows)]
+        # No longer than the pass that failed: half of 1,000,000 would be the same pass.
+        first = replace(first, pass_tokens=min(first.pass_tokens, int(sizes.sum())))
+        longest, num_layers = int(sizes.max()), first.checkpoint_layers
+    # Pieces gather the whole weights, and their gradients.
+    whole = 0 if loaded.root is None else whole_bytes(loaded) * (2 if rows is None else 1)
+    pieces = can_carry(loaded) and (room is None or whole <= room)
+    plan, needed = None, 0
+    following = smaller_plan(first, longest, num_layers, can_carry=pieces)
+    while following is not None:
+        plan, needed = following, _forecast(run, following, rows)
+        if room is None or needed <= room:
+            break
+        following = smaller_plan(plan, longest, num_layers, can_carry=pieces)
+    if plan is None:
+        return None
+    if adapted is not None and rows is None:
+        set_recomputed(loaded.causal, plan.checkpoint_layers)
+    carried = run.carry_memory
+    if plan.carry is not None and (carried is None or room is not None):
+        carried = spare_memory(loaded.device, room)
+    if memory is not None:
+        memory = replace(memory, needed=needed, excess=memory.excess if needed else 0)  # it belongs to a forecast
+    options = replace(run.options, **plan.options)
+    changed = [replace(each, options=options, carry_memory=carried, memory=memory) for each in runs]
+    line = f"a smaller plan, because memory ran out: {plan_in_words(plan)}"
+    held_out = run.held_out if len(changed) == 1 else changed[1]
+    return replace(changed[0], held_out=held_out, choices=(*run.choices, line))
+
+
+def fit_forward(
+    run: TrainingRun,
+    attempt: Callable[[TrainingRun], T],
+    rows: Sequence[int],
+    note: Callable[[str], None] = _log.info,
+) -> tuple[T, TrainingRun]:
+    """Return what a function without gradients returns for a run, and the run with the plan that fitted.
+
+    Gradients of the model are dropped if memory runs out. All ranks must call this.
+
+    Raises:
+        TreepackError: memory is too small for the smallest plan, or as `attempt`.
+    """
+    loaded = run.loaded
+
+    def smaller(tried: TrainingRun, error: Exception) -> TrainingRun | None:
+        return smaller_run(tried, rows=rows) if is_alone(loaded, error) else None
+
+    def undo() -> None:
+        loaded.model.zero_grad(set_to_none=True)
+        forget_passes(loaded)
+
+    if run.memory is not None:
+        room = run.ranks.smallest(run.memory.meter.free() - run.memory.margin)
+        if _forecast(run, plan_of(run), rows) > room and (less := smaller_run(run, room, rows)) is not None:
+            run = less
+            words = plan_in_words(plan_of(run))
+            note(f"a rank has room for {gib(max(0, room))}; {len(rows):,} rows run with a smaller plan: {words}")
+    place = f"in {len(rows):,} rows without gradients"
+    return until_it_fits(
+        attempt,
+        run,
+        smaller,
+        loaded.device,
+        place=place,
+        remedy=FORWARD_REMEDY,
+        undo=undo,
+        words=run_in_words,
+        note=note,
+    )
+
+
+def plan_of(run: TrainingRun) -> RunPlan:
+    """Return the plan that the options of a run contain."""
+    return RunPlan(**{name: getattr(run.options, name) for name in PLANNED})
+
+
+def run_in_words(run: TrainingRun) -> str:
+    """Return the plan of a run in words."""
+    return plan_in_words(plan_of(run))
+
+
+def _forecast(run: TrainingRun, plan: RunPlan, rows: Sequence[int] | None) -> int:
+    """Return the peak of a plan in bytes, 0 if it is not known; without gradients no layer keeps its activations."""
+    if run.memory is None:
+        return 0
+    if rows is None:
+        return run.memory.forecast(plan, None) or 0
+    adapted = adapted_layers(run.loaded.causal)
+    forward = replace(plan, checkpoint_layers=0 if adapted is None else len(adapted.modules))
+    return run.memory.forecast(forward, int(run.dataset.num_tokens[list(rows)].max())) or 0
