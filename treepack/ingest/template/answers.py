@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import takewhile
 
 from treepack.ingest.template.contents import check_answer
 from treepack.ingest.template.forms import CONTEXTS, OTHER_TEXT, PROBE_TEXT, MessageForms, calls_of
@@ -144,7 +145,8 @@ class TurnAnswers:
             before = next((each for each in texts if text.startswith(each)), None)
             if before is None:
                 return None
-            spans = tuple(span for span in marks if span[0] >= len(before))
+            # From the last one back to the first that is no mark of this turn.
+            spans = tuple(takewhile(lambda span: span[0] >= len(before), reversed(marks)))[::-1]
         if not spans:
             raise UnfaithfulError(
                 f"{setting.source}: the chat template puts no generation mark on this turn; mark every assistant turn",

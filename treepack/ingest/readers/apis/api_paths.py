@@ -9,7 +9,7 @@ and single words only.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from treepack.ingest.readers.fields.unread import below
 
 _CALL = "id type name arguments args input function.name function.arguments".split()
 _PART = (
@@ -24,12 +24,6 @@ _GEMINI = [
 _ENDINGS = "finish_reason finishReason stop_reason done_reason".split()
 # The items of the Responses API are among the messages: a call, and the result of one.
 _ITEM = "call_id arguments input output action status summary.text".split()
-
-
-def below(prefixes: Iterable[str], names: Iterable[str]) -> list[str]:
-    """Return each of `names` below each of `prefixes`: ["a", "b"], ["x"] -> ["a.x", "b.x"]."""
-    names = list(names)
-    return [f"{prefix}.{name}" for prefix in prefixes for name in names]
 
 
 _FIELDS = [

@@ -81,6 +81,12 @@ def declare(paths: Iterable[str]) -> Declared:
     return tree
 
 
+def below(prefixes: Iterable[str], names: Iterable[str]) -> list[str]:
+    """Return each of `names` below each of `prefixes`: ["a", "b"], ["x"] -> ["a.x", "b.x"]."""
+    names = list(names)
+    return [f"{prefix}.{name}" for prefix in prefixes for name in names]
+
+
 def _at(tree: Declared, path: str) -> Declared:
     for name in path.split("."):
         tree = tree.setdefault(name, {})

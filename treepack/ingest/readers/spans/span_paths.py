@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from treepack.ingest.readers.apis.api_paths import below
+from treepack.ingest.readers.fields.unread import below
 
 _PARTS = "type content id name arguments response result modality".split()
 _MESSAGE = "role name tool_call_id finish_reason content".split()
