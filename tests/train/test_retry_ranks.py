@@ -60,7 +60,7 @@ def test_all_ranks_go_on_if_the_memory_of_one_runs_out(tmp_path: Path) -> None:
         assert json.loads((results[name]["out"] / "run.json").read_text())["chosen"]["checkpoint_layers"] == 2
     assert_same(results["evaluation"], expected["evaluation"])
     (remark,) = results["evaluation"]["remarks"]
-    smaller = "pieces of 40 tokens, passes of 40 tokens, logits of 1,024 targets"
+    smaller = "pieces of 40 tokens, not joined, logits of 1,024 targets"
     assert remark.startswith("out of memory in row ")
     assert remark.endswith(f"it runs again with a smaller plan: {smaller}")
     losses = [each["evaluation"]["records"][-1]["eval_loss"] for each in (results, expected)]

@@ -123,6 +123,7 @@ def test_a_remote_run_is_the_local_one(packed: Path, config: Path, tmp_path: Pat
         json.loads(text) for text in (s3.read("run/train.json"), (tmp_path / "whole/train.json").read_text())
     )
     assert record == local | {"packed": s3.address("packed")}
+    assert s3.copied == ["run/model.safetensors"]  # from the last checkpoint: the network has the weights once
     # Each object that others depend on comes after them.
     puts = [path.split("?")[0].split("/run/")[1] for method, path in s3.requests if method == "PUT" and "/run/" in path]
     assert puts[0] == "run.json"

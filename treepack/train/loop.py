@@ -107,7 +107,7 @@ def _steps(
     options, ranks, model = run.options, run.ranks, run.loaded.model
     optimiser = make_optimiser(run)
     done, skipped, score = _restore_position(run, place, optimiser, note)
-    staged = False
+    staged, linked = False, None
     upload = None if place.uploads is None else CheckpointUpload(place.uploads, CHECKPOINTS)
     model.train()
     if done == 0 and (remark := compare_sampling(run)) is not None:
@@ -148,10 +148,11 @@ def _steps(
                 # instead, the model is still worth finishing.
                 staged = best in (None, 0, done) and stage_before_checkpoint(fitting.run, place)
                 _log.info("writing the checkpoint of step %d", done)
-                linked = staged_model(place) if staged else None
+                saved_model = staged_model(place) if staged else None
                 with _note_errors(note):
-                    checkpoints.save(done, model, optimiser, position, best=best, saved_model=linked)
+                    checkpoints.save(done, model, optimiser, position, best=best, saved_model=saved_model)
                     checkpoints.wait()
+                    linked = f"{CHECKPOINTS}/step-{done:08d}" if staged else None
             elif stopped or is_due or best == done:
                 checkpoints.save(done, model, optimiser, position, best=best)
             yield metrics
@@ -161,7 +162,7 @@ def _steps(
     outcome = _take_best(run, place, optimiser, score, done, note) if options.patience and score.best_step else {}
     if not staged:
         stage_after_training(run, place)
-    run.ranks.lead(lambda: finish_run(run, place, outcome))
+    run.ranks.lead(lambda: finish_run(run, place, outcome, linked=linked))
 
 
 def _take_best(

@@ -187,13 +187,16 @@ def staged_model(place: Place) -> Path:
     return place.folder / ".weights.partial"
 
 
-def finish_run(run: TrainingRun, place: Place, outcome: Mapping[str, Any] | None = None) -> None:
+def finish_run(
+    run: TrainingRun, place: Place, outcome: Mapping[str, Any] | None = None, *, linked: str | None = None
+) -> None:
     """Move the staged model to its place, and write `train.json` last.
 
     Args:
         run: the trained run.
         place: its directory.
         outcome: JSON values for `train.json`, such as the last step of a run that ended early.
+        linked: name of the checkpoint that has the staged weight files too, from which a store copies them.
 
     Raises:
         TreepackError: the disk or the store fails.
@@ -220,8 +223,12 @@ def finish_run(run: TrainingRun, place: Place, outcome: Mapping[str, Any] | None
         with place.uploads.kept_on_errors():
             patiently(place.uploads.push)
             patiently(place.uploads.check_owner)
+            known = place.uploads.list(linked) if linked else {}
             for path in sorted(staged.iterdir()):
-                place.uploads.send(path, path.name)
+                if path.suffix == ".safetensors" and path.name in known:
+                    place.uploads.copy(f"{linked}/{path.name}", path.name)
+                else:
+                    place.uploads.send(path, path.name)
             patiently(lambda: _write(place.out / FINISHED, record))
 
 
