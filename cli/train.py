@@ -52,7 +52,7 @@ _SECTIONS = {
     "Checkpoints": "checkpoint-every keep max-skipped",
     "Metrics": "report-to tensorboard project run-name quiet",
     "Override what the run chooses": "dtype compile attention checkpoint-layers offload-checkpoints carry pass-tokens "
-    "loss-chunk sequence-ranks expert-ranks cpu-offload",
+    "loss-chunk sequence-ranks expert-ranks cpu-offload whole-weights",
     "Devices": "device gather-dtype",
     "Verification": "verify verify-rows help",
 }
@@ -74,6 +74,7 @@ _training_options = option_group(
         router_aux={"metavar": "COEF"},
         compile=_SWITCH | {"name": "compile/--no-compile"},
         offload_checkpoints=_SWITCH | {"name": "offload-checkpoints/--no-offload-checkpoints"},
+        whole_weights=_SWITCH | {"name": "whole-weights/--no-whole-weights"},
         cpu_offload=_SWITCH | {"name": "cpu-offload/--no-cpu-offload"},
         sequence_ranks={"type": RankCount(), "metavar": RankCount.name},
         expert_ranks={"type": RankCount(), "metavar": RankCount.name},
