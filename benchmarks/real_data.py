@@ -25,7 +25,8 @@ from typing import Any
 
 from measure import commit
 
-from treepack.ingest.readers.reading import read_trajectories
+from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.reading import read_parts
 from treepack.trajectory import Chat, Trajectory
 
 SAMPLES = Path(__file__).parents[1] / "sample_data"
@@ -36,7 +37,7 @@ CAPACITIES = (8192, 32768)
 
 def texts(paths: list[str]) -> Iterator[str]:
     """All message texts of the sources."""
-    for trajectory in read_trajectories(paths):
+    for trajectory in (item for part in read_parts(paths, ReadOptions()) for item in part.trajectories()):
         if isinstance(trajectory, Trajectory) and isinstance(trajectory.content, Chat):
             for message in trajectory.content.messages:
                 yield str(message["content"])

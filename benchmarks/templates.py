@@ -25,8 +25,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from support import real_templates, template_stops
 from support.conversations import SOURCES, Conversation, real_conversations, samples_of_formats
+from support.read_rollouts import tokenize
 from support.template_oracle import faults, marked
-from treepack.ingest.tokenization import load_tokenizer, tokenize
+from treepack.ingest.tokenization import load_tokenizer
 from treepack.trajectory import Skipped
 
 MESSAGES = 64  # of a conversation at most: rendering every turn is quadratic in their number

@@ -218,9 +218,10 @@ class _Lines:
     def _run(self) -> None:
         while not self._ended.wait(self._interval):
             with self._guard:
-                if self._latest is not None:
+                seconds = time.monotonic() - self._start
+                if self._latest is not None and seconds >= self._interval / 2:
                     self._was_shown = True
-                    self._write(_line(self._latest, time.monotonic() - self._start))
+                    self._write(_line(self._latest, seconds))
 
     def _finish_stage(self) -> None:
         """Write the last line of a stage that had one before, and start the clock of the next stage."""

@@ -17,16 +17,10 @@ class RunOptions:
 
     resume: bool
     dry_run: bool
-    tensorboard: bool
     report_to: tuple[str, ...]
     project: str
     run_name: str | None
     held_out: str | None
-
-    @property
-    def sinks(self) -> tuple[str, ...]:
-        """The names of the trackers that get the metrics."""
-        return (*(("tensorboard",) if self.tensorboard else ()), *self.report_to)
 
 
 run_options = option_group(
@@ -47,7 +41,6 @@ run_options = option_group(
             help="Send the metrics to this tracker too; may be repeated. page is a page with curves "
             "and rollouts for browsers of this machine, until the run ends.",
         ),
-        click.option("--tensorboard", is_flag=True, help="The same as --report-to tensorboard."),
         click.option(
             "--project",
             default="treepack",

@@ -38,22 +38,21 @@ def _parse_mix(_: click.Context, parameter: click.Parameter, value: str | None) 
 
 
 _SECTIONS = {
-    "Data, model and output": "mix blocks model init-from out overwrite resume dry-run cache cache-size",
-    "Loss": "loss denominator response-length entropy temperature router-aux routes",
+    "Data, model and output": "model init-from out overwrite resume dry-run mix eval quiet",
+    "Loss and optimiser": "loss epochs steps rows-per-step lr min-lr-ratio warmup-steps weight-decay clip seed",
+    "LoRA": "lora-rank lora-alpha lora-targets lora-dropout quantize merge",
+    "Held-out rows and checkpoints": "eval-every patience checkpoint-every keep max-skipped",
+    "Metrics": "report-to project run-name",
+    "Any loss": "denominator response-length entropy temperature router-aux routes",
     "Ratios and clipping (policy losses)": "clip-low clip-high dual-clip old-logprobs",
     "Sampler and trainer disagree (policy losses)": "importance-cap importance-floor importance-mask "
     "importance-level sequence-mask",
     "KL from a reference (policy losses)": "kl kl-estimator",
     "Constants and values of single losses": "beta loss-constant value-coef value-clip",
     "Distillation (policy losses)": "distill distill-beta teacher-kl teacher-baseline teacher",
-    "Optimiser": "steps epochs rows-per-step lr min-lr-ratio warmup-steps weight-decay clip optimizer seed",
-    "LoRA": "lora-rank lora-alpha lora-targets lora-dropout quantize merge",
-    "Held-out rows": "eval eval-every patience",
-    "Checkpoints": "checkpoint-every keep max-skipped",
-    "Metrics": "report-to tensorboard project run-name quiet",
     "Override what the run chooses": "dtype compile attention checkpoint-layers offload-checkpoints carry pass-tokens "
-    "loss-chunk sequence-ranks expert-ranks cpu-offload whole-weights",
-    "Devices": "device gather-dtype",
+    "loss-chunk sequence-ranks expert-ranks cpu-offload whole-weights blocks",
+    "Devices and storage": "device gather-dtype optimizer cache cache-size",
     "Verification": "verify verify-rows help",
 }
 

@@ -7,6 +7,7 @@ training: step 1 of 300, loss 1.2345, ...           a line for each step, or a b
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
@@ -85,7 +86,7 @@ def stage_lines(first: str | None = None, *, shown: bool = True) -> Iterator[Non
 
 
 def import_torch() -> None:
-    """Import the trainer, with a line for the seconds that this takes.
+    """Import the trainer and transformers, with a line for the seconds that this takes.
 
     Raises:
         TreepackError: torch is not installed.
@@ -93,8 +94,22 @@ def import_torch() -> None:
     from treepack.train.input_checks import require_torch
 
     require_torch(click.get_current_context().command_path)
-    with stage_lines("importing torch"):
-        import_module("treepack.train.setup.opening")
+    with stage_lines("importing torch and transformers"), _without_collections():
+        for name in ("treepack.train.setup.opening", "transformers.modeling_utils", "transformers.masking_utils"):
+            import_module(name)
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Collect no garbage during the block: half a million objects of imported modules stay, and searching them is slow.
+
+    7 % of the processor time of these imports, which `benchmarks/first_minute.py` measures part by part.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def keep_compiled_code() -> None:
@@ -195,7 +210,7 @@ def _watched_start(out: AnyPath, run_options: RunOptions) -> Iterator[_RunStart]
         return
     with StartLog(out) as log:
         page = None
-        if "page" in run_options.sinks and log.is_open:
+        if "page" in run_options.report_to and log.is_open:
             page = RunPage(SinkRun(out, run_options.project, out.name, "", note=lambda note: _echo(f"note: {note}")))
         try:
             yield _RunStart(log, page)
@@ -336,7 +351,7 @@ def _run_steps(
         for metrics in metrics_of_steps:
             if start.log is not None:
                 start.log.end()
-            if run_options.sinks and run.ranks.leads:
+            if run_options.report_to and run.ranks.leads:
                 # Opened at the first step and not before: `train` may replace `out`, and finds the step to resume from.
                 sinks = sinks or stack.enter_context(_open_sinks(run, place, run_options, start, done=metrics.step - 1))
                 sinks.write(metrics.as_record())
@@ -359,7 +374,7 @@ def _open_sinks(run: TrainingRun, place: Place, run_options: RunOptions, start: 
     note = partial(_note, run.ranks)
     described = SinkRun(place.folder, run_options.project, name, tracker_id(place), config, done, note)
     opened = {} if start.page is None else {"page": start.page}
-    return Sinks(run_options.sinks, described, note, opened=opened)
+    return Sinks(run_options.report_to, described, note, opened=opened)
 
 
 def _require_extras(run_options: RunOptions) -> None:
@@ -370,7 +385,7 @@ def _require_extras(run_options: RunOptions) -> None:
     """
     from treepack.train.watch.sinks import check_sinks
 
-    check_sinks(run_options.sinks)
+    check_sinks(run_options.report_to)
 
 
 def _note(ranks: Ranks, note: str) -> None:

@@ -279,7 +279,7 @@ def check_temperatures(values: Float64 | Float32, *, source: str, name: str) -> 
         raise TreepackError(f"{source}: {name} is {bad[0]}; expected a finite number that is not negative")
 
 
-def check_logprobs(values: Float64 | Float32, *, source: str, name: str) -> None:
+def check_logprobs(values: NDArray[Any], *, source: str, name: str) -> None:
     """Check that `values` can be log-probabilities: none is above `MAX_LOGPROB`.
 
     Raises:

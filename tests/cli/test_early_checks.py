@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -51,6 +52,7 @@ def run(commands: list[str], mode: str, folder: Path) -> dict[str, tuple[int, st
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, json.dumps(commands), mode],
         cwd=folder,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,
         check=True,

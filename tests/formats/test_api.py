@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from support.read_rollouts import read_trajectories
 from support.readings import only, read_as
 from treepack.errors import TreepackError
 from treepack.ingest.readers.messages.response_items import SUMMARY_NOTE
-from treepack.ingest.readers.reading import read_trajectories
 from treepack.ingest.readers.registry import formats_by_name
 from treepack.trajectory import Chat, Skipped, Tokens, Trajectory
 

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from support.read_rollouts import read_trajectories
 from support.readings import chats, only, read_value, reasons, turns
 from treepack.errors import TreepackError
 from treepack.formats.evaluations.atif import atif
-from treepack.ingest.readers.reading import read_trajectories
 from treepack.trajectory import MAX_INSIDE, Skipped, Tokens, Trajectory
 
 IDS = st.lists(st.integers(0, 99), min_size=1, max_size=4)

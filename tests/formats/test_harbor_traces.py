@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from support.paths import ROLLOUTS
+from support.read_rollouts import read_trajectories
 from support.readings import chat_of
 from treepack.errors import TreepackError
 from treepack.ingest.readers.calls.rollout_names import SPLIT_NOTE
-from treepack.ingest.readers.reading import read_trajectories
 from treepack.trajectory import MAX_INSIDE, Chat, Trajectory
 
 SAMPLE = ROLLOUTS / "harbor-traces.jsonl"

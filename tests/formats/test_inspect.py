@@ -14,6 +14,7 @@ import pyarrow as pa
 import pytest
 
 from support.paths import ROLLOUTS
+from support.read_rollouts import read_trajectories
 from support.readings import chats, read_value, reasons, turns
 from treepack.errors import TreepackError
 from treepack.formats.evaluations import inspect
@@ -21,7 +22,6 @@ from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.files.eval_files import read_eval_file
 from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.messages.content_blocks import MEDIA_REASON
-from treepack.ingest.readers.reading import read_trajectories
 from treepack.trajectory import Skipped, Trajectory
 
 EVAL = {"task": "sums", "model": "m"}

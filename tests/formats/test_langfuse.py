@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from support.paths import ROLLOUTS
+from support.read_rollouts import read_trajectories
 from support.readings import Items, notes_of, only_chat, read_as, read_whole, reasons
 from treepack.errors import TreepackError
-from treepack.ingest.readers.reading import read_trajectories
 from treepack.trajectory import Skipped
 
 SAMPLE = ROLLOUTS / "langfuse"

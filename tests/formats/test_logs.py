@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from support.read_rollouts import read_trajectories
 from support.readings import chats, read_value, real, reasons, turns
 from treepack.errors import TreepackError
 from treepack.formats.evaluations import intercode, mint
-from treepack.ingest.readers.reading import read_trajectories
 
 
 def test_a_tau_bench_trial_is_named_by_its_task_and_trial(tmp_path: Path) -> None:

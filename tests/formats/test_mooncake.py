@@ -13,12 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.command_line import Run
+from support.read_rollouts import read_trajectories
 from support.readings import only
 from treepack.errors import TreepackError
 from treepack.formats.model_calls import mooncake
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.files.records import Record
-from treepack.ingest.readers.reading import read_trajectories
 from treepack.trajectory import Skipped, Tokens
 
 LENGTHS_ONLY = ReadOptions(shapes=True)

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from support.paths import ROLLOUTS
+from support.read_rollouts import read_trajectories
 from support.readings import Items, chats, notes_of, read_whole, reasons, said_in
 from treepack.errors import TreepackError
 from treepack.formats.agents import opencode
 from treepack.ingest.readers.messages.content_blocks import MEDIA_REASON
-from treepack.ingest.readers.reading import read_trajectories
 
 Part = dict[str, Any]
 START: Part = {"type": "step-start"}

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from support.paths import ROLLOUTS
+from support.read_rollouts import read_trajectories
 from support.readings import chats, reasons, turns
 from treepack.formats.agents.openhands import openhands
 from treepack.formats.agents.openhands.openhands_actions import NO_RESPONSE, RECALL_NOTE
@@ -16,7 +17,6 @@ from treepack.ingest.readers.calls.event_views import EventView, command_output
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.messages.content_blocks import MEDIA_REASON
-from treepack.ingest.readers.reading import read_trajectories
 from treepack.trajectory import Skipped, Trajectory
 
 SAMPLES = ROLLOUTS / "openhands"

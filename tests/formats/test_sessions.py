@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from support.read_rollouts import read_trajectories
 from support.readings import Items, chats, read_as, read_value, reasons, said_in, turns
 from treepack.errors import TreepackError
 from treepack.formats.evaluations import tau2
-from treepack.ingest.readers.reading import read_trajectories
 from treepack.trajectory import Trajectory
 
 HEADER = {"type": "session", "version": 3, "id": "S", "timestamp": "t", "cwd": "/w"}

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from support.read_rollouts import read_trajectories
 from support.readings import chats, only, read_value, real, reasons, turns
 from treepack.errors import TreepackError
 from treepack.formats.agents import auto_code_rover, mini_swe_agent, swe_agent
 from treepack.ingest.readers.calls.served_tokens import SOME_NOTE
-from treepack.ingest.readers.reading import read_trajectories
 from treepack.trajectory import Tokens
 
 SYSTEM, ASKED = {"role": "system", "content": "S"}, {"role": "user", "content": "Q"}

@@ -9,11 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.paths import ROLLOUTS
+from support.read_rollouts import read_trajectories
 from support.readings import chats, read_value, reasons, turns
 from treepack.errors import TreepackError
 from treepack.formats.data_sets import text_trees
 from treepack.ingest.readers.files.records import Record
-from treepack.ingest.readers.reading import detect_format, read_trajectories
+from treepack.ingest.readers.reading import detect_format
 from treepack.trajectory import PromptCompletion, Skipped, Trajectory
 
 Node = dict[str, Any]

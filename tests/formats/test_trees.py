@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from support.read_rollouts import read_trajectories
 from support.readings import chats, read_value, real, reasons, turns
 from treepack.errors import TreepackError
 from treepack.formats.agents import dars
 from treepack.formats.evaluations import toolbench, tree_of_thoughts
-from treepack.ingest.readers.reading import read_trajectories
 from treepack.trajectory import Chat, Trajectory
 
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from support.paths import ROLLOUTS
+from support.read_rollouts import read_trajectories
 from support.readings import chats, read_whole, reasons, refusal_as, trajectories
 from treepack.errors import TreepackError
 from treepack.formats.trainers.trl_labels import STEPS_NOTE
-from treepack.ingest.readers.reading import read_trajectories
 from treepack.trajectory import PromptCompletion, Skipped, Trajectory
 
 USER = {"role": "user", "content": "2+2?"}

@@ -10,11 +10,11 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from support.read_rollouts import read_trajectories
 from support.readings import chat_of, only, read_as
 from support.token_rollouts import back
 from treepack.errors import TreepackError
 from treepack.formats.data_sets.columns import DECODED_NOTE
-from treepack.ingest.readers.reading import read_trajectories
 from treepack.trajectory import PromptCompletion, Skipped, Trajectory
 
 USER, ANSWER = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}

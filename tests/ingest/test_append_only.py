@@ -14,12 +14,13 @@ from hypothesis import strategies as st
 from support import real_templates
 from support.byte_tokenizer import PLAIN, STRIPPING, save
 from support.oracle_append_only import append_only_sections, chatml, ids_of_sections, qwen
+from support.read_rollouts import tokenize
 from support.strategies import make
 from treepack.ingest.append_only import append_only_text, turn_totals
 from treepack.ingest.chat_template import ChatTemplate
 from treepack.ingest.conversations import conversations_of_log
 from treepack.ingest.read_log import ReadLog
-from treepack.ingest.tokenization import TokenisationJob, TrajectoryTokeniser, load_tokenizer, tokenize
+from treepack.ingest.tokenization import TokenisationJob, TrajectoryTokeniser, load_tokenizer
 from treepack.trajectory import Chat, Tokens, Trajectory
 
 Message = dict[str, Any]

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from support.byte_tokenizer import PLAIN, save
+from support.read_rollouts import read_trajectories, tokenize
 from support.tokenised_chats import assistant, samples, text, trained_texts, user
 from treepack.errors import TreepackError
-from treepack.ingest.readers.reading import read_trajectories
-from treepack.ingest.tokenization import load_tokenizer, tokenize
+from treepack.ingest.tokenization import load_tokenizer
 from treepack.trajectory import Chat, Skipped, Trajectory
 
 

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from support.byte_tokenizer import PLAIN, STRIPPING, save
 from support.command_line import Run
 from support.paths import SAMPLE_DATA
-from treepack.ingest.tokenization import load_tokenizer, tokenize
+from support.read_rollouts import tokenize
+from treepack.ingest.tokenization import load_tokenizer
 from treepack.pack.plan.planning import plan_rows
 from treepack.pack.rows import pack_rows
 from treepack.trajectory import Chat, Tokens, Trajectory

@@ -17,10 +17,11 @@ from transformers import PreTrainedTokenizerFast
 
 from support.byte_tokenizer import MARKED, PLAIN, STRIPPING, save
 from support.paths import REAL
+from support.read_rollouts import tokenize
 from support.readings import tokens_of
 from support.tokenised_chats import assistant, samples, text, trained_texts, user
 from treepack.errors import TreepackError
-from treepack.ingest.tokenization import load_tokenizer, tokenize
+from treepack.ingest.tokenization import load_tokenizer
 from treepack.trajectory import Chat, Int64, PromptCompletion, Skipped, Tokens, Trajectory, derived_group, positions
 
 NUM_REAL = 4  # real rollouts of each source; the tokenizer of bytes takes a second for a long one
@@ -244,35 +245,13 @@ def test_text_needs_a_tokenizer_and_a_conversation_a_template(
     expected = f"{names['none']}: the tokenizer has no chat template; give one (--chat-template FILE), use a tokenizer "
     expected += "that has one, or token ids"
     assert str(caught.value) == expected
-    with pytest.raises(TreepackError) as caught:
-        samples(item, None, expand="steps")
-    assert str(caught.value) == "expand is 'steps'; expected trajectory or turns"
-
-
-def test_several_workers_give_what_one_gives(names: dict[str, str]) -> None:
-    items: list[Trajectory | Skipped] = [chat([user(str(i)), assistant("fox " * i)]) for i in range(40)]
-    items.insert(20, Skipped("s", "r"))
-    one, two = (list(tokenize(items, tokenizer=names["plain"], workers=workers)) for workers in (1, 2))
-    assert len(one) == len(two) == 41
-    for first, second in zip(one, two, strict=True):
-        if isinstance(first, Skipped):
-            assert first == second
-        else:
-            assert isinstance(second, Trajectory)
-            assert (first.group_id, first.source) == (second.group_id, second.source)
-            np.testing.assert_array_equal(tokens_of(first).tokens, tokens_of(second).tokens)
-
-
-def test_an_error_in_a_worker_is_the_error_here(names: dict[str, str]) -> None:
-    with pytest.raises(TreepackError, match="the tokenizer has no chat template"):
-        list(tokenize([chat([user("Q"), assistant("A")])], tokenizer=names["none"], workers=2))
 
 
 @pytest.mark.parametrize(
     "name", ["tau-bench-airline/gpt-4o-airline.json.gz", "swe-agent-lite/cost_2_1", "toolbench-dfsdt"]
 )
 def test_real_rollouts_are_tokenised(tokenizers: dict[str, Any], name: str) -> None:
-    from treepack.ingest.readers.reading import read_trajectories
+    from support.read_rollouts import read_trajectories
 
     path = REAL / name
     if not path.exists():

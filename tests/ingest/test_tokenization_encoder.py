@@ -18,10 +18,11 @@ from tokenizers import AddedToken, normalizers
 
 from support.byte_tokenizer import PLAIN, SPECIAL, save
 from support.paths import SAMPLE_DATA
+from support.read_rollouts import tokenize
 from treepack.errors import TreepackError
 from treepack.ingest import encoder as encoder_module
 from treepack.ingest.encoder import Encoder
-from treepack.ingest.tokenization import fingerprint, load_tokenizer, tokenize
+from treepack.ingest.tokenization import fingerprint, load_tokenizer
 from treepack.trajectory import PromptCompletion, Trajectory
 
 

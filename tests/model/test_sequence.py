@@ -18,7 +18,8 @@ from treepack.errors import TreepackError
 from treepack.model.adapters.lora_options import LoraOptions
 from treepack.model.head.logit_map import OutputLayer
 from treepack.model.head.token_loss import tree_logprobs, weighted_nll
-from treepack.objectives.row_numbers import LossPart
+from treepack.model.term_objective import score
+from treepack.objectives.row_numbers import LossPart, ScoreRequest
 from treepack.sequence.exchange import split_evenly
 from treepack.sequence.share import SequenceGroup, TokenShare, check_heads
 
@@ -103,6 +104,25 @@ def test_losses_of_all_ranks_add_up() -> None:
     assert math.fsum(losses) == pytest.approx(float(expected), rel=1e-12)
     for whole, part in zip(scores, zip(*parts, strict=True), strict=True):
         torch.testing.assert_close(sum(part), whole, rtol=1e-12, atol=0)
+
+
+@pytest.mark.usefixtures("_lone_group")
+def test_likeliest_words_and_states_of_all_ranks_add_up() -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, 4, generator=generator, dtype=torch.float64) for n in (7, 9))
+    targets = torch.tensor([6, 1, 4, 2]), torch.arange(7), torch.tensor([-1, 0, 1, 2, 1, 4, 0])
+    reads = ScoreRequest(logprobs=False, entropies=False, top_k=3, states=True)
+    options: dict[str, Any] = {"temperature": torch.tensor([0.5, 1, 2, 3]), "kept": None, "chunk": 2}
+    loaded: Any = None  # only values read it
+    expected = score(loaded, reads, hidden, OutputLayer(weight), targets, **options)
+    parts = [
+        score(loaded, reads, share.cut(hidden), OutputLayer(weight, share=share), targets, **options)
+        for share in shares_of(7, 3)
+    ]
+    for name in ("top_words", "top_logprobs", "states"):
+        whole = getattr(expected, name)
+        torch.testing.assert_close(sum(getattr(part, name) for part in parts), whole, rtol=1e-12, atol=0)
+    assert torch.equal(expected.states, hidden[targets[2][targets[0]]])
 
 
 def test_heads_that_the_ranks_cannot_share_are_refused_by_the_configuration() -> None:

@@ -26,8 +26,17 @@ def cells(table: Path) -> dict[str, list[str]]:
     return {first: rest for first, *rest in (line.split(" | ") for line in lines)}
 
 
-def test_a_dry_run_writes_the_tables_of_all_arms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    only = ["credit-steps", "curves-steps", "pros-steps", "trace-steps"]
+@pytest.mark.parametrize(
+    "only",
+    [
+        ["credit-steps"],
+        pytest.param(["curves-steps", "pros-steps", "trace-steps"], marks=pytest.mark.slow),  # twelve runs
+    ],
+    ids=["credit", "runs"],
+)
+def test_a_dry_run_writes_the_tables_of_all_arms(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, only: list[str]
+) -> None:
     words = ["--out", str(tmp_path), "--dry-run", "--device", "cpu", "--minutes", "20"]
     monkeypatch.setattr(sys, "argv", ["reproduce.py", *words, "--only", *only])
     reproduce.main()

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from support.paths import ROOT
+from support.read_rollouts import read_trajectories, tokenize
 from support.strategies import make
 from treepack.errors import TreepackError
 from treepack.files.manifest import Provenance
-from treepack.ingest.readers.reading import read_trajectories
-from treepack.ingest.tokenization import read_tokenizer, tokenize
+from treepack.ingest.tokenization import read_tokenizer
 from treepack.rollout.prompts import PromptReader
 from treepack.rollout.queries import QueryFile, QuerySources, read_queries
 from treepack.rollout.query import Query

@@ -11,9 +11,8 @@ import numpy as np
 import orjson
 import pytest
 
+from support.read_rollouts import read_trajectories, tokenize
 from support.sampled_trees import sample_trees, three_tokens
-from treepack.ingest.readers.reading import read_trajectories
-from treepack.ingest.tokenization import tokenize
 from treepack.rl.segments import segment_tree
 from treepack.rollout.engine import Segment
 from treepack.rollout.episode import SingleTurn

@@ -13,11 +13,10 @@ import orjson
 import pytest
 import torch
 
+from support.read_rollouts import read_trajectories, tokenize
 from support.vllm_servers import MAX_LEN, VllmServer, VllmServers, kill, running_servers
 from treepack import load_model
 from treepack.errors import TreepackError
-from treepack.ingest.readers.reading import read_trajectories
-from treepack.ingest.tokenization import tokenize
 from treepack.online import tree_logprobs_like
 from treepack.rl.segments import segment_tree
 from treepack.rollout.engine import EngineError

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from support.paths import REAL, ROLLOUTS
+from support.read_rollouts import read_trajectories
 from treepack.errors import TreepackError
-from treepack.ingest.readers.reading import read_trajectories
 from treepack.trajectory import Chat, Trajectory
 
 # Real rollouts, and the file with their tool schemas if they have one.

@@ -18,7 +18,7 @@ from torch import distributed, multiprocessing
 
 from support.fresh_processes import PROCESSES
 from support.simulated_device import ScriptedMemory, ScriptedShortage
-from treepack.objectives.objective import Objective, choose_objective
+from treepack.objectives.objective import choose_objective
 from treepack.train.loop import train
 from treepack.train.options import TrainOptions
 from treepack.train.ranks import Ranks, join_ranks
@@ -43,6 +43,7 @@ class Case:
     until: int | None = None
     held_out: Path | None = None
     value_coef: float | None = None
+    teacher: Path | None = None
     memory: ScriptedMemory | None = None  # to plan with, as on GPUs
     shortage: ScriptedShortage | None = None
 
@@ -96,7 +97,8 @@ def _process(rank: int, size: int, out: Path, cases: list[Case], environment: di
 
 
 def _train(ranks: Ranks, case: Case, out: Path) -> None:
-    objective = Objective() if case.loss == "sft" else choose_objective(case.loss, value_coef=case.value_coef)
+    teacher = None if case.teacher is None else str(case.teacher)
+    objective = choose_objective(case.loss, value_coef=case.value_coef, teacher=teacher)
     if case.changes.get("compile"):
         torch.compiler.reset()  # forgets what earlier tests of this process compiled, which would not be traced again
     records: list[dict[str, Any]] = []

@@ -151,9 +151,11 @@ def _scores(whole: RowRunner, check: Check) -> dict[str, Tensor]:
     found = {name: each for name, each in scores._asdict().items() if each is not None}
     factors = torch.arange(1.0, len(tokens) + 1, dtype=torch.float64)
     torch.autograd.backward(torch.stack([(each * factors).sum() for each in found.values()]).sum())
-    if reads.values:
-        with torch.no_grad():
+    with torch.no_grad():
+        if reads.values:
             found["after"] = whole.values(batch)
+        more = whole.scores(batch, tokens, ScoreRequest(top_k=3, states=True), temperature=temperature)
+        found |= {name: each.double() for name, each in more._asdict().items() if each is not None}
     return {name: each.detach() for name, each in found.items()}
 
 

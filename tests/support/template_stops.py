@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from support.read_rollouts import tokenize
 from support.template_oracle import decode
-from treepack.ingest.tokenization import tokenize
 from treepack.trajectory import Chat, Skipped, Trajectory
 
 TOOL = {

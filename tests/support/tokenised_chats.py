@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from support.read_rollouts import tokenize
 from support.readings import tokens_of
-from treepack.ingest.tokenization import tokenize
 from treepack.trajectory import Trajectory
 
 

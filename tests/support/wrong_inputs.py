@@ -6,6 +6,7 @@ python tests/support/wrong_inputs.py      runs each in a process, and prints its
 from __future__ import annotations
 
 import json
+import os
 import resource
 import shutil
 import subprocess
@@ -31,6 +32,8 @@ from support.written_rollouts import write_rollouts
 
 MISSING = "none: no such directory; check the path"
 NO_MODEL = "./none: no such file or folder; give the folder of a model, or its name on the hub"
+NOT_ON_HUB = "nobody/none: is no folder here, and the Hugging Face hub cannot be reached for a model of this name; "
+NOT_ON_HUB += "check the path or the network"
 NO_DEVICE = "device is 'gpu'; expected cpu, cuda or cuda:N"
 EXISTS = "data/trie exists; choose another --out or give --overwrite"
 IS_TRIE = "data/trie: is a trie; pack it first with: treepack pack data/trie --out PACKED"
@@ -53,6 +56,8 @@ WRONG_INPUTS = {
     "train data --model ./none --out x": NO_MODEL,
     "train data --model data/trie --out x": "data/trie: contains no model; give a folder with config.json or "
     "adapter_config.json, or a hub name",
+    "train data --model nobody/none --out x": NOT_ON_HUB,
+    "train data --model m.json --out x --init-from nobody/none": NOT_ON_HUB,
     "train data --model small.json --out x": SMALL,
     "train data --model m.json --out x --eval none": MISSING,
     "train data --model m.json --out x --device gpu": NO_DEVICE,
@@ -134,6 +139,7 @@ def main() -> None:
             done = subprocess.run(
                 [Path(sys.executable).with_name("treepack"), *command.split()],
                 cwd=folder,
+                env={**os.environ, "HF_HUB_OFFLINE": "1"},
                 capture_output=True,
                 text=True,
                 check=False,

@@ -139,7 +139,6 @@ def test_rows_without_a_teacher_and_other_vocabularies_are_refused(treepack: Com
     ("options", "message"),
     [
         ({"column": "ref", "top_k": 3}, "top_k is about the column teacher"),
-        ({"column": "teacher", "top_k": 3, "sequence_ranks": 2}, "leave out top_k or sequence_ranks"),
         ({"groups": "("}, "not a regular expression"),
     ],
 )

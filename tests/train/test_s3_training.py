@@ -381,7 +381,15 @@ def test_a_model_is_loaded_from_an_address_and_events_are_uploaded(
     packed: Path, config: Path, tmp_path: Path, s3: Store, treepack: Run
 ) -> None:
     result = treepack(
-        "train", s3.address("packed"), "--model", config, "--out", s3.address("run"), *TRAIN, "--tensorboard"
+        "train",
+        s3.address("packed"),
+        "--model",
+        config,
+        "--out",
+        s3.address("run"),
+        *TRAIN,
+        "--report-to",
+        "tensorboard",
     )
     assert result.status == 0, result.err
     assert re.search(rf"saved +{s3.address('run')}\n", result.out)

@@ -36,7 +36,7 @@ def arguments(tmp_path: Path) -> list[str]:
 def test_tensorboard_shows_every_step(treepack: Run, arguments: list[str], tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    done = treepack(*arguments, "--tensorboard")
+    done = treepack(*arguments, "--report-to", "tensorboard")
     assert done.status == 0
     assert "time spent waiting for rows" in done.out
     board = EventAccumulator(str(tmp_path / "out" / "tensorboard"))
@@ -58,7 +58,9 @@ def test_a_complete_run_is_left_as_it_is(treepack: Run, arguments: list[str], tm
 def test_the_help_has_every_option_in_a_section(treepack: Run) -> None:
     done = treepack("train", "--help")
     assert done.status == 0
-    assert "\nHeld-out rows:\n  --eval PACKED" in done.out
+    first, heading, _ = done.out.partition("\nHeld-out rows and checkpoints:\n  --eval-every")
+    assert heading
+    assert len(re.findall(r"^  --", first, re.MULTILINE)) == 25
     assert "Other options" not in done.out
 
 

@@ -65,7 +65,7 @@ def samples_of_record(
 
 def _opening(sample: Trajectory) -> bytes:
     """Return the tokens up to the end of the first turn, which two paths of a search tree may share."""
-    content = _content(sample)
+    content = tokens_of(sample)
     return content.tokens[: content.ends[0]].tobytes()
 
 
@@ -84,7 +84,7 @@ def _merged_turns(paths: list[list[Trajectory]]) -> dict[int, Trajectory | None]
 
 
 def _identity(sample: Trajectory) -> tuple[object, ...]:
-    content = _content(sample)
+    content = tokens_of(sample)
     arrays = (content.tokens, content.starts, content.ends, content.span_weights)
     # A path without a reward has no part in a mean.
     known = (sample.reward is None, sample.advantage is None)
@@ -121,6 +121,7 @@ def _merge(equal: list[Trajectory]) -> Trajectory:
     )
 
 
-def _content(sample: Trajectory) -> Tokens:
+def tokens_of(sample: Trajectory) -> Tokens:
+    """Return the content of a `sample`, which is tokenised."""
     assert isinstance(sample.content, Tokens)
     return sample.content

@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from json.encoder import encode_basestring_ascii
@@ -34,10 +34,9 @@ from treepack.ingest.chat_template import ChatTemplate, RenderedTurn, TemplateFi
 from treepack.ingest.control_tokens import ControlTokens, skip_sentence
 from treepack.ingest.encoder import Encoder
 from treepack.ingest.samples import sample_of, samples_of_prompts, samples_of_turns, sections_of
-from treepack.ingest.search_turns import Item, records_of, samples_of_record
+from treepack.ingest.search_turns import Item, samples_of_record, tokens_of
 from treepack.ingest.stable_ids import with_stable_ids
 from treepack.ingest.template.stops import CUT_NOTE
-from treepack.processes import batched, in_order
 from treepack.trajectory import (
     Chat,
     PromptCompletion,
@@ -49,7 +48,6 @@ from treepack.trajectory import (
     prompt_tokens,
 )
 
-_EXPANSIONS = ("trajectory", "turns")
 _REFUSED_TRAILING_NOTE = "messages after the last trained turn left out, because the template refuses them"
 TRUNCATED_NOTE = "truncated rollout not trained, its reward counts in its group"
 _CLOCK_NOTE = "the chat template prints today's date"
@@ -116,47 +114,12 @@ def fingerprint(tokenizer: Any) -> TokenizerEntry:
     }
 
 
-def tokenize(
-    trajectories: Iterable[Trajectory | Skipped],
-    *,
-    tokenizer: Any,
-    expand: str = "trajectory",
-    tools: Tools = None,
-    normalize_ids: bool = False,
-    per_path: bool = False,
-    workers: int = 1,
-) -> Iterator[Trajectory | Skipped]:
-    """Yield `trajectories` with `Tokens` content and a group, in the same order; a conversation may yield several.
-
-    `tokenizer` is a name or folder, a tokenizer of transformers, or None if all content is token ids. `tools` are the
-    schemas for conversations without schemas of their own. `normalize_ids` replaces the ids of tool calls, UUIDs and
-    times of conversations by numbered ones (`stable_ids`). With `expand` "turns", a turn that several paths of a record
-    have is one sample (`search_turns`), or with `per_path` one for each path. The result does not depend on `workers`
-    (processes).
-
-    Raises:
-        TreepackError: text without a tokenizer, or a template that cannot render it or cannot be trained on.
-    """
-    job = TokenisationJob(tokenizer, expand, tools, normalize_ids, per_path=per_path)
-    records = records_of(trajectories)
-    if workers == 1 or tokenizer is None:
-        tokenise = TrajectoryTokeniser(job)
-        for record in records:
-            yield from (sample for _, samples in tokenise.record(record) for sample in samples)
-        return
-    # In batches, because a message to a worker may cost more than tokenising a short conversation.
-    for items in in_order(_Batches, job.by_name(), batched(records), workers=workers):
-        yield from items
-
-
 @dataclass(frozen=True, slots=True)
 class TokenisationJob:
-    """Settings of tokenisation: the arguments of `tokenize`; `strict` refuses the first rollout that is skipped.
+    """Settings of tokenisation, which have the meaning that they have in `BuildOptions`.
 
-    `chat_template` replaces the template of the tokenizer; `control_tokens` and `truncated` are of `BuildOptions`.
-
-    Raises:
-        TreepackError: `expand` is not one of `_EXPANSIONS`.
+    `tokenizer` is a name or folder, a tokenizer of transformers, or None if all content is token ids. `chat_template`
+    replaces the template of the tokenizer. `tools` are the schemas for conversations without schemas of their own.
     """
 
     tokenizer: Any
@@ -169,25 +132,10 @@ class TokenisationJob:
     control_tokens: str = "keep"
     truncated: str = "keep"
 
-    def __post_init__(self) -> None:
-        """Refuse an unknown `expand`."""
-        if self.expand not in _EXPANSIONS:
-            raise TreepackError(f"expand is '{self.expand}'; expected {' or '.join(_EXPANSIONS)}")
-
     def by_name(self) -> TokenisationJob:
         """Return the same job for another process, which loads the tokenizer itself instead of receiving it."""
         is_name = self.tokenizer is None or isinstance(self.tokenizer, str)
         return self if is_name else replace(self, tokenizer=self.tokenizer.name_or_path)
-
-
-class _Batches:
-    """Tokenise lists of records, in a worker."""
-
-    def __init__(self, job: TokenisationJob) -> None:
-        self._tokenise = TrajectoryTokeniser(job)
-
-    def __call__(self, records: list[list[Item]]) -> list[Item]:
-        return [sample for record in records for _, samples in self._tokenise.record(record) for sample in samples]
 
 
 class TrajectoryTokeniser:
@@ -349,19 +297,14 @@ class TrajectoryTokeniser:
         sample = sample_of(item, sections_of(encoder, *sequence), turns) if sequence else None
         if isinstance(sample, Trajectory):
             return totals + _sequence_totals(sample)
-        longest = max(samples, key=lambda each: len(_tokens(each).tokens))
+        longest = max(samples, key=lambda each: len(tokens_of(each).tokens))
         return totals + _sequence_totals(longest) + Counter({append_only.ABSENT: 1})
 
 
 def _sequence_totals(sample: Trajectory) -> Counter[str]:
     """Return the sums of a sample that is one append-only sequence."""
-    content = _tokens(sample)
+    content = tokens_of(sample)
     return sequence_totals(len(content.tokens), content.num_trained if sample.weight > 0 else 0)
-
-
-def _tokens(sample: Trajectory) -> Tokens:
-    assert isinstance(sample.content, Tokens)
-    return sample.content
 
 
 @contextmanager

@@ -113,10 +113,10 @@ def policy_trainer(
             scored = attention_mask.bool().clone()
             scored[:, :-logits_to_keep] = False
             wanted = replace(self._tree_options, with_entropies=compute_entropy)
-            columns, place = [input_ids, attention_mask, scored], None
+            ids, mask, place = input_ids, attention_mask, None
             if self._sequence_group is not None:
-                columns, place = join_padded(columns, self._sequence_group)
-            rows = plan_batch(*columns, wanted, temperature=self.temperature)
+                (ids, mask, scored), place = join_padded((ids, mask, scored), self._sequence_group)
+            rows = plan_batch(ids, mask, scored, wanted, temperature=self.temperature)
             self._metrics["train" if self.model.training else "eval"]["tree/flat_over_computed_tokens"].append(
                 rows.tokens_flat / max(rows.num_tokens, 1)
             )

@@ -42,7 +42,7 @@ def sequence_group(name: str, size: int) -> Any:
             f"{name}: sequence_ranks is {size}, and {world} processes train; start a multiple of it with "
             "`accelerate launch`, or set it to 1"
         )
-    return distributed.new_subgroups(size)[0]
+    return distributed.new_subgroups(size)[0]  # type: ignore[no-untyped-call]
 
 
 def join_padded(columns: Sequence[Tensor], group: Any) -> tuple[list[Tensor], OwnSamples]:

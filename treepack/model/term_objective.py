@@ -52,7 +52,6 @@ def score(
     Raises:
         TreepackError: the model has no value head and values are read.
     """
-    tokens, _, parent = targets
     logprobs = entropies = values = divergences = words = top = before = None
     if reads.logprobs or reads.divergence is not None:
         logprobs, entropies, divergences = tree_scores(
@@ -69,12 +68,8 @@ def score(
         divergences = None if reads.divergence is None else divergences
     if reads.values:
         values = values_before(loaded, states, layer, targets)
-    if layer.share is not None and (reads.states or reads.top_k):
-        raise TreepackError("likeliest words need whole rows on each rank; give --top-k without --sequence-ranks")
-    if reads.states:
-        before = states.index_select(0, sent(parent.index_select(0, tokens), states.device))
-    if reads.top_k:
-        words, top = top_words(states, layer, targets, reads.top_k, temperature=temperature, chunk=chunk)
+    if reads.states or reads.top_k:
+        words, top, before = _words_and_states(reads, states, layer, targets, temperature, chunk)
     return TokenScores(logprobs, entropies, values, divergences, words, top, before)
 
 
@@ -83,6 +78,34 @@ def _teacher(law: TeacherLaw | None, beta: float | None) -> tuple[TeacherLaw, fl
         return None
     assert law is not None, "the rows have the laws of a teacher, or a teacher has computed them"
     return law, beta
+
+
+def _words_and_states(
+    reads: ScoreRequest,
+    states: Tensor,
+    layer: OutputLayer,
+    targets: tuple[Tensor, Tensor, Tensor],
+    temperature: Tensor | float,
+    chunk: int,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Return the likeliest words at tokens, their log-probabilities, and the states before tokens; None if not read.
+
+    If ranks share the row, they have the numbers of all ranks.
+    """
+    share, count, words, top, before = layer.share, len(targets[0]), None, None, None
+    if share is not None:
+        places, targets = share.own_targets(targets)
+        if isinstance(temperature, Tensor):
+            temperature = temperature.index_select(0, sent(places, temperature.device))
+    if reads.states:
+        before = states.index_select(0, sent(targets[2].index_select(0, targets[0]), states.device))
+    if reads.top_k:
+        words, top = top_words(states, layer, targets, reads.top_k, temperature=temperature, chunk=chunk)
+    if share is not None:
+        words, top, before = (
+            None if each is None else share.whole(each, places, count) for each in (words, top, before)
+        )
+    return words, top, before
 
 
 def values_before(

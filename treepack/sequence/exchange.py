@@ -1,9 +1,9 @@
 """Exchange of tokens and heads among the ranks that share a row, with gradients.
 
-    rank 0   tokens 0 .. 3, heads a b c d   --to_heads-->    tokens 0 .. 7, heads a b      one all-to-all
-    rank 1   tokens 4 .. 7, heads a b c d   <--to_tokens--   tokens 0 .. 7, heads c d
+    rank 0   tokens 0 .. 3, heads a b c d   --exchange-->   tokens 0 .. 7, heads a b      one all-to-all
+    rank 1   tokens 4 .. 7, heads a b c d   <--exchange--   tokens 0 .. 7, heads c d
 
-The backward pass of one exchange is the other one. Two further functions join values of a loss. After them, every rank
+The backward pass of one direction is the other one. Two further functions join values of a loss. After them, every rank
 computes the same loss; in the backward pass each rank keeps the part of its own values, so gradients of parameters are
 sums over the ranks.
 
@@ -61,22 +61,17 @@ def _exchange(x: Tensor, tokens: list[int], heads: list[int], group: Any, gather
     return whole
 
 
-def to_heads(x: Tensor, tokens: list[int], heads: list[int], group: Any) -> Tensor:
-    """Return all tokens of this rank's heads [T, h, ...], of its own tokens with all heads [t, H, ...].
+def exchange(x: Tensor, tokens: list[int], heads: list[int], group: Any, *, gathers_tokens: bool) -> Tensor:
+    """Return all tokens of this rank's heads [T, h, ...], of its own tokens with all heads [t, H, ...]; or back.
 
     Args:
-        x: the own tokens.
+        x: the own tokens, or the own heads.
         tokens: the edges of the tokens of each rank.
         heads: the edges of the heads of each rank.
         group: the process group.
+        gathers_tokens: False for the way back.
     """
-    exchanged: Tensor = _Exchange.apply(x, tokens, heads, group, True)  # type: ignore[no-untyped-call]
-    return exchanged
-
-
-def to_tokens(x: Tensor, tokens: list[int], heads: list[int], group: Any) -> Tensor:
-    """Return this rank's tokens with all heads [t, H, ...], of all tokens with its own heads [T, h, ...]."""
-    exchanged: Tensor = _Exchange.apply(x, tokens, heads, group, False)  # type: ignore[no-untyped-call]
+    exchanged: Tensor = _Exchange.apply(x, tokens, heads, group, gathers_tokens)  # type: ignore[no-untyped-call]
     return exchanged
 
 
@@ -86,7 +81,7 @@ class _GatherValues(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, places: Tensor, count: int, group: Any) -> Tensor:
         ctx.save_for_backward(places)
-        whole = values.new_zeros(count).index_copy_(0, places, values)
+        whole = values.new_zeros(count, *values.shape[1:]).index_copy_(0, places, values)
         distributed.all_reduce(whole, group=group)
         return whole
 
@@ -97,7 +92,7 @@ class _GatherValues(torch.autograd.Function):
 
 
 def gather_values(values: Tensor, places: Tensor, count: int, group: Any) -> Tensor:
-    """Return [count] values, of which this rank has `values` [m] at `places` int64 [m] and other ranks the rest."""
+    """Return [count, ...] values, of which this rank has `values` [m, ...] at `places` int64 [m], others the rest."""
     whole: Tensor = _GatherValues.apply(values, places, count, group)  # type: ignore[no-untyped-call]
     return whole
 

@@ -27,7 +27,7 @@ from torch import Tensor, distributed
 
 from treepack.data.transfers import sent
 from treepack.errors import TreepackError
-from treepack.sequence.exchange import gather_values, split_evenly, sum_values, to_heads, to_tokens
+from treepack.sequence.exchange import exchange, gather_values, split_evenly, sum_values
 
 _GROUP = "_treepack_sequence"  # attribute of a model: its `SequenceGroup`
 
@@ -186,12 +186,13 @@ class TokenShare:
 
     def _to_heads(self, x: Tensor) -> Tensor:
         """Exchange [t, H, ...] for [T, h, ...]."""
-        own = x[: self.end - self.begin]
-        return to_heads(own, self.edges, split_evenly(x.shape[1], self.sequence.size), self.sequence.group)
+        own, heads = x[: self.end - self.begin], split_evenly(x.shape[1], self.sequence.size)
+        return exchange(own, self.edges, heads, self.sequence.group, gathers_tokens=True)
 
     def _to_tokens(self, x: Tensor, heads: int) -> Tensor:
         """Exchange [T, h, ...] for [t, H, ...], with H = `heads`."""
-        own = to_tokens(x, self.edges, split_evenly(heads, self.sequence.size), self.sequence.group)
+        edges = split_evenly(heads, self.sequence.size)
+        own = exchange(x, self.edges, edges, self.sequence.group, gathers_tokens=False)
         return own if len(own) else own.new_zeros(1, *own.shape[1:]) + own.sum()
 
     def own_targets(self, targets: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
@@ -214,7 +215,7 @@ class TokenShare:
         return places, (tokens.index_select(0, places), input_ids, local)
 
     def whole(self, values: Tensor, places: Tensor, count: int) -> Tensor:
-        """Return [count] values of all ranks, of which this one has `values` [m] at `places`."""
+        """Return [count, ...] values of all ranks, of which this one has `values` [m, ...] at `places`."""
         return gather_values(values, sent(places, values.device), count, self.sequence.group)
 
     def total(self, values: Tensor) -> Tensor:
@@ -247,14 +248,14 @@ class SharedRecurrence(NamedTuple):
         """
         share, shape = self.share, v.shape
 
-        def exchange(x: Tensor, of: Callable[[Tensor], Tensor]) -> Tensor:
+        def rows_of(x: Tensor, of: Callable[[Tensor], Tensor]) -> Tensor:
             # [B t, H, K] -> [B, H, t, K] -> [B, h, T, K] -> [B T, h, K]; [N, H] has K = 1
             rows = x.reshape(share.num_rows, -1, x.shape[1], x[0, 0].numel()).transpose(1, 2)
             whole = of(rows).transpose(1, 2)
             return whole.reshape(-1, whole.shape[2], *x.shape[2:])
 
-        values = exchange(v, share.query_heads_of)
-        keys = (exchange(q, share.heads_of), exchange(k, share.heads_of))
-        rate = None if beta is None else exchange(beta, share.query_heads_of)
-        out = self.functions.scan(*keys, values, exchange(g, share.query_heads_of), rate)
+        values = rows_of(v, share.query_heads_of)
+        keys = (rows_of(q, share.heads_of), rows_of(k, share.heads_of))
+        rate = None if beta is None else rows_of(beta, share.query_heads_of)
+        out = self.functions.scan(*keys, values, rows_of(g, share.query_heads_of), rate)
         return share.tokens_of(out.view(share.num_rows, -1, *out.shape[1:])).reshape(shape)

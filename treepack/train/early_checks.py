@@ -11,6 +11,7 @@ large model takes minutes to load, and importing torch takes seconds.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from treepack.costs.model_cost import language_model, num_experts
@@ -52,6 +53,8 @@ def check_training(
         check_needed_columns(each, options.objective)
     if options.init_from is not None and not is_address(options.init_from):
         refuse_missing(options.init_from, kind="model", files=(CONFIG_FILE, RUN, "checkpoint.json", ADAPTER_FILE))
+        if not Path(options.init_from).exists():
+            find_config(options.init_from)
     max_token_id = max(each.manifest["max_token_id"] for each in (*headers, *others))
     size, teacher = _check_model(model, max_token_id, expert_ranks=options.ranks_of_experts), options.objective.teacher
     if teacher is not None and (words := _check_model(teacher, max_token_id)) and size:
@@ -111,7 +114,7 @@ def _read_headers(paths: Sequence[str | AnyPath]) -> list[PackedHeader]:
 def _check_model(model: str, max_token_id: int, *, expert_ranks: int = 1) -> int | None:
     """Refuse a path without a model, a vocabulary without `max_token_id`, and experts that the ranks cannot share.
 
-    Return the size of the vocabulary, None if this machine does not have the config.
+    Return the size of the vocabulary, None if the config is at an address or does not give it.
     """
     config = find_config(model)
     size = None if config is None else vocabulary_size(config)

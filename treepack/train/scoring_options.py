@@ -78,8 +78,6 @@ class ScoreOptions:
         check_tokens(self.carry, self.pass_tokens)
         if self.top_k is not None and self.column != "teacher":
             raise TreepackError(f"top_k is about the column teacher, and the column is {self.column}; omit one of them")
-        if self.top_k is not None and self.sequence_ranks > 1:
-            raise TreepackError("top_k needs whole rows on each rank; leave out top_k or sequence_ranks")
         try:
             re.compile(self.groups or "")
         except re.error as error:

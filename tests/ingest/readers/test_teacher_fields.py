@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from support.read_rollouts import read_trajectories
 from treepack.errors import TreepackError
-from treepack.ingest.readers.reading import read_trajectories
 from treepack.trajectory import Tokens
 
 IDS = [5, 6, 7, 8]  # of which 7 and 8 are trained

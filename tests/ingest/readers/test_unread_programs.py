@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from support.read_rollouts import read_trajectories
 from treepack.errors import TreepackError
-from treepack.ingest.readers.reading import read_trajectories
 from treepack.trajectory import Skipped
 
 ASK, FIVE = {"role": "user", "content": "2 + 3?"}, {"role": "assistant", "content": "5"}

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from support import real_templates
+from support.read_rollouts import tokenize
 from support.template_oracle import decode
 from support.tokenised_chats import assistant, user
-from treepack.ingest.tokenization import load_tokenizer, tokenize
+from treepack.ingest.tokenization import load_tokenizer
 from treepack.trajectory import Chat, Skipped, Trajectory
 
 Message = dict[str, Any]

@@ -17,9 +17,10 @@ import pytest
 from support import real_templates
 from support.conversations import Conversation, real_conversations, samples_of_formats
 from support.paths import REAL
+from support.read_rollouts import tokenize
 from support.template_oracle import faults, faults_of_prompt, marked
 from treepack.ingest.file_tokenizer import FileTokenizer
-from treepack.ingest.tokenization import fingerprint, load_tokenizer, read_tokenizer, tokenize
+from treepack.ingest.tokenization import fingerprint, load_tokenizer, read_tokenizer
 from treepack.trajectory import Skipped, Trajectory
 
 # `make test` has one template of each kind: thoughts kept or dropped, tools, channels, merged roles. The others are in

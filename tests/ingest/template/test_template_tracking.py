@@ -14,6 +14,7 @@ import pytest
 from support import real_templates
 from support.agent_chats import agent_chat
 from support.conversations import samples_of_formats
+from support.read_rollouts import tokenize
 from support.template_fuzz import CONTENTS, random_messages, random_template
 from treepack.ingest.template import history
 from treepack.ingest.template.recorded_iterations import ConversationMemory
@@ -21,7 +22,7 @@ from treepack.ingest.template.rendering import TemplateSetting, UnfaithfulError,
 from treepack.ingest.template.sandbox import compiled, plain_inputs, plain_message
 from treepack.ingest.template.tracking import tracked
 from treepack.ingest.template.views import UntrackedTemplate
-from treepack.ingest.tokenization import read_tokenizer, tokenize
+from treepack.ingest.tokenization import read_tokenizer
 from treepack.trajectory import Chat, Skipped, Tokens, Trajectory
 
 Message = dict[str, Any]
@@ -56,11 +57,7 @@ def compare(
 
         def shared(k: int = k, prompt: bool = prompt, items: list[Message] = items) -> tuple[str, list[Any]]:
             result, marks = template.render(memories, items, num_common=k, prompt=prompt, inputs=inputs)
-            spans = []
-            while marks is not None:
-                spans.append(marks.span)
-                marks = marks.before
-            return str(result), spans[::-1]
+            return str(result), list(marks)
 
         try:
             result = outcome(shared)

@@ -2,6 +2,7 @@
 
     name --is_offline--> True if only a cached copy can be loaded
     name --snapshot--> the folder with its files: itself, or a folder of the hub's cache
+    name, files --download_snapshot--> the folder with these files, from the hub
     name, exception of transformers --load_fault--> one sentence: the fault of the folder, or of the hub
 
 The hub's client tries an unreachable hub six times in half a minute for every file, and then reads its cache. Here one
@@ -57,6 +58,21 @@ def snapshot(name: str, files: Sequence[str], *, download: bool = True) -> Path 
     wanted = [path for path in HfApi().list_repo_files(name) if any(fnmatch(path, pattern) for pattern in files)]
     folders = {Path(hf_hub_download(name, path)).parents[path.count("/")] for path in wanted}
     return folders.pop() if len(folders) == 1 else None  # two if the model changed between two files
+
+
+def download_snapshot(name: str, files: tuple[str, ...], *, kind: str) -> Path:
+    """Return the folder of the hub's cache with those `files` of a `kind` ("model", "tokenizer") that exist.
+
+    Raises:
+        TreepackError: the hub cannot be reached, or has none of this name for this user.
+    """
+    try:
+        folder = snapshot(name, files)
+    except Exception as error:
+        raise load_fault(name, error, kind=kind, files=files) from error
+    if folder is None:
+        raise load_fault(name, OSError(f"it has no {' or '.join(files)}"), kind=kind, files=files)
+    return folder
 
 
 def _cached_snapshot(name: str) -> Path | None:

@@ -45,9 +45,6 @@ _FAILED_NOTE = "interrupted or failed turn not used"
 _COPIED_NOTE = "turns that were copied from another session not trained"
 
 
-_Entry = dict[str, Any]
-
-
 def _read_pi(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     """Read the trajectories of a session, named after its id.
 

@@ -1,18 +1,61 @@
 """Formats whose records only place fields, each with the line of `--columns` that reads it (`readers.columns`).
 
-The format `columns` itself has the lines that a user gives, or that many data sets share.
+    messages=traj                                                      a conversation
+    prompt=input,answer=output                                         text as it was sent to the model, and its answer
+    prompt=input.messages,chosen=preferred,rejected=other,tools=input.tools?        a pair of answers
+
+`requires` of the format guarantees the kinds of the values. An ignored field is one that the format lists as dropped.
+All other fields describe the rollout by their own names (`rollout_facts`). The format `columns` itself has the lines
+that a user gives, or that many data sets share.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from treepack.ingest.column_map import column_map
+from treepack.ingest.readers.calls.conversations import conversation
 from treepack.ingest.readers.column_records import read_columns
 from treepack.ingest.readers.columns.aliases import matches
-from treepack.ingest.readers.columns.column_formats import by_columns
-from treepack.ingest.readers.format import LINEAGE, MASKS, REWARDS, TOKEN_IDS, Format
+from treepack.ingest.readers.fields.field_paths import MISSING, value_at
+from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.fields.rollout_facts import describe
+from treepack.ingest.readers.files.records import Record
+from treepack.ingest.readers.format import LINEAGE, MASKS, REWARDS, TOKEN_IDS, Format, ReadRecord
 from treepack.ingest.readers.kinds import ANY, OBJECTS, TEXT
+from treepack.ingest.readers.messages.sft_messages import read_pair
+from treepack.trajectory import PromptCompletion, Skipped, Trajectory
 
 # Counted once per record, so that a user notices that a better source may exist.
 DECODED_NOTE = "text of verl's dump, decoded without special tokens"
+
+
+def by_columns(line: str, *, notes: tuple[str, ...] = ()) -> ReadRecord:
+    """Return the function that reads records by the columns of `line`; each trajectory of text has the `notes`."""
+    columns = column_map(line)
+    used = {str(path.steps[0]) for paths in (*columns.paths.values(), columns.ignore) for path in paths}
+    steps = {key: path.steps for key, (path,) in columns.paths.items()}
+
+    def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+        values = {key: value_at(record.value, each) for key, each in steps.items()}
+        found: dict[str, Any] = {key: None if value is MISSING else value for key, value in values.items()}
+        if "messages" in found:
+            yield conversation(record, found["messages"], options, used=used)
+        elif "chosen" in found:
+            # `read_pair` reads the tools from the record itself.
+            record = replace(record, value=record.value | {"tools": found["tools"] or None})
+            yield from read_pair(record, found["prompt"], found["chosen"], found["rejected"], options, used=used)
+        elif found["answer"]:
+            content = PromptCompletion(found["prompt"], found["answer"])
+            yield describe(record, content, used=used, options=options, notes=notes)
+        else:
+            # An empty answer has no token to train.
+            yield Skipped(record.source, "empty response")
+
+    return read
+
 
 FORMATS = (
     # Historical trajectories of tau-bench, one per task and trial. The log contains no schemas of tools; the

@@ -37,7 +37,6 @@ _ROLES = {
     "model": "assistant",
 }
 _CALL = "function_call"
-_PAIRS = ({"from", "value"}, {"role", "content"})
 _USED = frozenset({"conversations", "system"})
 # A pair has these two fields besides the common conversation.
 _PAIR = frozenset({"chosen", "rejected"})

@@ -23,8 +23,7 @@ from treepack.ingest.readers.calls.chat_calls import ChatCall, read_chats
 from treepack.ingest.readers.fields import endings
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.rollout_facts import temperature_of
-from treepack.ingest.readers.fields.start_times import start_time
-from treepack.ingest.readers.fields.values import as_number, is_messages, object_or_empty, shown
+from treepack.ingest.readers.fields.values import as_number, is_messages, object_or_empty, shown, start_time
 from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import LINEAGE, REWARDS, Format
 from treepack.ingest.readers.kinds import ANY, FILLED, TEXT, Fields, first, no
@@ -32,7 +31,6 @@ from treepack.ingest.readers.messages.content_blocks import skip_reason
 from treepack.ingest.readers.messages.response_items import messages_of_items
 from treepack.trajectory import Skipped, Trajectory
 
-_Message = dict[str, Any]
 _DAMAGED_NOTE = "trace with a run that cannot be read"
 _NO_CALL_NOTE = "run without an LLM call"
 

@@ -27,9 +27,8 @@ from treepack.ingest.readers.calls.served_tokens import LOGPROBS_NOTE, SOME_NOTE
 from treepack.ingest.readers.calls.token_calls import TokenCall, read_calls
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.rollout_facts import temperature_of
-from treepack.ingest.readers.fields.start_times import start_time
 from treepack.ingest.readers.fields.unread import is_empty, not_used
-from treepack.ingest.readers.fields.values import is_messages, object_or_empty, shown
+from treepack.ingest.readers.fields.values import is_messages, object_or_empty, shown, start_time
 from treepack.ingest.readers.files.records import DAMAGED_RECORD, Record
 from treepack.ingest.readers.format import LOGPROBS, TOKEN_IDS, Format
 from treepack.ingest.readers.kinds import ANY, TEXT

@@ -17,9 +17,8 @@ from __future__ import annotations
 
 from treepack.ingest.readers.format import REWARDS, Format
 from treepack.ingest.readers.kinds import SET, ValueKind
-from treepack.ingest.readers.spans.span_conventions import DROPPED, is_openinference
 from treepack.ingest.readers.spans.span_paths import SPANS
-from treepack.ingest.readers.spans.span_rollouts import read_file
+from treepack.ingest.readers.spans.span_rollouts import DROPPED, is_openinference, read_file
 from treepack.ingest.readers.spans.trace_spans import span_view
 
 _ATTRIBUTES = ValueKind(

@@ -18,21 +18,19 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from treepack.errors import TreepackError
 from treepack.ingest.readers.calls.chat_calls import ChatCall, read_chats
 from treepack.ingest.readers.calls.conversations import without
+from treepack.ingest.readers.calls.served_tokens import token_call
 from treepack.ingest.readers.calls.token_calls import TokenCall, read_calls
 from treepack.ingest.readers.fields import endings
 from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.fields.values import as_objects, is_messages, object_or_empty, shown
+from treepack.ingest.readers.fields.values import as_objects, shown
 from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import EVERYTHING, Format
 from treepack.ingest.readers.kinds import ANY, FILLED_LIST, OBJECTS, each, no
 from treepack.trajectory import Skipped, Trajectory
 
-_PREFIX = "token_id:"  # vLLM can return "token_id:17" in place of the text of token 17
 _HISTORIES = frozenset({"messages_and_choices", "messages", "tools", "additional_histories"})
 # Fields of a group, and fields that are read under another name.
 _DROPPED = _HISTORIES | {"metrics", "logs", "exchanges", "group_index", "group_metadata", "group_metrics", "group_logs"}
@@ -104,22 +102,10 @@ def _chat_calls(items: list[dict[str, Any]], tools: Any) -> Iterator[ChatCall]:
 
 def _token_call(choice: dict[str, Any], source: str) -> TokenCall | None:
     """Return the call of a choice by its token ids, or None if it has none."""
-    content = object_or_empty(choice.get("logprobs")).get("content")
-    # `content` may be missing or null.
-    entries = content if is_messages(content) else []
     for name in ("token_ids", "prompt_token_ids"):
-        if choice.get(name) is not None and not isinstance(choice[name], list | np.ndarray):
+        if choice.get(name) is not None and not isinstance(choice[name], list):
             raise TreepackError(f"{source}: {name} is {shown(choice[name])}; expected a list of token ids")
-    ids = choice.get("token_ids")
-    # ["token_id:5", "token_id:6"] -> [5, 6]
-    names = [str(entry.get("token")) for entry in entries]
-    if ids is None and names and all(name.startswith(_PREFIX) and name[len(_PREFIX) :].isdecimal() for name in names):
-        ids = [int(name[len(_PREFIX) :]) for name in names]
-    prompt = choice.get("prompt_token_ids")
-    if not isinstance(ids, list) or not isinstance(prompt, list):
-        return None
-    values = {"rollout_log_probs": [entry.get("logprob") for entry in entries]}
-    return TokenCall(prompt, ids, values, ending=endings.raw_of(choice))
+    return token_call({}, choice)
 
 
 def _parse(value: Any, source: str) -> Any:

@@ -25,8 +25,7 @@ from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import EVERYTHING, Format
 from treepack.ingest.readers.kinds import ANY, LIST, each
 from treepack.ingest.readers.messages.content_blocks import MEDIA_REASON
-from treepack.ingest.readers.tokens.model_inputs import model_input_ids
-from treepack.trajectory import Skipped, Trajectory
+from treepack.trajectory import Int32, Skipped, Trajectory, as_token_ids
 
 _MASKED_METRIC = "parse_error_masked"  # tinker does not train a transition with this metric
 # Fields of the group that its trajectories do not inherit.
@@ -85,6 +84,20 @@ def _read_trajectory(
         calls.append(TokenCall(prompt, sampled, values, ending=action.get("stop_reason")))
     rest = without(record.value, ("transitions", "final_ob"))
     yield from read_calls(replace(record, value=rest | {"reward": reward}), calls, options)
+
+
+def model_input_ids(model_input: Any, source: str) -> Int32 | None:
+    """Return the token ids of a model input, or of a plain list; None if a chunk is not text."""
+    if isinstance(model_input, list):
+        return as_token_ids(model_input, source=source, name="ob")
+    if not isinstance(model_input, dict):
+        raise TreepackError(f"{source}: the model input is {shown(model_input)}; expected chunks of token ids")
+    # chunks [{"tokens": [1, 2]}, {"tokens": [3]}] -> [1, 2, 3]
+    chunks = as_objects(model_input.get("chunks"), source=source, name="chunks")
+    if any(not isinstance(chunk.get("tokens"), list) for chunk in chunks):
+        return None
+    parts = [as_token_ids(chunk["tokens"], source=source, name="tokens") for chunk in chunks]
+    return np.concatenate(parts) if parts else np.zeros(0, np.int32)
 
 
 FORMAT = Format(

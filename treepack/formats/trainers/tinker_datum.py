@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from treepack.errors import TreepackError
+from treepack.formats.trainers.tinker import model_input_ids
 from treepack.ingest.readers.calls.conversations import without
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.token_fields import number_values
@@ -23,7 +24,6 @@ from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import LOGPROBS, MASKS, TOKEN_IDS, Format
 from treepack.ingest.readers.kinds import ANY, OBJECT
 from treepack.ingest.readers.messages.content_blocks import MEDIA_REASON
-from treepack.ingest.readers.tokens.model_inputs import model_input_ids
 from treepack.ingest.readers.tokens.token_records import read_tokens
 from treepack.trajectory import Float64, Skipped, Trajectory, as_token_ids
 

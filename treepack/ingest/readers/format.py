@@ -28,10 +28,9 @@ from treepack.errors import TreepackError
 from treepack.ingest.readers.fields.field_paths import MISSING
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.rollout_facts import group_of
-from treepack.ingest.readers.fields.similar_names import close_names
 from treepack.ingest.readers.fields.unread import Declared, declare
 from treepack.ingest.readers.fields.unread_notes import TOO_DEEP, NotesOfFile, View, notes_of_record
-from treepack.ingest.readers.fields.values import BadValueError, shown
+from treepack.ingest.readers.fields.values import BadValueError, close_names, shown
 from treepack.ingest.readers.files.records import DAMAGED_FILE, DAMAGED_RECORD, Record
 from treepack.ingest.readers.kinds import Fields, Requirement, as_names, field_at, has_field, has_fields
 from treepack.ingest.readers.messages.containers import with_containers

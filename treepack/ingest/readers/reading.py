@@ -82,32 +82,6 @@ class FinishedPart:
         yield from self.items
 
 
-def read_trajectories(
-    inputs: Iterable[str | Path],
-    *,
-    format: str = "auto",  # noqa: A002
-    reward_key: str | None = None,
-    vocab_size: int | None = None,
-    train_all: bool = False,
-    shapes: bool = False,
-    input_hash: InputHash | None = None,
-) -> Iterator[Trajectory | Skipped]:
-    """Read the trajectories of all `inputs`, in order, and a `Skipped` for every record that cannot be used.
-
-    An input is a file, a folder, a glob, or `-` for standard input. `format` is the name of a format, or `auto`.
-    `reward_key`, `vocab_size`, `train_all` and `shapes` have the meaning that they have in `ReadOptions`. `input_hash`
-    gets the sha256 of each file after the whole file is read. A file of no known format is skipped if a search of a
-    folder found it and the folder contains other formats. It is refused if the caller named it. A copy of an earlier
-    file is skipped (`copies`).
-
-    Raises:
-        TreepackError: an input matches nothing, cannot be read or parsed, or is not of the format.
-    """
-    options = ReadOptions(reward_key=reward_key, vocab_size=vocab_size, train_all=train_all, shapes=shapes)
-    for part in read_parts(inputs, options, format=format, input_hash=input_hash):
-        yield from part.trajectories()
-
-
 def read_parts(
     inputs: Iterable[str | Path],
     options: ReadOptions,
@@ -116,13 +90,18 @@ def read_parts(
     input_hash: InputHash | None = None,
     as_ranges: bool = False,
 ) -> Iterator[UnreadPart | FinishedPart]:
-    """Split the work of `read_trajectories` into parts that workers can read, in order.
+    """Yield the trajectories of all `inputs`, in order, in parts that workers can read.
 
-    If the records of a format belong together, this process reads them, and the part is a `FinishedPart`. With
-    `as_ranges`, parts of files that can be split contain no data, and the worker opens the file.
+    An input is a file, a folder, a glob, or `-` for standard input. `format` is the name of a format, or `auto`.
+    `input_hash` gets the sha256 of each file after the whole file is read. A file of no known format is skipped if a
+    search of a folder found it and the folder contains other formats. It is refused if the caller named it. A copy of
+    an earlier file is skipped (`copies`). If the records of a format belong together, this process reads them, and the
+    part is a `FinishedPart`. With `as_ranges`, parts of files that can be split contain no data, and the worker opens
+    the file.
 
     Raises:
-        TreepackError: as `read_trajectories`, except errors inside an `UnreadPart` part, which reading the part raises.
+        TreepackError: an input matches nothing, cannot be read or parsed, or is not of the format; errors inside of an
+            `UnreadPart` are raised when it is read.
     """
     check_format(format)
     # `searched` are the files that a search of a folder found, rather than the caller named.

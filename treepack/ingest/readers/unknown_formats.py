@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 
 from treepack.errors import TreepackError
 from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.fields.similar_names import SIMILAR
+from treepack.ingest.readers.fields.values import SIMILAR
 from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import Format
 from treepack.ingest.readers.recognition import UnknownFormatError, lists_of_objects

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 
 from treepack.ingest.template.contents import check_answer
 from treepack.ingest.template.forms import CONTEXTS, OTHER_TEXT, PROBE_TEXT, MessageForms, calls_of
-from treepack.ingest.template.history import MarkSpans, RenderedHistory
+from treepack.ingest.template.history import RenderedHistory
 from treepack.ingest.template.reasoning_tags import (
     closes_thought,
     closing,
@@ -129,7 +129,7 @@ class TurnAnswers:
         return self._rebuilt(prompt, turn, setting)
 
     def _spans_of_turn(
-        self, k: int, prompt: ChainedText, text: ChainedText, marks: MarkSpans, setting: TemplateSetting
+        self, k: int, prompt: ChainedText, text: ChainedText, marks: tuple[Span, ...], setting: TemplateSetting
     ) -> tuple[Span, ...] | None:
         """Return the spans of the generation marks of turn `k` in `text`; None if they cannot be assigned to turns.
 
@@ -137,14 +137,14 @@ class TurnAnswers:
             UnfaithfulError: the last turn has no mark.
         """
         if len(marks) == self._history.num_answers[k + 1]:
-            spans = marks.last(1)
+            spans = marks[-1:]
         else:
             # Some turns have several marks, or none: the marks of the last turn start after the text of all others.
             texts = (self._history.before(k, setting) if k else ChainedText(""), prompt)
             before = next((each for each in texts if text.startswith(each)), None)
             if before is None:
                 return None
-            spans = marks.since(len(before))
+            spans = tuple(span for span in marks if span[0] >= len(before))
         if not spans:
             raise UnfaithfulError(
                 f"{setting.source}: the chat template puts no generation mark on this turn; mark every assistant turn",

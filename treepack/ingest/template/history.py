@@ -10,47 +10,21 @@ each one is rendered alone, which also decides about errors.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import suppress
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from treepack.ingest.template.rendering import Message, Span, TemplateSetting, render, render_with_marks
 from treepack.ingest.template.texts import ChainedText
 
 if TYPE_CHECKING:
-    from treepack.ingest.template.recorded_iterations import SpanChain
     from treepack.ingest.template.tracking import TemplateTracker
 
 MIN_MESSAGES = 8  # of a conversation whose renderings have enough in common
 # Iterations for each message of a conversation, and this many more, after which its template is rendered as usual. The
 # templates of trl need at most 6.
 _MAX_ITERATIONS, _FREE_ITERATIONS = 24, 1000
-
-
-class MarkSpans:
-    """The generation marks of a rendering, from the last one back."""
-
-    def __init__(self, number: int, reversed_spans: Iterator[Span]) -> None:
-        """Take the `number` of all marks."""
-        self._number, self._spans = number, reversed_spans
-
-    def __len__(self) -> int:
-        """Return the number of marks."""
-        return self._number
-
-    def last(self, number: int) -> list[Span]:
-        """Return the last `number` of them."""
-        return [span for span, _ in zip(self._spans, range(number), strict=False)][::-1]
-
-    def since(self, start: int) -> list[Span]:
-        """Return the marks that begin at the character `start` or later."""
-        spans = []
-        for span in self._spans:
-            if span[0] < start:
-                break
-            spans.append(span)
-        return spans[::-1]
+_MarkedText = tuple[ChainedText, tuple[Span, ...]]  # a rendering and the spans of its generation marks, in order
 
 
 class RenderedHistory:
@@ -108,7 +82,7 @@ class RenderedHistory:
         shared = self._shared(k, turn, prompt=False) if turn else self._shared(k + 1, None, prompt=False)
         return shared[0] if shared else ChainedText(render(self._with(k, turn), setting))
 
-    def marked(self, k: int, setting: TemplateSetting, turn: Message | None = None) -> tuple[ChainedText, MarkSpans]:
+    def marked(self, k: int, setting: TemplateSetting, turn: Message | None = None) -> _MarkedText:
         """Render as `text` does; return the generation marks too.
 
         Raises:
@@ -116,14 +90,14 @@ class RenderedHistory:
         """
         shared = self._shared(k, turn, prompt=False) if turn else self._shared(k + 1, None, prompt=False)
         if shared:
-            return shared[0], MarkSpans(shared[1].number if shared[1] else 0, _spans(shared[1]))
+            return shared
         text, spans = render_with_marks(self._with(k, turn), setting)
-        return ChainedText(text), MarkSpans(len(spans), reversed(spans))
+        return ChainedText(text), tuple(spans)
 
     def _with(self, k: int, turn: Message | None) -> list[Message]:
         return [*self.messages[:k], turn or self.messages[k]]
 
-    def _shared(self, k: int, turn: Message | None, *, prompt: bool) -> tuple[ChainedText, SpanChain | None] | None:
+    def _shared(self, k: int, turn: Message | None, *, prompt: bool) -> _MarkedText | None:
         """Render the first `k` messages, and `turn`, with the tracked template; None if that is impossible."""
         from treepack.ingest.template.sandbox import plain_message
         from treepack.ingest.template.views import UntrackedTemplate
@@ -144,9 +118,3 @@ class RenderedHistory:
         if self._memories.num_iterations > _MAX_ITERATIONS * len(self._plain) + _FREE_ITERATIONS:
             self._tracker = None
         return result
-
-
-def _spans(marks: Any) -> Iterator[Span]:
-    while marks is not None:
-        yield marks.span
-        marks = marks.before

@@ -16,24 +16,16 @@ UNLIMITED = sys.maxsize
 
 
 @dataclass(frozen=True, slots=True)
-class SpanChain:
-    """The generation marks of a rendering in order, a chain: `span` is the last of `number`."""
-
-    before: SpanChain | None
-    span: Span
-    number: int
-
-
-@dataclass(frozen=True, slots=True)
 class IterationState:
     """The state after an iteration, and the conditions under which all iterations up to it have the same outcome.
 
+    `marks` are the spans of the generation marks up to the end of `chunk`, in order.
     The number of messages is in [`low`, `high`], and the attributes in `needs` have these values before the loop.
     `writes` are the attributes that the loop has set.
     """
 
     chunk: TextChunk
-    marks: SpanChain | None
+    marks: tuple[Span, ...]
     low: int
     high: int
     needs: dict[Key, Need]

@@ -29,10 +29,8 @@ from treepack.ingest.template.recorded_iterations import (
     Key,
     LoopMemory,
     ReversedLoopMemory,
-    SpanChain,
 )
 from treepack.ingest.template.texts import ROOT, ChainedText
-from treepack.ingest.template.values import is_comparable, is_plain, same
 from treepack.ingest.template.views import (
     MISSING,
     SAFE_ATTRIBUTES,
@@ -41,8 +39,11 @@ from treepack.ingest.template.views import (
     ReversedLoopView,
     UntrackedTemplate,
     attributes_of,
+    is_comparable,
+    is_plain,
     namespace_class,
     number_of,
+    same,
     start_of,
 )
 
@@ -109,11 +110,11 @@ class TemplateTracker:
         self._low, self._high = 0, UNLIMITED
         self._needs: dict[Key, Any] = {}
         self._writes: dict[Key, Any] = {}
-        self._marks: SpanChain | None = None
+        self._marks: tuple[Span, ...] = ()
 
     def render(
         self, memories: ConversationMemory, items: list[Any], *, num_common: int, prompt: bool, inputs: dict[str, Any]
-    ) -> tuple[ChainedText, SpanChain | None]:
+    ) -> tuple[ChainedText, tuple[Span, ...]]:
         """Render all plain messages `items`; return the text and its generation marks.
 
         Every other rendering with `memories` has the same first `num_common` messages, and the same `inputs`.
@@ -126,7 +127,7 @@ class TemplateTracker:
         self._prompt = prompt
         self._namespaces: list[Any] = []
         self._outputs: list[str] = []
-        self._length, self._chunk, self._marks = 0, ROOT, None
+        self._length, self._chunk, self._marks = 0, ROOT, ()
         extension: Any = self._extension
         extension.blocks, extension.spans = [self], []  # an open mark starts at len(self)
         self._spans: list[Span] = extension.spans
@@ -259,7 +260,7 @@ class TemplateTracker:
             or memory.num_namespaces != len(self._namespaces)
             or not same(memory.variables, variables)
         ):
-            root = IterationState(head, None, 0, UNLIMITED, {}, {})
+            root = IterationState(head, (), 0, UNLIMITED, {}, {})
             memory = self._memories.loops[key] = LoopMemory(root, start, variables, len(self._namespaces))
         return memory
 
@@ -294,11 +295,8 @@ class TemplateTracker:
         self._outputs.clear()
         self._spans.clear()
 
-    def _all_marks(self) -> SpanChain | None:
-        marks = self._marks
-        for span in self._spans:
-            marks = SpanChain(marks, span, marks.number + 1 if marks else 1)
-        return marks
+    def _all_marks(self) -> tuple[Span, ...]:
+        return (*self._marks, *self._spans)
 
     def _variables(self, context: Context, number: int) -> dict[str, Any]:
         """Return the variables that the template has set and the loop may read."""
@@ -339,7 +337,7 @@ class TemplateTracker:
             loop.position = i
             self._memories.num_iterations += 1
             try:
-                self._begin(IterationState(self._chunk, None, 0, UNLIMITED, {}, {}))
+                self._begin(IterationState(self._chunk, (), 0, UNLIMITED, {}, {}))
                 yield self.items[start + i], loop
             finally:
                 if items is self.items:

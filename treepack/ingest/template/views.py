@@ -1,7 +1,8 @@
 """Stand-ins for the messages, the namespaces and the variable `loop` of a tracked template.
 
 Each reports to an `IterationReads` what an iteration depends on: the number of messages, and values from before the
-loop. Uses that cannot be reported raise `UntrackedTemplate`, and then the template is rendered without tracking.
+loop. Uses that cannot be reported raise `UntrackedTemplate`, and then the template is rendered without tracking. `same`
+compares the values of a variable in two renderings.
 """
 
 from __future__ import annotations
@@ -9,13 +10,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NoReturn, Protocol
 
-from jinja2.runtime import Undefined
+from jinja2.runtime import Macro, Undefined
+from markupsafe import Markup
 
 from treepack.ingest.template import sandbox
 
 MISSING: Any = type("Missing", (), {"__slots__": ()})()  # the value of an attribute that a namespace does not have
 # Attributes of `LoopView` that are messages or numbers, and no methods.
 SAFE_ATTRIBUTES = frozenset({"index", "index0", "first", "last", "previtem", "nextitem"})
+_SCALARS = frozenset({str, int, bool, type(None), Markup})
 _ATTRIBUTES = "_Namespace__attrs"  # where jinja2's Namespace has its attributes
 
 
@@ -114,14 +117,36 @@ def start_of(view: MessageView) -> int:
     return view._start
 
 
-class LoopView:
-    """The variable `loop` of a loop over a `MessageView`, as far as templates may use it."""
+class _TrackedLoop:
+    """What both variables `loop` have in common: the messages from number `_start` on, and uses that are refused."""
 
-    __slots__ = ("_reads", "_start", "index0")
+    __slots__ = ("_reads", "_start")
     depth0, depth = 0, 1
 
     def __init__(self, reads: IterationReads, start: int) -> None:
         self._reads, self._start = reads, start
+
+    @property
+    def length(self) -> int:
+        return len(MessageView(self._reads, self._start))
+
+    def _refuse(self, *_: Any) -> NoReturn:
+        raise UntrackedTemplate
+
+    __len__ = __iter__ = __call__ = _refuse
+    __hash__ = __eq__ = __str__ = __repr__ = _refuse
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise UntrackedTemplate
+
+
+class LoopView(_TrackedLoop):
+    """The variable `loop` of a loop over a `MessageView`, as far as templates may use it."""
+
+    __slots__ = ("index0",)
+
+    def __init__(self, reads: IterationReads, start: int) -> None:
+        super().__init__(reads, start)
         self.index0 = -1
 
     @property
@@ -149,10 +174,6 @@ class LoopView:
         return Undefined("there is no next item")
 
     @property
-    def length(self) -> int:
-        return len(MessageView(self._reads, self._start))
-
-    @property
     def revindex(self) -> int:
         return self.length - self.index0
 
@@ -173,29 +194,15 @@ class LoopView:
         self._reads.at_most(index)
         return False
 
-    def _refuse(self, *_: Any) -> NoReturn:
-        raise UntrackedTemplate
 
-    __len__ = __iter__ = __call__ = _refuse
-    __hash__ = __eq__ = __str__ = __repr__ = _refuse
-
-    def __getattr__(self, name: str) -> NoReturn:
-        raise UntrackedTemplate
-
-
-class ReversedLoopView:
+class ReversedLoopView(_TrackedLoop):
     """The variable `loop` of a loop over a reversed `MessageView`; `position` is the number of a message in it."""
 
-    __slots__ = ("_reads", "_start", "position")
-    depth0, depth = 0, 1
+    __slots__ = ("position",)
 
     def __init__(self, reads: IterationReads, start: int) -> None:
-        self._reads, self._start = reads, start
+        super().__init__(reads, start)
         self.position = 0
-
-    @property
-    def length(self) -> int:
-        return len(MessageView(self._reads, self._start))
 
     @property
     def index0(self) -> int:
@@ -220,15 +227,6 @@ class ReversedLoopView:
     @property
     def revindex(self) -> int:
         return self.position + 1
-
-    def _refuse(self, *_: Any) -> NoReturn:
-        raise UntrackedTemplate
-
-    __len__ = __iter__ = __call__ = _refuse
-    __hash__ = __eq__ = __str__ = __repr__ = _refuse
-
-    def __getattr__(self, name: str) -> NoReturn:
-        raise UntrackedTemplate
 
 
 def namespace_class(reads: IterationReads) -> type[sandbox.SandboxNamespace]:
@@ -273,3 +271,44 @@ def attributes_of(namespace: Any) -> dict[str, Any]:
     """Return the attributes of a tracked namespace."""
     attributes: dict[str, Any] = object.__getattribute__(namespace, _ATTRIBUTES)
     return attributes
+
+
+def is_plain(value: Any) -> bool:
+    """Return True if `value` has no state and belongs to no rendering: JSON's types and what `undefined` is."""
+    kind = type(value)
+    if kind in _SCALARS or kind is float:
+        return True
+    if kind in (list, tuple):
+        return all(map(is_plain, value))
+    if kind is dict:
+        return all(map(is_plain, value)) and all(map(is_plain, value.values()))
+    return isinstance(value, Undefined)
+
+
+def is_comparable(value: Any) -> bool:
+    """Return True if `same` can compare `value`: plain, or the messages, a namespace or a macro."""
+    return value is MISSING or isinstance(value, MessageView | sandbox.SandboxNamespace | Macro) or is_plain(value)
+
+
+def same(a: Any, b: Any) -> bool:
+    """Return True if no template can distinguish `a` and `b`, the same variable in two renderings."""
+    if a is b:
+        return True
+    kind = type(a)
+    if kind is not type(b):
+        return False
+    if kind in _SCALARS:
+        return bool(a == b)
+    if kind is float:
+        return repr(a) == repr(b)  # 0.0 == -0.0, but they are printed differently
+    if kind in (list, tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    if kind is dict:
+        return len(a) == len(b) and all(map(same, a, b)) and all(map(same, a.values(), b.values()))
+    if kind is MessageView:
+        return start_of(a) == start_of(b)
+    if isinstance(a, sandbox.SandboxNamespace):
+        return number_of(a) == number_of(b) >= 0
+    if isinstance(a, Macro):
+        return a._func.__code__ is b._func.__code__
+    return isinstance(a, Undefined)  # they differ in the text of errors only, which ends a rendering

@@ -1,6 +1,6 @@
 """The vocabulary of a model, compared with the token ids of data; needs no torch.
 
-"models/qwen" | "config.json" | "Qwen/Qwen3-8B" --find_config--> fields of its config.json, if this machine has it
+"models/qwen" | "config.json" | "Qwen/Qwen3-8B" --find_config--> fields of its config.json
 fields --vocabulary_size--> 151936
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 from treepack.costs.model_cost import language_model
 from treepack.errors import TreepackError
 from treepack.files.remote.address import is_address
-from treepack.files.remote.hub import refuse_missing, snapshot
+from treepack.files.remote.hub import download_snapshot, refuse_missing, snapshot
 
 CONFIG_FILE, ADAPTER_FILE = "config.json", "adapter_config.json"
 
@@ -45,12 +45,12 @@ def check_same_words(teacher: str, words: int, student: str, size: int) -> None:
 
 
 def find_config(source: str) -> dict[str, Any] | None:
-    """Return the fields of a model's config.json, or None if it is not on this machine or cannot be read.
+    """Return the fields of a model's config.json, or None if it is at an address or cannot be read.
 
-    Nothing is downloaded: of a model of the hub only a cached copy is read. Of an adapter this is the base model.
+    Of a model of the hub this file is downloaded, if there is no cached copy. Of an adapter this is the base model.
 
     Raises:
-        TreepackError: `source` is a path of this machine without a model.
+        TreepackError: `source` is a path of this machine without a model, or a name that the hub does not have.
     """
     path = _find(source)
     base = {} if path is None else _read_fields(path / ADAPTER_FILE)
@@ -66,15 +66,17 @@ def vocabulary_size(config: dict[str, Any]) -> int | None:
 
 
 def _find(source: str) -> Path | None:
-    """Return the folder or the config file of a model, None if this machine has none.
+    """Return the folder or the config file of a model, None if it is at an address.
 
     Raises:
-        TreepackError: `source` is a path of this machine without a model.
+        TreepackError: as `find_config`.
     """
     if is_address(source):
         return None
     refuse_missing(source, kind="model", files=(CONFIG_FILE, ADAPTER_FILE))
-    return Path(source) if source.endswith(".json") else snapshot(source, (), download=False)
+    if source.endswith(".json"):
+        return Path(source)
+    return snapshot(source, (), download=False) or download_snapshot(source, (CONFIG_FILE, ADAPTER_FILE), kind="model")
 
 
 def _read_fields(path: Path) -> dict[str, Any]:

@@ -180,6 +180,4 @@ def top_words(
         values, words = logits.topk(width, -1)
         ids.append(words)
         logprobs.append(values - logits.logsumexp(-1, keepdim=True))
-    if not ids:
-        return tokens.new_zeros(0, width), hidden.new_zeros(0, width)
     return torch.cat(ids), torch.cat(logprobs)

@@ -5,6 +5,8 @@ options, rows, LoadedModel --load_teacher--> LoadedModel of the teacher, frozen;
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import torch
 
 from treepack.carry.refusal import check_carry
@@ -17,6 +19,7 @@ from treepack.model.accept.vocabulary import check_same_words
 from treepack.model.head.output_head import find_head
 from treepack.model.load import load_model
 from treepack.model.loaded import LoadedModel
+from treepack.sequence.share import share_rows
 from treepack.train.options import TrainOptions
 from treepack.train.setup.run_model import check_rows_fit
 
@@ -25,6 +28,8 @@ def load_teacher(
     options: TrainOptions, device: torch.device, dtype: torch.dtype, dataset: AnyDataset, student: LoadedModel
 ) -> LoadedModel | None:
     """Load the frozen teacher that the objective names, whole on this rank; None if it names none.
+
+    Ranks that share the rows of the student share the teacher's too, if its heads can be divided.
 
     Args:
         options: of the run.
@@ -44,6 +49,9 @@ def load_teacher(
     ):
         teacher = load_model(source, attention=options.attention, dtype=dtype, device=device, seed=options.seed)
     teacher.model.requires_grad_(False)
+    if student.sequence is not None:
+        with suppress(TreepackError):  # its heads cannot be divided: each rank computes whole rows
+            share_rows(teacher.causal, student.sequence.group)
     check_rows_fit(dataset, teacher)
     _check_same_vocabulary(teacher, student)
     if options.carry is not None and options.carry != "auto":

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from support.paths import ROOT
+from support.read_rollouts import read_trajectories
 from support.readings import chat_of, only, tokens_of, turns
 from treepack.errors import TreepackError
 from treepack.ingest.column_map import column_map
@@ -18,7 +19,7 @@ from treepack.ingest.readers.column_records import read_columns
 from treepack.ingest.readers.columns.aliases import ALIASES, CONTAINERS, SYSTEM
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.files.records import Record
-from treepack.ingest.readers.reading import detect_format, read_trajectories
+from treepack.ingest.readers.reading import detect_format
 from treepack.ingest.readers.registry import formats_by_name
 from treepack.ingest.stream import read
 from treepack.trajectory import Chat, PromptCompletion, Skipped, Trajectory

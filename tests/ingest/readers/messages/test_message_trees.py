@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from support.paths import ROLLOUTS
+from support.read_rollouts import read_trajectories
 from support.readings import Items, chats, notes_of, read_value, read_whole, reasons, turns
 from treepack.errors import TreepackError
 from treepack.formats.agents.chatgpt import chatgpt
 from treepack.formats.data_sets import openassistant
 from treepack.ingest.readers.messages.content_blocks import MEDIA_REASON
-from treepack.ingest.readers.reading import read_trajectories
 from treepack.trajectory import Trajectory
 
 Node = dict[str, Any]

@@ -16,7 +16,7 @@ from typing import Any
 
 from treepack.ingest.readers.calls.event_views import EventView, Message, command_output, event_parts
 from treepack.ingest.readers.fields import endings
-from treepack.ingest.readers.fields.values import is_messages
+from treepack.ingest.readers.fields.values import is_messages, object_or_empty
 
 Event = dict[str, Any]
 
@@ -39,7 +39,7 @@ def add_action_event(view: EventView, event: Event) -> str | None:
     if "observation" in event:
         _add_observation(view, event)
         return None
-    name, action, args = event.get("id"), event.get("action"), _object(event.get("args"))
+    name, action, args = event.get("id"), event.get("action"), object_or_empty(event.get("args"))
     is_agent, response = event.get("source") == "agent", _response(event)
     if action == "system":
         view.tools = args.get("tools") or None
@@ -69,7 +69,7 @@ def _with_images(args: Event) -> list[Any]:
 
 
 def _add_observation(view: EventView, event: Event) -> None:
-    kind, extras, content = event.get("observation"), _object(event.get("extras")), event.get("content") or ""
+    kind, extras, content = event.get("observation"), object_or_empty(event.get("extras")), event.get("content") or ""
     if kind == "recall":
         view.log.note(RECALL_NOTE)
     if str(kind) in _HIDDEN:
@@ -77,9 +77,9 @@ def _add_observation(view: EventView, event: Event) -> None:
     if kind == "run":
         content = command_output(content, extras.get("metadata"))
     elif kind == "delegate":
-        content = _object(extras.get("outputs")).get("content", content)
+        content = object_or_empty(extras.get("outputs")).get("content", content)
     content = _MARKS.get(str(kind), "{}").format(content)
-    call = _object(event.get("tool_call_metadata"))
+    call = object_or_empty(event.get("tool_call_metadata"))
     if call.get("tool_call_id") is not None:
         result = {"tool_call_id": call["tool_call_id"], "name": call.get("function_name"), "content": content}
         view.add(event.get("id"), {"role": "tool"} | result)
@@ -91,7 +91,7 @@ def _add_observation(view: EventView, event: Event) -> None:
 
 def _response(event: Event) -> Message | None:
     """Return the message of the model that the action `event` came from, or None if it is not in the file."""
-    response = _object(_object(event.get("tool_call_metadata")).get("model_response"))
+    response = object_or_empty(object_or_empty(event.get("tool_call_metadata")).get("model_response"))
     choices = response.get("choices")
     choice = choices[0] if is_messages(choices) and choices else {}
     message = choice.get("message")
@@ -104,7 +104,7 @@ def _response(event: Event) -> Message | None:
 
 
 def _response_id(event: Event) -> str | None:
-    name = _object(_object(event.get("tool_call_metadata")).get("model_response")).get("id")
+    name = object_or_empty(object_or_empty(event.get("tool_call_metadata")).get("model_response")).get("id")
     return name if isinstance(name, str) else None
 
 
@@ -114,7 +114,3 @@ def _forgotten(args: Event) -> set[Any] | range:
         return {event for event in args["forgotten_event_ids"] if isinstance(event, str | int)}
     first, last = args.get("forgotten_events_start_id"), args.get("forgotten_events_end_id")
     return range(first, last + 1) if isinstance(first, int) and isinstance(last, int) else set()
-
-
-def _object(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}

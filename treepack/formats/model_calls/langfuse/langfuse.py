@@ -28,9 +28,8 @@ from treepack.ingest.readers.apis.api_forms import prompt_of, responses_of
 from treepack.ingest.readers.calls.chat_calls import ChatCall, read_chats
 from treepack.ingest.readers.calls.conversations import with_notes, without
 from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.fields.start_times import start_time
 from treepack.ingest.readers.fields.unread import not_used, unread
-from treepack.ingest.readers.fields.values import is_messages, object_or_empty, shown
+from treepack.ingest.readers.fields.values import is_messages, object_or_empty, shown, start_time
 from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import REWARDS, Format
 from treepack.ingest.readers.kinds import TEXT, Fields, ValueKind, first, some

@@ -1,6 +1,5 @@
 """The fields of requests and responses that `api_forms` reads, as declared paths, whatever API they come from.
 
-    messages("input")   -->  "input.role", "input.content", "input.tool_calls.function.name", ..
     requests("input")   -->  these, "input{}" (which may be JSON text), "input.tools", "input.messages.role", ..
     responses("output") -->  "output{}", "output.choices.finish_reason", "output.choices.message.role", ..
 
@@ -27,7 +26,8 @@ _ENDINGS = "finish_reason finishReason stop_reason done_reason".split()
 _ITEM = "call_id arguments input output action status summary.text".split()
 
 
-def _below(prefixes: Iterable[str], names: Iterable[str]) -> list[str]:
+def below(prefixes: Iterable[str], names: Iterable[str]) -> list[str]:
+    """Return each of `names` below each of `prefixes`: ["a", "b"], ["x"] -> ["a.x", "b.x"]."""
     names = list(names)
     return [f"{prefix}.{name}" for prefix in prefixes for name in names]
 
@@ -35,28 +35,28 @@ def _below(prefixes: Iterable[str], names: Iterable[str]) -> list[str]:
 _FIELDS = [
     *"role type name content refusal reasoning_content reasoning tool_call_id is_error".split(),
     *("content{}", "parts{}", "tool_calls{}"),
-    *_below(["content", "parts"], [*_PART, *_GEMINI]),
-    *_below(["tool_calls"], _CALL),
-    *_below(["function_call"], ("name", "arguments")),
-    *_below(["additional_kwargs"], _below(["tool_calls"], _CALL)),
-    *_below(["additional_kwargs"], ("function_call.name", "function_call.arguments", "reasoning_content")),
-    *_below(["response_metadata"], _ENDINGS),
+    *below(["content", "parts"], [*_PART, *_GEMINI]),
+    *below(["tool_calls"], _CALL),
+    *below(["function_call"], ("name", "arguments")),
+    *below(["additional_kwargs"], below(["tool_calls"], _CALL)),
+    *below(["additional_kwargs"], ("function_call.name", "function_call.arguments", "reasoning_content")),
+    *below(["response_metadata"], _ENDINGS),
     *_ENDINGS,
     *_ITEM,
 ]
 # A message, also as LangChain wraps it.
-_MESSAGE = [*_FIELDS, *_below(["message", "kwargs", "data"], _FIELDS)]
+_MESSAGE = [*_FIELDS, *below(["message", "kwargs", "data"], _FIELDS)]
 _TOOLS = "tools functions".split()
 _REQUEST = [
     *_MESSAGE,
     *_TOOLS,
     *"temperature prompt instructions input system args".split(),
     *("messages{}", "prompt{}", "input{}", "contents{}", "system{}"),
-    *_below(["messages", "prompt", "input", "contents"], _MESSAGE),
-    *_below(["prompt"], ("messages", *_below(["messages"], _MESSAGE))),
-    *_below(["system", "instructions", "system_instruction", "systemInstruction"], _PART),
-    *_below(["system_instruction", "systemInstruction"], _below(["parts"], _PART)),
-    *_below(
+    *below(["messages", "prompt", "input", "contents"], _MESSAGE),
+    *below(["prompt"], ("messages", *below(["messages"], _MESSAGE))),
+    *below(["system", "instructions", "system_instruction", "systemInstruction"], _PART),
+    *below(["system_instruction", "systemInstruction"], below(["parts"], _PART)),
+    *below(
         ["config", "generation_config", "generationConfig"],
         (*_TOOLS, "temperature", "system_instruction", "systemInstruction"),
     ),
@@ -65,23 +65,18 @@ _RESPONSE = [
     *_MESSAGE,
     *"text completion reasoning reasoningText status incomplete_details.reason".split(),
     *("output{}", "toolCalls{}"),
-    *_below(["toolCalls"], _PART),
-    *_below(["output", "messages", "message", "generations"], _MESSAGE),
-    *_below(["generations"], ("text", *_below(["generation_info"], _ENDINGS))),
-    *_below(["choices", "candidates"], ("text", *_ENDINGS, *_below(["message", "content"], _FIELDS))),
+    *below(["toolCalls"], _PART),
+    *below(["output", "messages", "message", "generations"], _MESSAGE),
+    *below(["generations"], ("text", *below(["generation_info"], _ENDINGS))),
+    *below(["choices", "candidates"], ("text", *_ENDINGS, *below(["message", "content"], _FIELDS))),
 ]
-
-
-def messages(path: str) -> list[str]:
-    """Return the paths of messages at `path`, which may be JSON text."""
-    return [path + "{}", *_below([path], _MESSAGE)]
 
 
 def requests(path: str) -> list[str]:
     """Return the paths of a request at `path`, which may be messages, text, or JSON text."""
-    return [path + "{}", *_below([path], _REQUEST)]
+    return [path + "{}", *below([path], _REQUEST)]
 
 
 def responses(path: str) -> list[str]:
     """Return the paths of a response at `path`, which may be a message, messages, text, or JSON text."""
-    return [path + "{}", *_below([path], _RESPONSE)]
+    return [path + "{}", *below([path], _RESPONSE)]

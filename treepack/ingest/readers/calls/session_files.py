@@ -15,6 +15,7 @@ from pathlib import Path
 
 from treepack.errors import TreepackError
 from treepack.ingest.readers.calls.rollout_names import group_of_first, within
+from treepack.ingest.readers.files.companion_files import is_file
 from treepack.ingest.readers.files.inputs import STDIN
 from treepack.ingest.readers.files.record_files import read_records
 from treepack.ingest.readers.files.records import Record
@@ -40,7 +41,7 @@ def agents_below(session_path: str, session: str) -> list[str]:
 def agents_beside(session_path: str, agents: Iterable[str]) -> list[str]:
     """Return the names of the files of sub-agents with these ids next to the file of a session of Claude Code."""
     folder = Path(session_path).parent
-    return sorted(name for name in {f"agent-{agent}.jsonl" for agent in agents} if _is_file(folder / name))
+    return sorted(name for name in {f"agent-{agent}.jsonl" for agent in agents} if is_file(folder / name))
 
 
 def file_of_session(path: str, session: str) -> str | None:
@@ -48,7 +49,7 @@ def file_of_session(path: str, session: str) -> str | None:
     folder = Path(path).parent
     home = folder.parent.parent if folder.name == "subagents" and folder.parent.name == session else folder
     found = home / f"{session}.jsonl"
-    return str(found) if path != STDIN and _is_file(found) else None
+    return str(found) if path != STDIN and is_file(found) else None
 
 
 def first_records(path: Path) -> Iterator[Record]:
@@ -70,10 +71,3 @@ def in_session(
         group = group or item.group_id or group_of_first(item)
         part = within(item, file.session, file.number)
         yield replace(part, source=file.path, group_id=group) if isinstance(part, Trajectory) else part
-
-
-def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except OSError:  # a damaged record may name a file with more characters than a name may have
-        return False

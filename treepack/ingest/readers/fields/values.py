@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
+from collections.abc import Iterable, Sequence
+from datetime import datetime
 from typing import Any, TypeGuard
 
 import numpy as np
 
 from treepack.errors import TreepackError
 
+SIMILAR = 0.8  # share of equal characters above which a name may be misspelled
 _MAX_DEPTH = 100  # of nested values: far from 1000, at which Python's json raises RecursionError
 
 
@@ -122,3 +126,21 @@ def is_messages(value: Any) -> TypeGuard[list[dict[str, Any]]]:
 def object_or_empty(value: Any) -> dict[str, Any]:
     """Return `value` if it is an object, else an empty one."""
     return value if isinstance(value, dict) else {}
+
+
+def close_names(value: Iterable[str], names: Sequence[str]) -> list[str]:
+    """Return the names of fields in `value` that are nearly one of `names`: mesages for messages."""
+    return [field for field in value if field not in names and difflib.get_close_matches(field, names, 1, SIMILAR)]
+
+
+def start_time(value: dict[str, Any], *names: str, source: str) -> int | float | str | None:
+    """Return the first of the fields `names` of a call that is set: the time at which it started; None without one.
+
+    Raises:
+        TreepackError: it is neither text nor a number.
+    """
+    field, start = next(((name, value[name]) for name in names if value.get(name)), ("", None))
+    start = start.isoformat() if isinstance(start, datetime) else start
+    if isinstance(start, bool) or not isinstance(start, int | float | str | None):
+        raise TreepackError(f"{source}: {field} is {shown(start)}; expected a time")
+    return start

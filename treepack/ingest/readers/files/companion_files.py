@@ -24,10 +24,11 @@ def companion_path(record: Record, name: str) -> Path | None:
     if record.path == STDIN:  # standard input is in no folder
         return None
     folder = Path(record.path).parent
-    return next((path for ending in _ENDINGS if _is_file(path := folder / (name + ending))), None)
+    return next((path for ending in _ENDINGS if is_file(path := folder / (name + ending))), None)
 
 
-def _is_file(path: Path) -> bool:
+def is_file(path: Path) -> bool:
+    """Return True if there is a file at `path`."""
     try:
         return path.is_file()
     except OSError:  # a damaged record may name a file with more characters than a name may have

@@ -6,25 +6,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from treepack.ingest.readers.apis.api_paths import below
 
 _PARTS = "type content id name arguments response result modality".split()
 _MESSAGE = "role name tool_call_id finish_reason content".split()
 _CALL = "id type name arguments function.name function.arguments".split()
 
 
-def _below(prefixes: Iterable[str], names: Iterable[str]) -> list[str]:
-    names = list(names)
-    return [f"{prefix}.{name}" for prefix in prefixes for name in names]
-
-
 _TREE_MESSAGE = [
     *_MESSAGE,
     *"reasoning_content function_call_name function_call_arguments_json".split(),
-    *_below(["tool_calls", "tool_calls.tool_call", "contents.tool_call"], _CALL),
-    *_below(["contents.message_content"], ("type", "text")),
+    *below(["tool_calls", "tool_calls.tool_call", "contents.tool_call"], _CALL),
+    *below(["contents.message_content"], ("type", "text")),
 ]
-_INDEXED = [*_MESSAGE, "content{}", *_below(["content"], ("type", "text")), *_below(["tool_calls"], _CALL)]
+_INDEXED = [*_MESSAGE, "content{}", *below(["content"], ("type", "text")), *below(["tool_calls"], _CALL)]
 _SCORES = [f"{target}{kind}s" for target in ("", "trace.", "session.") for kind in ("annotation", "evaluation")]
 ATTRIBUTES = [
     *(
@@ -39,11 +34,11 @@ ATTRIBUTES = [
         gen_ai.system_instructions{} gen_ai.system_instructions.type gen_ai.system_instructions.content
         """.split()
     ),
-    *_below(["gen_ai.input", "gen_ai.output"], ["messages{}", *_below(["messages"], _MESSAGE), "messages.parts{}"]),
-    *_below(["gen_ai.input.messages", "gen_ai.output.messages"], _below(["parts", "content"], _PARTS)),
-    *_below(["llm.input_messages", "llm.output_messages"], [*_TREE_MESSAGE, *_below(["message"], _TREE_MESSAGE)]),
-    *_below(["llm"], ("input_messages{}", "output_messages{}")),
-    *_below(["gen_ai.prompt", "gen_ai.completion"], _INDEXED),
+    *below(["gen_ai.input", "gen_ai.output"], ["messages{}", *below(["messages"], _MESSAGE), "messages.parts{}"]),
+    *below(["gen_ai.input.messages", "gen_ai.output.messages"], below(["parts", "content"], _PARTS)),
+    *below(["llm.input_messages", "llm.output_messages"], [*_TREE_MESSAGE, *below(["message"], _TREE_MESSAGE)]),
+    *below(["llm"], ("input_messages{}", "output_messages{}")),
+    *below(["gen_ai.prompt", "gen_ai.completion"], _INDEXED),
     *(f"{name}{mark}" for name in _SCORES for mark in ("{}", ".name!", ".score")),
     *(
         f"{name}.{name.rpartition('.')[2].removesuffix('s')}.{field}"
@@ -58,7 +53,7 @@ _SPAN = [
         span_kind status_code status.code status.status_code events{} events.name attributes{} events.attributes{}
         """.split()
     ),
-    *_below(["context"], "traceId trace_id spanId span_id parentSpanId parent_span_id parent_id".split()),
-    *_below(["attributes", "events.attributes"], ATTRIBUTES),
+    *below(["context"], "traceId trace_id spanId span_id parentSpanId parent_span_id parent_id".split()),
+    *below(["attributes", "events.attributes"], ATTRIBUTES),
 ]
-SPANS = [*_SPAN, *_below(["resourceSpans.scopeSpans.spans"], _SPAN)]
+SPANS = [*_SPAN, *below(["resourceSpans.scopeSpans.spans"], _SPAN)]

@@ -21,7 +21,7 @@ from treepack.ingest.readers.fields.values import is_messages, shown
 from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.messages.content_blocks import skip_reason
 from treepack.ingest.readers.spans.span_calls import SpanCalls, calls_of_span
-from treepack.ingest.readers.spans.trace_spans import TraceSpan, get, is_name, parsed, spans_of, tree
+from treepack.ingest.readers.spans.trace_spans import COLUMN, TraceSpan, get, is_name, parsed, spans_of, tree
 from treepack.trajectory import Skipped, Trajectory
 
 _METADATA = "metadata"
@@ -37,6 +37,15 @@ _CONVERSATIONS = ("gen_ai.conversation.id", "session.id", "traceloop.association
 # The scores of OpenInference: attributes, and the name of their objects.
 _SCORES = tuple(
     (f"{target}{name}s", name) for target in ("", "trace.", "session.") for name in ("annotation", "evaluation")
+)
+
+
+_KINDS = frozenset("LLM EMBEDDING CHAIN RETRIEVER RERANKER TOOL AGENT GUARDRAIL EVALUATOR PROMPT UNKNOWN".split())
+_MARKS = ("openinference.", "llm.input_messages", "llm.output_messages")
+_NESTED_MARKS = (("openinference", "span"), ("llm", "input_messages"), ("llm", "output_messages"))
+DROPPED = (
+    "spans of tools, agents, chains and embeddings (the calls contain their results)",
+    "settings of the call other than the temperature, usage, costs, resources",
 )
 
 
@@ -182,3 +191,32 @@ def _annotations(span: TraceSpan, notes: dict[str, None]) -> dict[str, Any]:
             else:
                 notes[f"{kind} '{label}' without a score not used"] = None
     return scores
+
+
+def is_openinference(value: dict[str, Any]) -> bool:
+    """Return whether `value` is a span or a row of Phoenix, or OTLP with such a span."""
+    if isinstance(scopes := value.get("resourceSpans"), list):
+        for name in ("scopeSpans", "spans"):
+            lists = [each.get(name) for each in scopes] if is_messages(scopes) else []
+            scopes = [each for inner in lists if is_messages(inner) for each in inner]
+        return any(_is_marked(each.get("attributes")) for each in scopes)
+    if any(name.startswith(COLUMN) for name in value) and any(
+        name in value for name in ("context.span_id", "span_kind")
+    ):
+        return True
+    context = value.get("context")
+    has_id = any(isinstance(each, dict) and ("span_id" in each or "spanId" in each) for each in (value, context))
+    kind = value.get("span_kind")
+    is_kind = isinstance(kind, str) and kind.upper() in _KINDS
+    attributes = value.get("attributes")
+    return "attributes" in value and (_is_marked(attributes) or ((has_id or "context.span_id" in value) and is_kind))
+
+
+def _is_marked(attributes: Any) -> bool:
+    attributes = parsed(attributes)
+    if is_messages(attributes):
+        return any(str(each.get("key")).startswith(_MARKS) for each in attributes)
+    if not isinstance(attributes, dict):
+        return False
+    nested = any(isinstance(attributes.get(name), dict) and inner in attributes[name] for name, inner in _NESTED_MARKS)
+    return nested or any(name.startswith(_MARKS) for name in attributes)

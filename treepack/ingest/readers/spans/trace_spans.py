@@ -19,8 +19,7 @@ from typing import Any
 import numpy as np
 
 from treepack.errors import TreepackError
-from treepack.ingest.readers.fields.start_times import start_time
-from treepack.ingest.readers.fields.values import is_messages, shown
+from treepack.ingest.readers.fields.values import is_messages, shown, start_time
 from treepack.ingest.readers.files.records import Record
 
 COLUMN = "attributes."  # beginning of the columns of a table that contain attributes
