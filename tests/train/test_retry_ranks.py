@@ -45,7 +45,8 @@ def test_all_ranks_go_on_if_the_memory_of_one_runs_out(tmp_path: Path) -> None:
     # Only held-out rows are longer than a piece.
     held_out = packed_directory(tmp_path / "held-out", rollouts[:8], capacity=80)
     failing = ScriptedShortage(0, 2, forward=True)
-    evaluation = Case("evaluation", packed, config, {**steps, "carry": 40}, shortage=failing, held_out=held_out)
+    each = {**steps, "carry": 40, "eval_every": 1}  # memory runs out in the first evaluation, and training goes on
+    evaluation = Case("evaluation", packed, config, each, shortage=failing, held_out=held_out)
     results = train_over(2, tmp_path, [taken, forward, backward, evaluation])
     alone = [replace(each, memory=None, shortage=None) for each in (taken, forward, backward, evaluation)]
     expected = train_over(0, tmp_path, alone)
@@ -58,6 +59,7 @@ def test_all_ranks_go_on_if_the_memory_of_one_runs_out(tmp_path: Path) -> None:
         (remark,) = results[name]["remarks"]
         assert remark.startswith(note)
         assert json.loads((results[name]["out"] / "run.json").read_text())["chosen"]["checkpoint_layers"] == 2
+    assert any(each.startswith("whole-weights on: all weights") for each in results["taken"]["notes"])
     assert_same(results["evaluation"], expected["evaluation"])
     (remark,) = results["evaluation"]["remarks"]
     smaller = "pieces of 40 tokens, not joined, logits of 1,024 targets"

@@ -127,7 +127,7 @@ def test_options_with_values_measure_nothing(plan: Plan) -> None:
     assert device.passes == 0
     assert choices.lines == ()
     values = {**changes, "compile": False, "checkpoint_layers": 4, "loss_chunk": 64}
-    assert choices.plan.options == values
+    assert choices.plan.options == {**values, "whole_weights": False}
     adapted = adapted_layers(given.loaded.causal)
     assert adapted is not None
     assert adapted.recomputed == 4

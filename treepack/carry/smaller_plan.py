@@ -20,7 +20,7 @@ class RunPlan:
 
     `num_bytes` is the predicted peak on the GPU beside weights, gradients and optimiser, `seconds` the predicted time
     of a token, and `pieces` the memory of carried tensors if rows run in pieces. Passes without gradients recompute no
-    layers.
+    layers. With `whole_weights`, each of several ranks keeps all weights and gradients during a step.
     """
 
     compile: bool
@@ -32,11 +32,12 @@ class RunPlan:
     num_bytes: int = 0
     seconds: float = 0.0
     pieces: CarryPlan | None = None
+    whole_weights: bool = False
 
     @property
     def options(self) -> dict[str, Any]:
         """The fields of `TrainOptions` that are chosen."""
-        return {name: getattr(self, name) for name in PLANNED}
+        return {name: getattr(self, name) for name in (*PLANNED, "whole_weights")}
 
 
 # Options that may be "auto"; none of them changes the result of a run except for rounding.
@@ -46,7 +47,8 @@ PLANNED = ("compile", "checkpoint_layers", "offload_checkpoints", "carry", "pass
 def smaller_plan(plan: RunPlan, longest: int, num_layers: int, *, can_carry: bool) -> RunPlan | None:
     """Return the plan to try after memory has run out; None if `plan` is the smallest one.
 
-    More recomputed layers, then shorter passes, then pieces, then shorter pieces, then smaller chunks of logits.
+    Sharded weights, then more recomputed layers, then shorter passes, then pieces, then shorter pieces, then smaller
+    chunks of logits.
 
     Args:
         plan: the plan that was too large.
@@ -54,6 +56,8 @@ def smaller_plan(plan: RunPlan, longest: int, num_layers: int, *, can_carry: boo
         num_layers: layers that can be recomputed, 0 if there are none.
         can_carry: True if rows can run in pieces.
     """
+    if plan.whole_weights:
+        return replace(plan, whole_weights=False)
     left, tokens = num_layers - plan.checkpoint_layers, plan.pass_tokens
     if left > 0:
         return replace(plan, checkpoint_layers=plan.checkpoint_layers + -(-left // 2))
@@ -78,4 +82,5 @@ def plan_in_words(plan: RunPlan) -> str:
     layers = [f"{count} layer{'s' if count > 1 else ''} recomputed{where}"] if count else []
     rows = "whole rows" if plan.carry is None else f"pieces of {plan.carry:,} tokens"
     passes = "not joined" if plan.pass_tokens == 1 else f"passes of {plan.pass_tokens:,} tokens"
-    return ", ".join([*layers, rows, passes, f"logits of {plan.loss_chunk:,} targets"])
+    whole = ["whole weights on each rank"] if plan.whole_weights else []
+    return ", ".join([*whole, *layers, rows, passes, f"logits of {plan.loss_chunk:,} targets"])

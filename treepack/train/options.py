@@ -19,7 +19,8 @@ from treepack.option_fields import check_options, option
 
 CHANGEABLE_ON_RESUME = frozenset(
     "checkpoint_layers offload_checkpoints compile attention carry pass_tokens loss_chunk "
-    "device sequence_ranks expert_ranks gather_dtype cpu_offload checkpoint_every keep max_skipped".split()
+    "device sequence_ranks expert_ranks gather_dtype cpu_offload whole_weights "
+    "checkpoint_every keep max_skipped".split()
 )
 # Options that define the number of steps. A resumed run may have more steps than before, or fewer, but not fewer than
 # are done.
@@ -28,7 +29,7 @@ LENGTH_OPTIONS = frozenset({"steps", "epochs", "patience"})
 ATTENTION = ("auto", "reference", "flex", "flash", "triton")
 DTYPES = ("auto", "fp32", "bf16")
 # Options that a run on several ranks chooses if they are "auto".
-RANK_OPTIONS = ("sequence_ranks", "expert_ranks", "cpu_offload")
+RANK_OPTIONS = ("sequence_ranks", "expert_ranks", "cpu_offload", "whole_weights")
 ROUTES = ("replay", "ignore")
 CHUNK = 2048  # targets whose logits are in memory at a time
 MAX_SEED = 2**63 - 1  # torch takes a signed 64-bit seed, and numpy none below 0
@@ -120,6 +121,11 @@ class TrainOptions:
         "Divide the experts of each layer among this number of ranks, and send tokens to the ranks of their experts. "
         "The run has a multiple of that many ranks; auto is 1 unless no GPU has room to gather the experts.",
     )
+    whole_weights: bool | str = option(
+        "auto",
+        "Keep all weights and gradients on each rank during a step, and exchange them once a step instead of in each "
+        "pass; auto does so if they fit beside the passes.",
+    )
     # Checkpoints and evaluation
     checkpoint_every: int = option(100, "Optimiser steps between checkpoints; 0 for none.", minimum=0)
     # If the newest checkpoint is damaged, the run continues from the one before.
@@ -177,7 +183,7 @@ class TrainOptions:
             value = getattr(self, name)
             if value != "auto" and not (isinstance(value, int) and value >= 1):
                 raise TreepackError(f"{name} is {value!r}; expected a number of ranks of at least 1, or auto")
-        for name in ("compile", "offload_checkpoints", "cpu_offload"):
+        for name in ("compile", "offload_checkpoints", "cpu_offload", "whole_weights"):
             if getattr(self, name) not in ("auto", False, True):
                 raise TreepackError(f"{name} is {getattr(self, name)!r}; expected True, False or auto")
         if self.ranks_of_experts > 1 and self.cpu_offload is True:
@@ -205,6 +211,8 @@ class TrainOptions:
             del record["routes"]
         if self.ranks_of_experts == 1:
             del record["expert_ranks"]
+        if self.whole_weights is not True:
+            del record["whole_weights"]
         return {**record, "betas": list(self.betas), "mix": None if self.mix is None else list(self.mix)}
 
     @property

@@ -1,6 +1,7 @@
 """Rows of a training run that are longer than `TrainOptions.carry` and so run in pieces (`carry`).
 
 rows of a step --has_long_rows--> True if any row of it is longer than a piece; all ranks get the same answer
+rows of a step --runs_apart----> True if ranks wait for each other only at the end of the step
 batch --row_runner--> its runner: in pieces if the row is longer than a piece, else as a whole
 """
 
@@ -24,6 +25,11 @@ def has_long_rows(run: TrainingRun, rows: list[int]) -> bool:
     """Return True if any of `rows`, on whichever rank, is longer than a piece of the run."""
     limit = _piece_size(run)
     return limit is not None and int(run.dataset.num_tokens[rows].max()) > limit
+
+
+def runs_apart(run: TrainingRun, rows: list[int]) -> bool:
+    """Return True if each rank has whole weights for the passes of `rows`, which then wait for no other rank."""
+    return has_long_rows(run, rows) or (run.loaded.root is not None and run.options.whole_weights is True)
 
 
 def _piece_size(run: TrainingRun) -> int | None:

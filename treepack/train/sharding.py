@@ -276,6 +276,8 @@ def forget_passes(loaded: LoadedModel) -> None:
     """Forget a pass that failed inside `whole_weights`, so that the next one can start; all ranks must call this."""
     if loaded.root is not None:
         loaded.root.reset_iter_state()
+        for module in _sharded_modules(loaded.root):  # a module whose pass failed may have kept its whole weights
+            module.reshard()
 
 
 def _sharded_modules(root: Any) -> list[Any]:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from treepack.objectives.losses import step_means, sum_names
 from treepack.objectives.row_numbers import LossPart, RowResult
 from treepack.train.optimiser import prepare_states
 from treepack.train.passes import Pass
-from treepack.train.pieces import has_long_rows, row_runner
+from treepack.train.pieces import has_long_rows, row_runner, runs_apart
 from treepack.train.run import TrainingRun
 from treepack.train.schedule import learning_rate
 from treepack.train.sharding import can_repeat, summing_gradients, whole_weights
@@ -152,15 +153,15 @@ def forward_rows(run: TrainingRun, rows: list[int]) -> Report:
     denominator = float(run.dataset.total_weight[rows].sum())
     factors = dict(zip(rows, run.factors(rows), strict=True))
     share, report, loaded = run.passes(rows), Report(run, rows), run.loaded
-    in_pieces = has_long_rows(run, rows)
+    apart = runs_apart(run, rows)
     with (
         torch.no_grad(),
-        whole_weights(loaded) if in_pieces else nullcontext(),
+        whole_weights(loaded) if apart else nullcontext(),
         closing(Prefetch(run.dataset, share, pin=loaded.device.type == "cuda")) as batches,
-        _meeting(run, apart=in_pieces),
+        _meeting(run, apart=apart),
     ):
         for own, batch in zip(share, batches, strict=True):
-            if not own and in_pieces:
+            if not own and apart:
                 continue  # no rank waits for another one
             with step_memory_errors(batch, carry=run.options.carry):
                 result = row_runner(run, batch).loss(taught(run, batch), _part(run, own, denominator, factors))
@@ -240,22 +241,25 @@ def _compute_rows(
     share = run.passes(numbers)
     batches: Iterable[Batch] = (next(rows) for _ in share)
     balancing: dict[str, float] = {}
-    in_pieces = has_long_rows(run, numbers)
-    sharded = run.loaded.root is not None
+    apart, sharded, carry = runs_apart(run, numbers), run.loaded.root is not None, run.options.carry
+    # In the last pass all ranks sum their gradients: a pass of whole rows, or one of padding after rows in pieces.
+    num_apart = len(share) if not (apart and sharded) or has_long_rows(run, numbers) else max(0, len(share) - 1)
     # Sharded weights live only while their layer runs, so their casts are not kept.
-    with whole_weights(run.loaded) if in_pieces else nullcontext(), cast_once(keep=in_pieces or not sharded):
+    with whole_weights(run.loaded) if apart else nullcontext(), cast_once(keep=apart or not sharded):
         if run.balance is not None:
             batches = list(batches)
-            balancing = _count_routes(run, run.balance, batches, reshard=sharded and not in_pieces)
-        with _meeting(run, apart=in_pieces):
-            for own, batch in zip(share, batches, strict=True):
-                if not own and in_pieces:
+            balancing = _count_routes(run, run.balance, batches, reshard=sharded and not apart)
+        passes = zip(share, batches, strict=True)
+        with _meeting(run, apart=apart):
+            for own, batch in islice(passes, num_apart):
+                if not own and apart:
                     continue  # no rank waits for another one
-                with step_memory_errors(batch, carry=run.options.carry), report.times.measure(own):
+                with step_memory_errors(batch, carry=carry), report.times.measure(own):
                     _accumulate(run, batch, own, denominator, factors, report)
-        if in_pieces and sharded:
-            with summing_gradients(run.loaded), step_memory_errors():
-                _accumulate(run, run.dataset.padding(), (), denominator, factors, report)
+        if apart and sharded:
+            own, batch = next(passes, ((), run.dataset.padding()))
+            with summing_gradients(run.loaded), step_memory_errors(batch, carry=carry), report.times.measure(own):
+                _accumulate(run, batch, own, denominator, factors, report)
     sum_over_replicas(run.loaded.causal)
     return balancing
 

@@ -44,6 +44,9 @@ def choice_lines(
     if options.loss_chunk == "auto":
         why = "the default fits" if plan.loss_chunk == probe.chunk else "the default does not fit"
         chosen.append(f"loss-chunk {plan.loss_chunk}: {why}")
+    if options.whole_weights == "auto" and plan.whole_weights:
+        why = "all weights and gradients fit on each rank, so ranks exchange them once a step"
+        chosen.append(f"whole-weights on: {why}")
     return (*chosen, expectation(plan, room, given))
 
 

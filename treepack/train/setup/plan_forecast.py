@@ -14,15 +14,19 @@ from treepack.train.setup.run_plan import ModelProbe, RunRows, pass_sizes
 
 @dataclass(frozen=True)
 class PlanForecast:
-    """The measurement from which the first plan of a run was chosen; `moved` bytes of a layer's token leave the GPU."""
+    """The measurement from which the first plan of a run was chosen.
+
+    `moved` bytes of a layer's token leave the GPU, and `whole` are the bytes of all weights and gradients.
+    """
 
     probe: ModelProbe
     rows: RunRows
     moved: int
+    whole: int = 0
 
     def as_record(self) -> dict[str, Any]:
         """Return what cannot be read from the rows, as JSON values."""
-        return {"probe": asdict(self.probe), "moved": self.moved}
+        return {"probe": asdict(self.probe), "moved": self.moved, "whole": self.whole}
 
     def num_bytes(self, plan: RunPlan, longest: int | None = None) -> int | None:
         """Return the peak of a plan beside weights, gradients and optimiser; None if rows of it run in pieces.
@@ -34,4 +38,5 @@ class PlanForecast:
             return None
         tokens = pass_sizes(rows, plan.pass_tokens)[0]
         moved = self.moved if plan.offload_checkpoints else 0
-        return self.probe.pass_bytes(tokens, plan.checkpoint_layers, plan.loss_chunk, moved=moved)
+        whole = self.whole if plan.whole_weights else 0
+        return whole + self.probe.pass_bytes(tokens, plan.checkpoint_layers, plan.loss_chunk, moved=moved)

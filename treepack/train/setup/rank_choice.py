@@ -25,7 +25,7 @@ from treepack.model.adapters.adapter import base_of
 from treepack.model.experts.active import stacked_experts
 from treepack.model.load import read_config
 from treepack.sequence.share import check_heads
-from treepack.train.options import RANK_OPTIONS, TrainOptions
+from treepack.train.options import TrainOptions
 from treepack.train.ranks import Ranks
 from treepack.train.setup.host_memory import host_room
 from treepack.train.setup.run_data import RunData
@@ -81,7 +81,7 @@ class RankNeeds:
 
 @dataclass(frozen=True)
 class RankChoice:
-    """Options whose `RANK_OPTIONS` have values, and lines about the values that are not the usual ones."""
+    """Options whose ranks and place of weights have values, and lines about the values that are not the usual ones."""
 
     options: TrainOptions
     lines: tuple[str, ...] = ()
@@ -97,7 +97,7 @@ def choose_ranks(
     Raises:
         TreepackError: the configuration of the model cannot be read.
     """
-    auto = [name for name in RANK_OPTIONS if getattr(options, name) == "auto"]
+    auto = [name for name in _USUAL if getattr(options, name) == "auto"]
     values, lines = _USUAL, tuple[str, ...]()
     if auto and ranks.size > 1 and meter is not None:
         free, host = ranks.smallest(meter.free()), ranks.smallest(host_room())
@@ -106,7 +106,7 @@ def choose_ranks(
 
 
 def choose_division(needs: RankNeeds, size: int, *, free: int, host: int) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the values of `RANK_OPTIONS` for `size` ranks, and a line for each that is not the usual one.
+    """Return the values of `_USUAL` for `size` ranks, and a line for each that is not the usual one.
 
     Args:
         needs: the needs of the run.

@@ -111,6 +111,13 @@ def whole_bytes(loaded: LoadedModel) -> int:
     return sum(each.numel() * each.element_size() for each in loaded.model.parameters())
 
 
+def may_keep_whole(given: MemoryInput) -> bool:
+    """Return True if each rank may keep all weights and gradients in a step: ranks divide neither rows nor experts."""
+    options = given.options
+    divided = given.ranks.sequence > 1 or options.ranks_of_experts > 1 or options.cpu_offload is True
+    return given.loaded.root is not None and not divided and options.whole_weights is not False
+
+
 def apply_plan(loaded: LoadedModel, options: TrainOptions, plan: RunPlan) -> None:
     """Compile and recompute the layers of the model as in the plan."""
     adapted = adapted_layers(loaded.causal)
@@ -134,14 +141,15 @@ def _as_given(given: MemoryInput) -> RunPlan:
     options = given.options
     count = _num_layers(given.loaded) if options.checkpoint_layers == "all" else int(options.checkpoint_layers)
     values: dict[str, Any] = {name: getattr(options, name) for name in PLANNED}
-    return RunPlan(**{**values, "checkpoint_layers": count})
+    whole = options.whole_weights is True and given.loaded.root is not None
+    return RunPlan(**{**values, "checkpoint_layers": count}, whole_weights=whole)
 
 
 def _with_recorded(given: MemoryInput, plan: RunPlan, memory: StepMemory) -> StepMemory:
     """Return the memory with the forecast of the run that this one continues, if there is one."""
     record = given.recorded
     with suppress(KeyError, TypeError):  # no forecast, or a different version of it
-        forecast = PlanForecast(ModelProbe(**record["probe"]), given.rows(), record["moved"])
+        forecast = PlanForecast(ModelProbe(**record["probe"]), given.rows(), record["moved"], record["whole"])
         needed = forecast.num_bytes(plan) or 0
         memory = replace(memory, needed=needed, record=forecast.as_record(), forecast=forecast.num_bytes)
     return replace(memory, excess=record.get("excess", 0))
@@ -194,8 +202,14 @@ class _Planner:
             given.loaded.model.zero_grad(set_to_none=True)
             _release(given.loaded.device)
         probe = next(each for each in probes if each.compiled == plan.compile)
+        whole, wanted = 2 * whole_bytes(given.loaded), given.options.whole_weights is True
+        if wanted and may_keep_whole(given):
+            room = replace(room, gpu=room.gpu + whole)
+        # Rows in pieces gather the whole weights in any case.
+        if may_keep_whole(given) and (wanted or (plan.pieces is None and plan.num_bytes + whole <= room.gpu)):
+            plan = replace(plan, whole_weights=True, num_bytes=plan.num_bytes + whole)
         lines = choice_lines(plan, probe, self.rows, room, given, about_compilation, pieces=bool(pieces))
-        forecast = PlanForecast(probe, self.rows, room.moved)
+        forecast = PlanForecast(probe, self.rows, room.moved, whole)
         memory = replace(self.memory, needed=plan.num_bytes, record=forecast.as_record(), forecast=forecast.num_bytes)
         return plan, lines, memory
 
@@ -224,6 +238,8 @@ class _Planner:
         given, loaded = self.given, self.given.loaded
         _release(loaded.device)
         gpu = self.meter.free() - coming_bytes(loaded, given.options) - self.memory.margin
+        if given.options.whole_weights is True and may_keep_whole(given):
+            gpu -= 2 * whole_bytes(loaded)
         lower = given.compute.dtype == "bf16"
         layers = len(find_layers(loaded.causal))
         moved = sum(moved_tensors(loaded, recomputed=layers, lower=lower)) // max(1, layers) if layers else 0

@@ -92,8 +92,8 @@ def fit_forward(
         return smaller_run(tried, rows=rows) if is_alone(loaded, error) else None
 
     def undo() -> None:
-        loaded.model.zero_grad(set_to_none=True)
         forget_passes(loaded)
+        loaded.model.zero_grad(set_to_none=True)
 
     if run.memory is not None:
         room = run.ranks.smallest(run.memory.meter.free() - run.memory.margin)
@@ -117,7 +117,8 @@ def fit_forward(
 
 def plan_of(run: TrainingRun) -> RunPlan:
     """Return the plan that the options of a run contain."""
-    return RunPlan(**{name: getattr(run.options, name) for name in PLANNED})
+    whole = run.options.whole_weights is True
+    return RunPlan(**{name: getattr(run.options, name) for name in PLANNED}, whole_weights=whole)
 
 
 def run_in_words(run: TrainingRun) -> str:
