@@ -22,8 +22,9 @@ from treepack.cluster.slice_plan import PackJob, SlicePlan, group_numbers, share
 from treepack.cluster.slice_rows import SliceFacts, open_row_id
 from treepack.cluster.trie_slices import TrieSlice
 from treepack.pack.files import num_parts
+from treepack.pack.plan.fill import merge_rows
 from treepack.pack.plan.plan import PlanTotals
-from treepack.pack.plan.planning import FOREST_METHODS, merge_items
+from treepack.pack.plan.planning import FOREST_METHODS
 from treepack.pack.plan.unions import RowSizes
 from treepack.pack.weights import TERM_COLUMNS
 from treepack.trajectory import Int32, Int64
@@ -161,7 +162,7 @@ def _merge(plans: Sequence[SlicePlan], open_rows: list[tuple[int, int]], job: Pa
     if not open_rows:
         return []
     alone = [(open_row,) for open_row in open_rows]
-    row_of = merge_items(_sizes_of_joins(plans, alone), np.zeros(len(open_rows), np.int64), job.limits).tolist()
+    row_of = merge_rows(_sizes_of_joins(plans, alone), np.zeros(len(open_rows), np.int64), job.limits).tolist()
     rows: dict[int, list[tuple[int, int]]] = {}
     for open_row, row in zip(open_rows, row_of, strict=True):
         rows.setdefault(row, []).append(open_row)

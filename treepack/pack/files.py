@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,6 @@ from pyarrow import parquet
 
 from treepack.errors import TreepackError
 from treepack.files import schema
-from treepack.files.background import BackgroundThread
 from treepack.files.column_views import ragged_lists
 from treepack.files.manifest import FileEntry, Manifest, Provenance, complete_manifest, read_manifest, write_manifest
 from treepack.files.parts import PART_TOKENS, ColumnEncoding, PartWriter, open_part
@@ -170,15 +170,18 @@ def _write_parts(
     counted: Counter[str] = Counter()
     max_token_id = 0
     # Encoding takes most of the time and releases the GIL, so the rows of the next group are made meanwhile.
-    with BackgroundThread() as background:
+    writing: Future[None] | None = None
+    with ThreadPoolExecutor(max_workers=1) as background:
         for group in _row_groups(rows, counted, columns):
             if parts is None:
                 parts = PartWriter(directory, "part", group.columns, _ENCODING, first=first_part)
             table = group.table()
             max_token_id = max(max_token_id, pc.max(pc.list_flatten(table["input_ids"])).as_py())
-            background.call(parts.write, table, tokens=group.num_tokens)
-        if parts is not None:
-            background.call(parts.close)
+            if writing is not None:
+                writing.result()
+            writing = background.submit(parts.write, table, tokens=group.num_tokens)
+        if writing is not None:
+            writing.result()
     return WrittenRows(tuple(parts.entries()) if parts is not None else (), counted, max_token_id)
 
 

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from support.strategies import make, trajectories
 from treepack.errors import TreepackError
 from treepack.pack.options import METHODS
 from treepack.pack.plan.check import check_plan
+from treepack.pack.plan.fill import merge_rows
 from treepack.pack.plan.plan import Plan
-from treepack.pack.plan.planning import ExcessTrajectories, merge_items, plan_items, plan_rows, refuse_excesses
+from treepack.pack.plan.planning import ExcessTrajectories, plan_items, plan_rows, refuse_excesses
 from treepack.pack.plan.problem import RowLimits
-from treepack.pack.plan.unions import RowSizes
 from treepack.trajectory import Trajectory
 from treepack.trie.builders.in_memory import build_trie
 
@@ -24,7 +23,7 @@ def test_the_halves_together_are_the_plan(made: list[Trajectory], room: int, met
     trie = build_trie(made)
     limits = RowLimits(int(trie.lengths.max()) + room)
     items = plan_items(trie, capacity=limits, method=method)
-    rows = merge_items(items.sizes, items.steps, limits)[items.item_of]
+    rows = merge_rows(items.sizes, items.steps, limits)[items.item_of]
     plan = plan_rows(trie, capacity=limits, method=method)
     pairs = {*zip(rows.tolist(), plan.row_of.tolist(), strict=True)}
     assert len(pairs) == plan.num_rows == len(set(rows.tolist()))
@@ -37,25 +36,10 @@ def test_items_of_any_method_merge_to_a_plan(made: list[Trajectory], room: int, 
     limits = RowLimits(trie.tokens_flat if method == "groups" else int(trie.lengths.max()) + room)
     items = plan_items(trie, capacity=limits, method=method)
     assert len(items.tree_bounds) == trie.num_trees
-    rows = merge_items(items.sizes, items.steps, limits)[items.item_of]
+    rows = merge_rows(items.sizes, items.steps, limits)[items.item_of]
     if method != "sequence":  # its sizes are those of rows that share, its rows share nothing
         totals = check_plan(trie, Plan(method, limits, rows, int(items.tree_bounds.sum())))
         assert totals.tokens_packed <= items.sizes.tokens.sum()
-
-
-@given(
-    tokens=st.lists(st.integers(1, 10), min_size=4, max_size=30), num_steps=st.integers(1, 2), ranks=st.integers(2, 4)
-)
-def test_balanced_rows_of_items_are_a_multiple_for_each_step(tokens: list[int], num_steps: int, ranks: int) -> None:
-    amounts = np.array(tokens, np.int64)
-    sizes, steps = RowSizes(amounts, amounts**2, amounts), np.arange(len(tokens)) % num_steps
-    try:
-        rows = merge_items(sizes, steps, RowLimits(10), multiple_of=ranks)
-    except TreepackError:  # fewer items than rows
-        assume(False)
-    assert np.bincount(rows, weights=amounts).max() <= 10
-    for step in range(num_steps):
-        assert len(set(rows[steps == step].tolist())) % ranks == 0
 
 
 def test_trajectories_over_a_limit_are_counted_over_all_tries() -> None:

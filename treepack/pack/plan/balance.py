@@ -58,23 +58,6 @@ def balanced_rows(trie: Trie, row_of: Int64, limits: RowLimits, multiple_of: int
     return _spread_steps(_Items.of(sizes, token_pairs), item_steps, limits, num_rows)[row_of]
 
 
-def balanced_items(sizes: RowSizes, steps: Int64, limits: RowLimits, multiple_of: int) -> Int64:
-    """Return the row of each item, int64 [items], as `balanced_rows` if no item has to be split.
-
-    Raises:
-        TreepackError: a step has fewer items than rows.
-    """
-    num_rows = _num_rows(sizes, steps, limits, multiple_of)
-    counts = np.unique(steps, return_counts=True)[1]
-    small = np.flatnonzero(counts < num_rows)
-    if len(small):
-        raise TreepackError(
-            f"a training step has {counts[small[0]]} items, too few for {num_rows[small[0]]} rows, a multiple of "
-            f"{multiple_of}; balance the rows where the trie is, with plan_rows"
-        )
-    return _spread_steps(_Items.of(sizes), steps, limits, num_rows)
-
-
 def _num_rows(sizes: RowSizes, steps: Int64, limits: RowLimits, multiple_of: int) -> Int64:
     """Return the number of rows of each step, int64 [steps], from its items."""
     merged = merge_rows(sizes, steps, limits)

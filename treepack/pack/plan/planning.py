@@ -10,7 +10,7 @@ N_pack, the tokens of all rows together, is a sum over trees, so each tree is pl
     bounds/           lower bounds on N_pack                  unions.py        sizes of given rows
 
 These rows are items, the result of `plan_items`: they are merged into full rows by their sizes alone, whatever trees
-they contain, by `merge_items`. This costs no token, and it is bin packing:
+they contain, by `merge_rows`. This costs no token, and it is bin packing:
 
     fill.py           merge rows                              balance.py       the same for R ranks, with even rows
     alternatives.py   other rows that merge better            check.py         check a plan against its definition
@@ -95,7 +95,7 @@ def plan_rows(
         if method in FOREST_METHODS:
             return item_of
         merging = items if item_of is items.item_of else _items(trie, item_of, items.tree_bounds)
-        return merge_items(merging.sizes, merging.steps, limits)[item_of]
+        return merge_rows(merging.sizes, merging.steps, limits)[item_of]
 
     if progress is not None and method in METHODS:
         progress(Progress("merging rows", 0, None, ""))
@@ -139,7 +139,7 @@ def plan_items(
     """Assign every trajectory to a item of at most `capacity` tokens: a row of one tree, which need not be full.
 
     Items of "greedy-online" and "sequence" are rows of all trees of a step, and items of "groups" are whole groups.
-    `merge_items` is the second half. For "auto", `plan_rows` also tries other items, which may merge better.
+    `merge_rows` is the second half. For "auto", `plan_rows` also tries other items, which may merge better.
 
     Raises:
         TreepackError: a trajectory that exceeds a limit alone, or an unknown method.
@@ -164,20 +164,6 @@ def _items(trie: Trie, item_of: Int64, bounds: Int64) -> TreeRows:
     num_items = int(item_of.max()) + 1
     steps = balance.steps_of(item_of, trie.step_rank, num_items)
     return TreeRows(item_of, row_sizes(trie, item_of, num_items), steps, bounds)
-
-
-def merge_items(sizes: RowSizes, steps: Int64, limits: RowLimits, multiple_of: int = 1) -> Int64:
-    """Return the row of each item, int64 [items]; rows never mix training steps. The items may be of several tries.
-
-    The rows are numbered without a gap. If `multiple_of` is over 1, the number of rows of every step is a multiple of
-    it, with even score pairs.
-
-    Raises:
-        TreepackError: a step has too few items for `multiple_of`.
-    """
-    if multiple_of > 1:
-        return balance.balanced_items(sizes, steps, limits, multiple_of)
-    return merge_rows(sizes, steps, limits)
 
 
 def plan_lines(trie: Trie, plan: Plan, *, trie_sha256: str | None = None) -> Iterator[str]:

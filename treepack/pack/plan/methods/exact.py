@@ -30,7 +30,8 @@ from treepack.pack.plan.methods.contiguous import contiguous, deepest_first
 from treepack.pack.plan.methods.direct import direct
 from treepack.pack.plan.methods.single_path import single_path
 from treepack.pack.plan.methods.traversals import OutOfWorkError, PlacementBudget, SearchOutcome, TraversalProgram
-from treepack.pack.plan.problem import PlanTree, RowLimits, SearchOptions, TreeSolution
+from treepack.pack.plan.problem import PlanTree, RowLimits, SearchOptions, TreeSolution, path_pairs
+from treepack.pack.plan.unions import row_tokens
 from treepack.trajectory import Int64
 
 MAX_LEAVES = 500  # of trees that are searched; bounds need leaves * nodes of memory
@@ -139,31 +140,15 @@ def _quick_plan(tree: PlanTree, limits: RowLimits, search: SearchOptions) -> _Me
 
 
 def _measure(tree: PlanTree, row_of_leaf: Int64) -> _MeasuredPlan:
-    sizes = tree.size.tolist()
-    tokens = sum(sizes[node] for node, _ in _nodes_of_rows(tree, row_of_leaf))
-    return _MeasuredPlan(row_of_leaf, tokens, int(row_of_leaf.max()) + 1)
+    num_rows = int(row_of_leaf.max()) + 1
+    tokens = row_tokens(tree.length, tree.shared, row_of_leaf, num_rows)
+    return _MeasuredPlan(row_of_leaf, int(tokens.sum()), num_rows)
 
 
 def _is_within(tree: PlanTree, row_of_leaf: Int64, limits: RowLimits) -> bool:
     """Return whether every row is within the limits on score pairs and loss terms."""
-    # Pairs (node, row) as two arrays: [(0, 0), (1, 0), (2, 1)] -> nodes [0, 1, 2], rows [0, 0, 1]
-    nodes, rows = np.array(sorted(_nodes_of_rows(tree, row_of_leaf))).T
-    pairs = np.zeros(rows.max() + 1, np.int64)
-    terms = np.zeros_like(pairs)
-    np.add.at(pairs, rows, tree.pairs[nodes])
-    np.add.at(terms, row_of_leaf, tree.terms)
+    num_rows = int(row_of_leaf.max()) + 1
+    pairs = row_tokens(path_pairs(tree.length), path_pairs(tree.shared), row_of_leaf, num_rows)
+    terms = np.bincount(row_of_leaf, tree.terms)
     within_pairs = limits.pairs is None or int(pairs.max()) <= limits.pairs
     return within_pairs and (limits.terms is None or int(terms.max()) <= limits.terms)
-
-
-def _nodes_of_rows(tree: PlanTree, row_of_leaf: Int64) -> set[tuple[int, int]]:
-    """Return every pair of a node and a row that contains it."""
-    parent = tree.parent.tolist()
-    pairs: set[tuple[int, int]] = set()
-    for leaf, row in zip(tree.leaf.tolist(), row_of_leaf.tolist(), strict=True):
-        node = leaf
-        # If the row already contains the node, it contains all ancestors too.
-        while node >= 0 and (node, row) not in pairs:
-            pairs.add((node, row))
-            node = parent[node]
-    return pairs
