@@ -24,8 +24,8 @@ from measure import commit
 COMMAND = "import treepack_cli; treepack_cli.main()"
 # Beginning of the line of each part, and its name in the table.
 PARTS = {
-    "importing torch": "importing torch",
-    "opening": "importing transformers, opening the rows",
+    "importing torch": "importing torch and transformers",
+    "opening": "opening the rows",
     "loading": "loading the weights",
     "probing": "probing the model",
     "attention": "optimiser, importing the compiler",

@@ -66,17 +66,14 @@ def vocabulary_size(config: dict[str, Any]) -> int | None:
 
 
 def _find(source: str) -> Path | None:
-    """Return the folder or the config file of a model, None if it is at an address.
-
-    Raises:
-        TreepackError: as `find_config`.
-    """
+    """Return the folder or the config file of a model, as `find_config`; None if it is at an address."""
     if is_address(source):
         return None
-    refuse_missing(source, kind="model", files=(CONFIG_FILE, ADAPTER_FILE))
+    files = (CONFIG_FILE, ADAPTER_FILE)
+    refuse_missing(source, kind="model", files=files)
     if source.endswith(".json"):
         return Path(source)
-    return snapshot(source, (), download=False) or download_snapshot(source, (CONFIG_FILE, ADAPTER_FILE), kind="model")
+    return snapshot(source, (), download=False) or download_snapshot(source, files, kind="model")
 
 
 def _read_fields(path: Path) -> dict[str, Any]:
