@@ -18,7 +18,6 @@ from treepack.model.adapters.adapter import (
     assign,
     find_adapter,
     initial_weights,
-    lower_base,
     save_adapter,
 )
 from treepack.model.adapters.lora_options import LoraOptions
@@ -30,6 +29,7 @@ from treepack.model.loaded import LoadedModel
 from treepack.model.verify.gradients import verify_gradients
 from treepack.train.options import TrainOptions
 from treepack.train.ranks import Ranks
+from treepack.train.setup.compute import ComputeSetting
 from treepack.train.sharding import check_sharing
 
 SAMPLES = [
@@ -146,7 +146,7 @@ def test_a_base_in_16_bits_gives_the_same_bits_under_autocast(base: Path, option
         loaded = load_model(directory, attention="reference", autocast=torch.bfloat16)
         loaded.causal.set_attn_implementation("sdpa")
         if lowered:
-            lower_base(loaded.causal, torch.bfloat16)
+            ComputeSetting(torch.device("cpu"), "bf16").lower_products(loaded.causal)
         linear = [module for module in loaded.causal.model.layers.modules() if type(module) is torch.nn.Linear]
         kept = {module.weight.dtype for module in linear}
         assert (torch.bfloat16 in kept) is (lowered and "use_dora" not in options)

@@ -21,6 +21,7 @@ from treepack.pack.files import read_rows
 from treepack.pack.row import Row
 from treepack.train.logprobs import open_scoring, scored_provenance, scored_rows, term_scores
 from treepack.train.scoring_options import ScoreOptions
+from treepack.train.setup.compute import ComputeSetting
 
 # The row of each of the ten rollouts: all in one row, two rows, and a row each.
 PACKINGS = [[0] * 10, [i % 2 for i in range(10)], list(range(10))]
@@ -122,7 +123,7 @@ def test_weights_in_16_bits_score_as_float32_ones_under_autocast(
         scoring = open_scoring(path, config, options)
         assert scoring.loaded.causal.model.layers[0].mlp.up_proj.weight.dtype == dtype
         results.append([row.terms.old_logprob for row in scored_rows(scoring) if row.terms is not None])
-        monkeypatch.setattr("treepack.train.logprobs.lower_base", lambda *_: None)
+        monkeypatch.setattr(ComputeSetting, "lower_products", lambda *_: None)
     assert all(np.array_equal(mine, expected) for mine, expected in zip(*results, strict=True))
 
 

@@ -26,6 +26,7 @@ from treepack.model.load import load_model
 from treepack.research.predictor.model import start_values
 from treepack.train.loop import train
 from treepack.train.options import TrainOptions
+from treepack.train.setup.compute import ComputeSetting
 from treepack.train.setup.opening import open_run
 from treepack.train.step import StepMetrics
 
@@ -113,7 +114,7 @@ def test_a_frozen_base_in_16_bits_gives_the_bits_of_one_in_float32(
     assert {name.split(".")[-2] for name, dtype in stored.items() if dtype == torch.float32} <= {"gate"}
     assert sum(dtype == torch.bfloat16 for dtype in stored.values()) >= 8
     lowered = go(packed, model, tmp_path / "lowered", dtype="bf16")
-    monkeypatch.setattr("treepack.train.setup.run_model.lower_base", lambda *_: None)
+    monkeypatch.setattr(ComputeSetting, "lower_products", lambda *_: None)
     whole = go(packed, model, tmp_path / "whole", dtype="bf16")
     assert [step.loss for step in lowered] == [step.loss for step in whole]
     mine, expected = weights_of(tmp_path / "lowered"), weights_of(tmp_path / "whole")

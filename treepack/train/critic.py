@@ -39,7 +39,7 @@ from treepack.files.remote.cache import local_copy, naming_addresses
 from treepack.ingest.readers.files.inputs import displayed
 from treepack.memory.shortage import LOADING, memory_errors
 from treepack.model.accept.compatibility import check_fits
-from treepack.model.adapters.adapter import base_of, lower_base
+from treepack.model.adapters.adapter import base_of
 from treepack.model.experts.replay import check_routes
 from treepack.model.head.value_head import VALUE_FILE, read_value_head
 from treepack.model.load import load_model, read_config
@@ -118,9 +118,8 @@ def open_critic(trie: Trie, model: str | Path, options: CriticOptions, *, tokeni
             device=compute.device,
             value_head=True,
         )
-        if compute.autocast is not None:
-            loaded.model.requires_grad_(False)
-            lower_base(loaded.causal, compute.autocast)
+        loaded.model.requires_grad_(False)
+        compute.lower_products(loaded.causal)
     if options.routes == "replay" and trie.routes is not None:
         check_routes(loaded.causal, loaded.source, torch.from_numpy(np.asarray(trie.routes[:1])))
     if options.carry is not None:

@@ -36,7 +36,6 @@ from treepack.errors import TreepackError
 from treepack.files.manifest import Provenance
 from treepack.files.schema import ragged_dtype
 from treepack.memory.shortage import LOADING, memory_errors
-from treepack.model.adapters.adapter import lower_base
 from treepack.model.adapters.lora_options import LoraOptions
 from treepack.model.head.output_head import find_head
 from treepack.model.head.token_loss import filled_temperature
@@ -106,9 +105,8 @@ def open_scoring(packed: str | Path, model: str | Path, options: ScoreOptions) -
             seed=options.seed,
             lora=lora,
         )
-        if compute.autocast is not None:
-            loaded.model.requires_grad_(False)
-            lower_base(loaded.causal, compute.autocast)
+        loaded.model.requires_grad_(False)
+        compute.lower_products(loaded.causal)
     if options.sequence_ranks > 1:
         share_rows(loaded.causal, torch.distributed.group.WORLD)
     if options.carry is not None:

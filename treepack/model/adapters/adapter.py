@@ -4,7 +4,6 @@
     causal, LoraOptions --new_adapter--> PeftModel, initial weights        B is zero, so the model is unchanged
     causal, Adapter --read_adapter--> PeftModel, its weights               a trained adapter, which may train on
     PeftModel, weights --assign--> the same with these weights             train.sharding gives each rank its rows
-    causal, bf16 --lower_base--> the same, its frozen products in 16 bits
     PeftModel --save_adapter--> adapter_model.safetensors, adapter_config.json
 
 A LoRA adapter adds scale * B A x to the result W x of a linear layer or an expert, token by token. So it is exact under
@@ -27,11 +26,10 @@ from torch import Tensor, nn
 
 from treepack.errors import TreepackError, install_hint
 from treepack.files.remote.hub import is_offline
-from treepack.model.adapters.adapter_targets import ROUTERS, conv1d_class, find_targets
+from treepack.model.adapters.adapter_targets import conv1d_class, find_targets
 from treepack.model.adapters.lora_options import LoraOptions
-from treepack.model.experts.lora import follow_adapters, runs_ours
+from treepack.model.experts.lora import follow_adapters
 from treepack.model.foreign_errors import translate_errors
-from treepack.model.layers import find_layers
 from treepack.model.source import local_source
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
@@ -270,26 +268,6 @@ def check_trainable(source: str | Path, options: LoraOptions) -> None:
 def is_adapted(model: Any) -> bool:
     """Return True for a PeftModel, of which only the adapter is trained and saved."""
     return hasattr(model, "peft_config")
-
-
-@torch.no_grad()
-def lower_base(causal: Any, dtype: torch.dtype) -> None:
-    """Keep the frozen weights of the products of layers in `dtype`, that of the autocast of every later pass.
-
-    Autocast would cast them in every pass, so the results have the same bits, with half of the memory of float32. DoRA
-    reads norms of the weights, so its base stays as it is.
-    """
-    if any(getattr(module, "lora_magnitude_vector", None) for module in causal.modules()):
-        return
-    for name, module in (each for layer in find_layers(causal) for each in layer.named_modules()):
-        # Some routers are outside of autocast.
-        linear = type(module) is nn.Linear and ROUTERS.isdisjoint(name.split("."))
-        if not (linear or runs_ours(module)):
-            continue
-        for parameter in module.parameters(recurse=False):
-            # Biases of experts are added in float32.
-            if not parameter.requires_grad and parameter.dtype == torch.float32 and (linear or parameter.ndim == 3):
-                parameter.data = parameter.data.to(dtype)
 
 
 def assign(model: nn.Module, weights: dict[str, Tensor], dtype: torch.dtype) -> None:

@@ -18,7 +18,7 @@ from treepack.ingest.tokenization import load_tokenizer
 from treepack.memory.shortage import memory_errors
 from treepack.model.accept.compatibility import check_fits, position_limit
 from treepack.model.accept.saved_tokenizer import saved_tokenizer
-from treepack.model.adapters.adapter import adapter_base, is_adapted, lower_base
+from treepack.model.adapters.adapter import adapter_base, is_adapted
 from treepack.model.experts.active import num_weights
 from treepack.model.experts.replay import check_routes
 from treepack.model.experts.router_balance import RouterBalance
@@ -72,8 +72,7 @@ def load_run_model(model: str | Path, options: TrainOptions, compute: ComputeSet
                 lora=options.lora,
                 value_head=options.objective.has_values,
             )
-            if compute.autocast is not None and is_adapted(loaded.model):
-                lower_base(loaded.causal, compute.autocast)
+            compute.lower_products(loaded.causal)  # of an adapter's base
             adapt(loaded.causal, options, compute.device)
         if initial is not None:
             initial.fill(loaded.model)
