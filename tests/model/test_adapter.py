@@ -9,8 +9,7 @@ from typing import Any
 import peft
 import pytest
 import torch
-from torch import distributed, nn
-from torch.distributed.tensor import DTensor
+from torch import nn
 
 from support.oracle_model import Sample, alone, gradients, keep_norms, make_row, tiny_config, tiny_model, worst_error
 from treepack import TreepackError
@@ -31,7 +30,7 @@ from treepack.model.loaded import LoadedModel
 from treepack.model.verify.gradients import verify_gradients
 from treepack.train.options import TrainOptions
 from treepack.train.ranks import Ranks
-from treepack.train.sharding import check_sharing, load_sharded, whole_state
+from treepack.train.sharding import check_sharing
 
 SAMPLES = [
     Sample((1, 2, 3, 4, 5), (0, 1, 1, 1, 1)),
@@ -356,27 +355,6 @@ def test_an_adapter_over_4_bits_is_read_again_over_4_bits(base: Path, tmp_path: 
     over_whole = load_model(tmp_path / "adapter", attention="reference")
     losses = [row_loss(each, row()).item() for each in (loaded, again, over_whole)]
     assert losses[0] == losses[1] != losses[2]
-
-
-@pytest.mark.usefixtures("any_width")
-def test_a_sharded_base_of_4_bits_computes_the_same(base: Path) -> None:
-    options = TrainOptions(device="cpu", attention="reference", lora=LoraOptions(rank=3, quantize="nf4"))
-    whole = load_model(base, attention="reference", lora=options.lora)
-    store = distributed.HashStore()  # type: ignore[attr-defined]
-    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        sharded = load_sharded(base, options, torch.device("cpu"))
-        losses = [row_loss(each, row()) for each in (whole, sharded)]
-        torch.autograd.backward(losses[1])
-        rounded = [each for each in sharded.model.parameters() if each.dtype == torch.uint8]
-        assert len(rounded) == 14
-        assert all(isinstance(each, DTensor) for each in rounded)
-        assert all("lora_" in name for name in whole_state(sharded))
-        sizes = [[num_weights(each) for each in loaded.model.parameters()] for loaded in (whole, sharded)]
-    finally:
-        distributed.destroy_process_group()
-    assert sizes[0] == sizes[1]
-    assert losses[0].item() == losses[1].item()
 
 
 def test_a_base_of_4_bits_is_not_offloaded() -> None:
