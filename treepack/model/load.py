@@ -263,6 +263,8 @@ def build_model(
         **options,
         **quantized,
     )
+    for module in model.modules() if quantized else ():
+        module.support_avx512bf16_for_cpu = False  # products of bitsandbytes in bfloat16, and an order that shards lose
     # transformers only warns about missing weights and draws them at random. It does not list tied weights as missing.
     for problem in ("missing", "mismatched"):
         # "missing" holds names, "mismatched" holds (name, shape in the file, shape in the model)

@@ -13,8 +13,8 @@ pieces, `whole_weights` keeps everything gathered, because ranks then run differ
 
 Each rank reads its shards from safetensors (`model.weights.reading`), so that no rank holds the whole model. If
 transformers computes with weights when it loads them, each rank loads the whole model on the CPU and keeps its shard,
-and a note is made. A base of 4 bits is whole on every rank. Every rank has the whole weights of an adapter on its CPU
-for a moment, because they are few.
+and a note is made. A base of 4 bits too is whole on every rank until it is sharded. Every rank has the whole weights of
+an adapter on its CPU for a moment, because they are few.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from treepack.errors import TreepackError
 from treepack.memory.offload import LayerOffload
 from treepack.memory.shortage import memory_errors
 from treepack.model.adapters.adapter import assign, base_of, is_adapted, put_adapter
-from treepack.model.adapters.four_bits import quantization
+from treepack.model.adapters.four_bits import keeping_scales, quantization
 from treepack.model.experts.active import stacked_experts
 from treepack.model.experts.division import check_share
 from treepack.model.experts.over_ranks import share_experts, whole_experts
@@ -115,7 +115,8 @@ def load_sharded(source: str | Path, options: TrainOptions, device: torch.device
         assign(model, weights, torch.float32)
         if not (options.cpu_offload is True or rounded):  # bitsandbytes puts its weights on the device itself
             model.to(device)
-    root = _shard(model, causal, options, device)
+    with keeping_scales(causal):
+        root = _shard(model, causal, options, device)
     if plan is not None:
         assert files is not None
         fill(causal, plan, files, torch.device("cpu") if options.cpu_offload is True else device, base)
@@ -173,10 +174,8 @@ def _shard(model: Any, causal: Any, options: TrainOptions, device: torch.device)
         "mp_policy": MixedPrecisionPolicy(param_dtype=lower, reduce_dtype=torch.float32, cast_forward_inputs=False),
         "offload_policy": OffloadPolicy(),
     }
-    # Weights of 4 bits are whole on every rank: they are few bytes, and their blocks have no rows.
-    settings["ignored_params"] = {each for each in causal.parameters() if hasattr(each, "quant_state")}
     if options.ranks_of_experts > 1:
-        settings["ignored_params"] |= share_experts(causal, mesh, str(causal.config.name_or_path))
+        settings["ignored_params"] = share_experts(causal, mesh, str(causal.config.name_or_path))
     if options.cpu_offload is True:
         settings["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
     layers = find_layers(causal)
@@ -199,15 +198,10 @@ def check_sharing(options: TrainOptions, ranks: Ranks) -> None:
     """Refuse options that the ranks of the run cannot share a model with, before anything is loaded.
 
     Raises:
-        TreepackError: the ranks are no multiple of the expert ranks, or a base of 4 bits would be divided.
+        TreepackError: the ranks are no multiple of the expert ranks, or a base of 4 bits would be in host memory.
     """
-    if ranks.grouped and options.lora is not None and options.lora.quantize:
-        for name, given in (
-            ("cpu_offload", options.cpu_offload is True),
-            ("expert_ranks", options.ranks_of_experts > 1),
-        ):
-            if given:
-                raise TreepackError(f"quantize keeps the whole base of 4 bits on every rank; leave out {name}")
+    if ranks.grouped and options.lora is not None and options.lora.quantize and options.cpu_offload is True:
+        raise TreepackError("quantize rounds the base to 4 bits on the GPU of each rank; leave out cpu_offload")
     check_expert_ranks(options.ranks_of_experts, ranks.size, grouped=ranks.grouped)
 
 

@@ -12,6 +12,9 @@ from treepack.model.layers import find_decoder
 # Names of the number of experts that a token has, in configurations of transformers.
 _CHOSEN = ("num_experts_per_tok", "moe_topk", "moe_top_k", "top_k_experts")
 
+# Attribute of a sharded parameter of 4 bits: the number of its weights.
+ROUNDED = "_treepack_num_weights"
+
 _STACKED = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
@@ -58,4 +61,4 @@ def num_weights(parameter: Tensor) -> int:
     """Return the number of weights in a parameter, which may be rounded to 4 bits."""
     # bitsandbytes packs two weights into a byte and remembers the shape: [16, 16] is uint8 [128, 1]
     state = getattr(parameter, "quant_state", None)
-    return parameter.numel() if state is None else math.prod(state.shape)
+    return int(getattr(parameter, ROUNDED, parameter.numel()) if state is None else math.prod(state.shape))

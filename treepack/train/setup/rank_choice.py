@@ -165,22 +165,21 @@ def rank_needs(model: str | Path, options: TrainOptions, data: RunData, ranks: R
     memory, counts = _estimate(config, base)
     is_rounded = options.lora is not None and bool(options.lora.quantize)
     is_trained = adapter is None and (options.lora is None or options.lora.rank is None)
-    item = 8 if is_trained else 4  # a weight and its gradient
+    item = 8 if is_trained else _ROUNDED if is_rounded else 4  # a weight and its gradient
     state = int(counts.total * (_ROUNDED if is_rounded else _TRAINED if is_trained else _FROZEN))
-    # Weights of 4 bits are whole on every rank.
-    held = state if is_rounded else state // (options.ranks_of_experts if options.ranks_of_experts > 1 else ranks.size)
-    shared = options.ranks_of_experts > 1 or is_rounded
+    shared = options.ranks_of_experts > 1
+    held = state // (options.ranks_of_experts if shared else ranks.size)
     tokens = data.dataset.num_tokens[data.rows]
     num_experts, local = stacked_experts(config), ranks.size // (ranks.machines or 1)
     divisions = [n for n in range(ranks.size, 1, -1) if ranks.size % n == 0 and num_experts % n == 0]
     sequences = [n for n in range(1, local + 1) if local % n == 0 and _divides_heads(config, n)]
-    may_divide = options.expert_ranks == "auto" and options.cpu_offload is not True and not is_rounded
+    may_divide = options.expert_ranks == "auto" and options.cpu_offload is not True
     return RankNeeds(
         state=state,
         held=0 if options.cpu_offload is True else held,
-        gathered=0 if is_rounded else item * (counts.ends + 2 * (counts.layer - (counts.experts if shared else 0))),
-        experts=item * 2 * counts.experts,
-        whole=item * counts.total if options.carry is not None and options.attention != "flash" else None,
+        gathered=int(item * (counts.ends + 2 * (counts.layer - (counts.experts if shared else 0)))),
+        experts=int(item * 2 * counts.experts),
+        whole=int(item * counts.total) if options.carry is not None and options.attention != "flash" else None,
         row=lambda tokens: 0 if memory is None else memory.in_rows(tokens, memory.num_layers) - memory.state,
         longest=data.longest_row,
         usual=int(np.median(tokens)) if len(tokens) else 0,
@@ -188,7 +187,7 @@ def rank_needs(model: str | Path, options: TrainOptions, data: RunData, ranks: R
         # Ranks of one machine, because they exchange in every layer.
         sequences=sequences if options.sequence_ranks == "auto" else (options.ranks_of_row,),
         divisions=divisions if may_divide and num_experts else (),
-        can_offload=options.cpu_offload == "auto" and not shared,
+        can_offload=options.cpu_offload == "auto" and not shared and not is_rounded,
     )
 
 
