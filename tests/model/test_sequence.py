@@ -122,6 +122,7 @@ def test_likeliest_words_and_states_of_all_ranks_add_up() -> None:
     for name in ("top_words", "top_logprobs", "states"):
         whole = getattr(expected, name)
         torch.testing.assert_close(sum(getattr(part, name) for part in parts), whole, rtol=1e-12, atol=0)
+    assert expected.states is not None
     assert torch.equal(expected.states, hidden[targets[2][targets[0]]])
 
 

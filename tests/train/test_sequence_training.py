@@ -54,7 +54,7 @@ def test_ranks_that_share_rows_train_as_one_process_does(tmp_path: Path) -> None
     plain = tiny_config(tmp_path / "plain.json", tie_word_embeddings=True)
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
     mixture = tiny_config(tmp_path / "mixture.json", "qwen3", **experts, model_type="qwen3_moe")
-    odd = {"num_attention_heads": 3, "num_key_value_heads": 3}  # heads that two ranks cannot divide
+    odd: dict[str, Any] = {"num_attention_heads": 3, "num_key_value_heads": 3}  # heads that two ranks cannot divide
     steps = {"steps": 2, "rows_per_step": 3, "sequence_ranks": 2}
     cases = [
         Case("whole", packed, plain, {**steps, "eval_every": 1, "checkpoint_layers": "all"}, held_out=held_out),

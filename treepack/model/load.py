@@ -28,6 +28,7 @@ from torch import Tensor
 
 from treepack.attention import IMPLEMENTATIONS, register, resolve, takes_chains
 from treepack.errors import TreepackError
+from treepack.files.model_source import local_source
 from treepack.files.remote.hub import is_offline, load_fault
 from treepack.model.accept.compatibility import check_config
 from treepack.model.accept.first_batch import mark_checked
@@ -40,7 +41,6 @@ from treepack.model.experts.interface import implementation_of
 from treepack.model.foreign_errors import translate_errors
 from treepack.model.head.value_head import add_value_head, named_weights
 from treepack.model.loaded import LoadedModel
-from treepack.model.source import local_source
 from treepack.model.text_half import check_type, choose_config, is_text_half, model_class, model_from_config
 from treepack.model.weights.files import weight_files
 from treepack.model.weights.reading import fill, find_plan

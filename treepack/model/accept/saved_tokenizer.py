@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from treepack.files.model_source import local_source
 from treepack.model.adapters.adapter import find_adapter
-from treepack.model.source import local_source
 
 # transformers finds a tokenizer by one of these files; a directory without any of them has no tokenizer to compare.
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")

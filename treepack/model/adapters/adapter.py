@@ -25,12 +25,12 @@ import torch
 from torch import Tensor, nn
 
 from treepack.errors import TreepackError, install_hint
+from treepack.files.model_source import local_source
 from treepack.files.remote.hub import is_offline
 from treepack.model.adapters.adapter_targets import conv1d_class, find_targets
 from treepack.model.adapters.lora_options import LoraOptions
 from treepack.model.experts.lora import follow_adapters
 from treepack.model.foreign_errors import translate_errors
-from treepack.model.source import local_source
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 

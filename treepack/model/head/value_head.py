@@ -25,9 +25,9 @@ from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
 from treepack.errors import TreepackError
+from treepack.files.model_source import local_source
 from treepack.files.remote.hub import is_offline
 from treepack.model.head.output_head import find_head
-from treepack.model.source import local_source
 
 VALUE_FILE = "value_head.safetensors"
 _NAME = "value_head"

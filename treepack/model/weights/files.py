@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 
 from treepack.errors import TreepackError
+from treepack.files.model_source import local_source
 from treepack.files.remote.hub import is_offline
 from treepack.model.foreign_errors import translate_errors
-from treepack.model.source import local_source
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 

@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from treepack.errors import TreepackError
+from treepack.files.model_source import NOT_THE_MODEL, local_source
 from treepack.files.remote.hub import snapshot
-from treepack.model.source import NOT_THE_MODEL, local_source
 from treepack.model.text_half import is_text_half
 from treepack.model.weights.files import INDEX_FILE, SINGLE_FILE, translate_read_errors, weight_files
 

@@ -36,6 +36,7 @@ from treepack.data.batch import make_batch
 from treepack.errors import TreepackError
 from treepack.files import schema
 from treepack.files.manifest import TokenizerEntry, check_part, file_sha256, read_manifest
+from treepack.files.model_source import local_source
 from treepack.memory.shortage import memory_errors
 from treepack.model.accept.compatibility import check_fits
 from treepack.model.adapters.adapter import is_adapted
@@ -43,7 +44,6 @@ from treepack.model.forward import hidden_states, prepare_batch
 from treepack.model.head.value_head import ValueHead, lent_head
 from treepack.model.load import hide_progress_bars, load_model
 from treepack.model.loaded import LoadedModel
-from treepack.model.source import local_source
 from treepack.pack.row import Row
 from treepack.research.predictor.record import FORMAT, HEAD, METRICS, RECORD, VERSION, read_values_record
 from treepack.research.predictor.rows import AnchorRow, anchor_prefixes, anchor_rows, tokens_alone

@@ -78,10 +78,10 @@ def default_stop_tokens(name: str | Path) -> tuple[int, ...]:
     """
     from transformers import GenerationConfig
 
+    from treepack.files.model_source import local_source
     from treepack.files.remote.hub import is_offline
     from treepack.model.adapters.adapter import base_of
     from treepack.model.load import read_config
-    from treepack.model.source import local_source
 
     base, _ = base_of(name, None)
     local = local_source(base)
