@@ -66,7 +66,10 @@ def test_a_pass_is_cut_then_pieces_get_shorter_then_chunks_of_logits() -> None:
 
 def test_the_end_names_the_smallest_plan_and_other_errors_are_not_tried_again() -> None:
     smallest = "pieces of 1,408 tokens, not joined, logits of 64 targets"
-    with pytest.raises(TreepackError, match=f"^out of memory in row 0 of 3,000 tokens with {smallest}; compute with"):
+    with pytest.raises(
+        TreepackError,
+        match=rf"^out of memory in row 0 of 3,000 tokens with the smallest plan \({smallest}\); compute with",
+    ):
         run(lambda *_: False, [3000], ScoreOptions(pass_tokens=1))
 
     def fails(*_: Any) -> bool:

@@ -275,9 +275,11 @@ def test_out_of_memory_in_the_update_is_one_sentence(packed: Path, config: Path,
         raise torch.OutOfMemoryError("no memory")
 
     handle = register_optimizer_step_pre_hook(fails)
-    with pytest.raises(TreepackError, match="out of memory in the update of the weights with the smallest plan"):
-        list(train(open_run(packed, config, CPU), tmp_path / "out"))
-    handle.remove()
+    try:
+        with pytest.raises(TreepackError, match="out of memory in the update of the weights with the smallest plan"):
+            list(train(open_run(packed, config, CPU), tmp_path / "out"))
+    finally:
+        handle.remove()  # of all optimisers of this process
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("can't allocate memory")])

@@ -200,7 +200,10 @@ def test_a_run_ends_if_no_smaller_plan_is_left(opened: Callable[..., TrainingRun
     run, notes = opened(), list[str]()
     in_forward(run, Failing(3, last=10**6))
     smallest = "2 layers recomputed, whole rows, not joined, logits of 64 targets"
-    with pytest.raises(TreepackError, match=rf"^out of memory in row \d+ of \d+ tokens.* with {smallest}; pack with"):
+    with pytest.raises(
+        TreepackError,
+        match=rf"^out of memory in row \d+ of \d+ tokens.* with the smallest plan \({smallest}\); pack with",
+    ):
         go(run, tmp_path / "out", notes)
     assert notes[-1].endswith(smallest)
 

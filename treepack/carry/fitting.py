@@ -70,7 +70,8 @@ def until_it_fits(
             start = str(error).partition(";")[0] if isinstance(error, TreepackError) else f"out of memory {place}"
             less = smaller(plan, error)
             if less is None:
-                raise TreepackError(f"{start} with {words(plan)}; {remedy}") from (error.__cause__ or error)
+                end = f"{start} with the smallest plan ({words(plan)}); {remedy}"
+                raise TreepackError(end) from (error.__cause__ or error)
         # Here the error is gone, whose frames keep the tensors of the attempt.
         undo()
         release_memory(device)
