@@ -20,13 +20,14 @@ from treepack.model.layers import adapted_layers, has_compiled_layers
 from treepack.train.options import TrainOptions
 from treepack.train.ranks import Ranks
 from treepack.train.setup import compile_choice, model_probe, run_memory
+from treepack.train.setup.choice_lines import choice_lines
 from treepack.train.setup.compile_choice import CompilationRecord, keep_compilation, known_compilation, pays
 from treepack.train.setup.compute import choose_compute
 from treepack.train.setup.memory_input import MemoryInput
 from treepack.train.setup.run_data import open_data
 from treepack.train.setup.run_memory import MemoryChoices, choose_memory
 from treepack.train.setup.run_model import check_fit, load_run_model
-from treepack.train.setup.run_plan import ModelProbe
+from treepack.train.setup.run_plan import ModelProbe, RunRoom, gib
 
 OPTIONS = TrainOptions(device="cpu", rows_per_step=2, compile=False, loss_chunk=64)
 PLAIN = ModelProbe(False, 4, 64, 12, 1000, 200.0, 100.0, 1e-4, 1.25e-4, 1e-3)
@@ -80,6 +81,20 @@ def test_as_few_layers_are_recomputed_as_memory_demands(plan: Plan, layers: int)
     assert set(about) == {"checkpoint-layers", "pass-tokens", "expected"}
     assert f"checkpoint-layers {layers} of 4: a token needs 2 KiB if layers keep" in about["checkpoint-layers"]
     assert "tokens/s in fp32" in about["expected"]
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw-8bit"])
+def test_host_memory_for_layers_names_what_would_leave_more(plan: Plan, optimizer: str) -> None:
+    choices, given = plan(device_for(3), carry=None)
+    given = replace(given, options=replace(given.options, optimizer=optimizer))
+    moved = replace(choices.plan, offload_checkpoints=True)
+    lines = choice_lines(moved, PLAIN, given.rows(), RunRoom(1 << 20), given, "", pieces=False)
+    assert "about" not in lines[-1]
+    assert " at most " in lines[-1]
+    (line,) = [line for line in lines if line.startswith("offload-checkpoints")]
+    weights = sum(p.numel() for p in given.loaded.model.parameters())
+    hint = f"; --optimizer adamw-8bit would leave {gib(6 * weights)} more"
+    assert line == "offload-checkpoints on: nothing fits without it" + (hint if optimizer == "adamw" else "")
 
 
 def test_the_expected_rate_is_the_measured_one(plan: Plan) -> None:
