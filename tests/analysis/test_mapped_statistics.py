@@ -22,7 +22,7 @@ from support.strategies import make
 from support.trie_files import saved
 from support.written_rollouts import write_rollouts
 from treepack import PackOptions, StatsOptions, TreepackError, build_trie_directory, check, pack_trie, stats
-from treepack.analysis import forecast, turns
+from treepack.analysis import forecast
 from treepack.analysis.forecast import trained_of, whole_work
 from treepack.analysis.lost_sharing import added_tokens
 from treepack.pack import expected
@@ -40,8 +40,7 @@ MEMORY = 1 << 20  # enough for the nodes and trajectories of the small tries of 
 def small_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
     """Map every array of a trie, and read few tokens at a time."""
     monkeypatch.setattr(storage, "SHARE", 1 << 60)
-    for module in (token_ranges, turns):
-        monkeypatch.setattr(module, "RANGE_TOKENS", 5)
+    monkeypatch.setattr(token_ranges, "RANGE_TOKENS", 5)
     monkeypatch.setattr(storage, "RELEASE_TOKENS", 1)
     monkeypatch.setattr(forecast, "TRAJECTORIES_AT_ONCE", 1)
 

@@ -17,7 +17,7 @@ from treepack.model.layers import adapt_layers, adapted_layers
 from treepack.model.load import load_model
 from treepack.model.loaded import LoadedModel
 from treepack.train.ranks import Ranks
-from treepack.train.setup.model_probe import agreed, chains, probe_model
+from treepack.train.setup.model_probe import agreed, cast_bytes, chains, probe_model
 from treepack.train.setup.run_plan import ModelProbe
 
 LAYERS = 3
@@ -59,6 +59,7 @@ def test_peaks_and_times_give_the_bytes_and_seconds_of_a_token(loaded: LoadedMod
         "seconds_kept": pytest.approx(device.seconds),
         "seconds_recomputed": pytest.approx(1.25 * device.seconds),
         "launch": pytest.approx(max(device.launch, 16 * device.seconds)),
+        "casts": 0,
     }
     assert asdict(result) == expected
     assert device.passes == 3 * 2 * 2  # 128 tokens take 12.8 starts
@@ -141,3 +142,19 @@ def test_ranks_agree_on_the_largest_numbers(loaded: LoadedModel) -> None:
     assert replace(result, fixed=0, kept=0, recomputed=0, seconds_kept=0, seconds_recomputed=0, launch=0) == replace(
         own, fixed=0, kept=0, recomputed=0, seconds_kept=0, seconds_recomputed=0, launch=0
     )
+
+
+def test_the_weights_of_products_are_cast_to_16_bits(loaded: LoadedModel) -> None:
+    layers = loaded.causal.model.layers
+    linear = [module.weight.numel() for module in layers.modules() if isinstance(module, torch.nn.Linear)]
+    assert cast_bytes(loaded.causal) == 2 * sum(linear) > 0
+    layers.to(torch.bfloat16)
+    assert cast_bytes(loaded.causal) == 0
+
+
+def test_casts_are_no_bytes_of_a_token(loaded: LoadedModel) -> None:
+    device = SimulatedDevice(free=10**9)
+    plain, fused = probe(loaded, device), probe(loaded, device, casts=128_000)
+    assert plain.kept - fused.kept == pytest.approx(128_000 / 256)
+    assert fused.pass_bytes(256, 0, 96) == plain.pass_bytes(256, 0, 96)
+    assert fused.pass_bytes(10_000, 0, 96) < plain.pass_bytes(10_000, 0, 96)

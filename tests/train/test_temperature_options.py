@@ -111,14 +111,15 @@ def test_columns_fit_the_loss_or_are_refused(treepack: Command, tmp_path: Path) 
 
 
 def test_gaps_and_greedy_samples_are_refused_before_the_model_is_loaded(treepack: Command, tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    model = tiny_config(tmp_path / "model" / "config.json").parent  # without weights: to load it would be another error
     for temperatures, message in (
         ([T, nan], "have no temperature and others have one; give the sampler's temperature for them as --temperature"),
         ([0.0], "were sampled at the temperature 0, but ratios need the probabilities of a sampler"),
     ):
         packed = written(tmp_path / str(temperatures[0]), temperatures)
         for command in (("train", "--loss", "grpo"), ("logprobs",)):
-            # A model that does not exist: loading it would raise another error.
-            done = treepack(command[0], packed, *command[1:], "--model", "no-such-model", "--out", tmp_path / "out")
+            done = treepack(command[0], packed, *command[1:], "--model", model, "--out", tmp_path / "out")
             assert (done.status, message in last_line(done.err)) == (1, True)
 
 
