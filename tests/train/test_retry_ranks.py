@@ -38,7 +38,8 @@ def test_all_ranks_go_on_if_the_memory_of_one_runs_out(tmp_path: Path) -> None:
     steps = {"steps": 3, "rows_per_step": 3, "checkpoint_every": 0}
     # A row of 128 tokens needs 50 GiB, and 5 GiB if two of three layers are recomputed.
     memory = ScriptedMemory((60 * GIB, 60 * GIB), kept=0.4 * GIB, recomputed=0.04 * GIB, steps=2, taken=(0, 20 * GIB))
-    auto = {**steps, "compile": False, "carry": None, "loss_chunk": 64}
+    # One pass for each row: with one pass a step, ranks would keep no whole weights.
+    auto = {**steps, "compile": False, "carry": None, "loss_chunk": 64, "pass_tokens": 1}
     taken = Case("taken", packed, config, auto, memory=memory)
     forward = Case("forward", packed, config, {**steps, "carry": 8}, shortage=ScriptedShortage(1, 5))
     backward = Case("backward", packed, config, {**steps, "carry": 8}, shortage=ScriptedShortage(0, 3, backward=True))

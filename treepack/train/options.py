@@ -124,7 +124,7 @@ class TrainOptions:
     whole_weights: bool | str = option(
         "auto",
         "Keep all weights and gradients on each rank during a step, and exchange them once a step instead of in each "
-        "pass; auto does so if they fit beside the passes.",
+        "pass; auto does so if a step has several passes and they fit beside them.",
     )
     # Checkpoints and evaluation
     checkpoint_every: int = option(100, "Optimiser steps between checkpoints; 0 for none.", minimum=0)

@@ -206,7 +206,7 @@ class _Planner:
         if wanted and may_keep_whole(given):
             room = replace(room, gpu=room.gpu + whole)
         # Rows in pieces gather the whole weights in any case, and one pass a step gathers them once.
-        repeated = plan.pieces is None and self.rows.step_tokens > plan.pass_tokens
+        repeated = plan.pieces is None and self.rows.step_tokens > max(plan.pass_tokens, self.rows.longest_of_all)
         if may_keep_whole(given) and (wanted or (repeated and plan.num_bytes + whole <= room.gpu)):
             plan = replace(plan, whole_weights=True, num_bytes=plan.num_bytes + whole)
         lines = choice_lines(plan, probe, self.rows, room, given, about_compilation, pieces=bool(pieces))
