@@ -7,7 +7,6 @@ training: step 1 of 300, loss 1.2345, ...           a line for each step, or a b
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import signal
@@ -94,22 +93,9 @@ def import_torch() -> None:
     from treepack.train.input_checks import require_torch
 
     require_torch(click.get_current_context().command_path)
-    with stage_lines("importing torch and transformers"), _without_collections():
+    with stage_lines("importing torch and transformers"):
         for name in ("treepack.train.setup.opening", "transformers.modeling_utils", "transformers.masking_utils"):
             import_module(name)
-
-
-@contextmanager
-def _without_collections() -> Iterator[None]:
-    """Collect no garbage during the block: half a million objects of imported modules stay, and searching them is slow.
-
-    7 % of the processor time of these imports, which `benchmarks/first_minute.py` measures part by part.
-    """
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 def keep_compiled_code() -> None:
