@@ -46,7 +46,7 @@ def test_all_ranks_go_on_if_the_memory_of_one_runs_out(tmp_path: Path) -> None:
     # Only held-out rows are longer than a piece.
     held_out = packed_directory(tmp_path / "held-out", rollouts[:8], capacity=80)
     failing = ScriptedShortage(0, 2, forward=True)
-    each = {**steps, "carry": 40, "eval_every": 1}  # memory runs out in the first evaluation, and training goes on
+    each = {**steps, "carry": 40, "eval_every": 1}  # one evaluation lacks memory, and training continues
     evaluation = Case("evaluation", packed, config, each, shortage=failing, held_out=held_out)
     results = train_over(2, tmp_path, [taken, forward, backward, evaluation])
     alone = [replace(each, memory=None, shortage=None) for each in (taken, forward, backward, evaluation)]

@@ -43,7 +43,7 @@ def imported(path: Path) -> Iterator[str]:
 
 
 def foreign_names() -> set[str]:
-    """Return what the trainer and all modules below it import from other packages."""
+    """Return the names that the trainer and all modules below it import from other packages."""
     left, seen, foreign = [START], set(), set()
     while left:
         name = left.pop()

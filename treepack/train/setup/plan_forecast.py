@@ -25,7 +25,7 @@ class PlanForecast:
     whole: int = 0
 
     def as_record(self) -> dict[str, Any]:
-        """Return what cannot be read from the rows, as JSON values."""
+        """Return the numbers that rows do not have, as JSON values."""
         return {"probe": asdict(self.probe), "moved": self.moved, "whole": self.whole}
 
     def num_bytes(self, plan: RunPlan, longest: int | None = None) -> int | None:
