@@ -79,6 +79,20 @@ def test_the_end_names_the_smallest_plan_and_other_errors_are_not_tried_again() 
         run(fails, [900], ScoreOptions())
 
 
+def test_a_pass_in_which_other_ranks_wait_does_not_run_again() -> None:
+    sharded = replace(packed_model("qwen3"), root=torch.nn.Identity())
+
+    def fails(*_: Any) -> list[int]:
+        raise torch.OutOfMemoryError
+
+    passes = ForwardPasses(sharded, forward_plan(ScoreOptions(pass_tokens=1), torch.device("cpu")))
+    with pytest.raises(
+        TreepackError,
+        match=r"^out of memory in row 0 of 3,000 tokens with whole rows, .* targets, and other ranks wait;",
+    ):
+        list(passes.results([Sized(0, 3000)], fails))
+
+
 def test_values_of_a_critic_are_equal_in_passes_that_had_to_be_cut() -> None:
     trie = build_trie([make(f"t{i}", [i, *range(1, 8)], reward=0.0) for i in range(6)], share="all")
     members = plan_rows(trie, capacity=8, method="contiguous").members()

@@ -41,6 +41,7 @@ def until_it_fits(
     place: str,
     remedy: str,
     undo: Callable[[], None] = lambda: None,
+    waits: Callable[[Exception], bool] = lambda _: False,
     words: Callable[[Any], str] = plan_in_words,
     note: Callable[[str], None] = _log.info,
 ) -> tuple[T, P]:
@@ -54,11 +55,12 @@ def until_it_fits(
         place: "in row 3 of 512 tokens", in the sentences, unless the error has its own.
         remedy: what a user may do if no plan fits.
         undo: removes the traces of an attempt that failed, such as gradients.
+        waits: returns True if other ranks wait inside the attempt that failed, which cannot run again then.
         words: returns a plan in words.
         note: called with a sentence for each plan that was too large.
 
     Raises:
-        TreepackError: no plan fits.
+        TreepackError: no plan fits, or other ranks wait.
     """
     random = torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     while True:
@@ -68,10 +70,11 @@ def until_it_fits(
             if not is_memory_error(error.__cause__ or error):
                 raise
             start = str(error).partition(";")[0] if isinstance(error, TreepackError) else f"out of memory {place}"
-            less = smaller(plan, error)
+            others_wait = waits(error)
+            less = None if others_wait else smaller(plan, error)
             if less is None:
-                end = f"{start} with the smallest plan ({words(plan)}); {remedy}"
-                raise TreepackError(end) from (error.__cause__ or error)
+                end = f"{words(plan)}, and other ranks wait" if others_wait else f"the smallest plan ({words(plan)})"
+                raise TreepackError(f"{start} with {end}; {remedy}") from (error.__cause__ or error)
         # Here the error is gone, whose frames keep the tensors of the attempt.
         undo()
         release_memory(device)
@@ -82,9 +85,9 @@ def until_it_fits(
         note(f"{start}; it runs again with a smaller plan: {words(plan)}")
 
 
-def is_alone(loaded: LoadedModel, error: Exception) -> bool:
-    """Return True if no other rank waits in the pass that failed, so that it can run again."""
-    return isinstance(error, SharedShortageError) or (loaded.root is None and loaded.sequence is None)
+def ranks_wait(loaded: LoadedModel, error: Exception) -> bool:
+    """Return True if other ranks wait inside the pass that failed, so that it cannot run again."""
+    return not isinstance(error, SharedShortageError) and (loaded.root is not None or loaded.sequence is not None)
 
 
 def release_memory(device: torch.device) -> None:

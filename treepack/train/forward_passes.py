@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Protocol, TypeVar
 
 import torch
 
-from treepack.carry.fitting import is_alone, until_it_fits
+from treepack.carry.fitting import ranks_wait, until_it_fits
 from treepack.carry.offload import CarryMemory, spare_memory
 from treepack.carry.refusal import can_carry
 from treepack.carry.smaller_plan import RunPlan, smaller_plan
@@ -82,9 +83,7 @@ class ForwardPasses:
                 memory = spare_memory(loaded.device)
             return compute(joined(plan), plan, memory)
 
-        def smaller(plan: RunPlan, error: Exception) -> RunPlan | None:
-            if not is_alone(loaded, error):
-                return None
+        def smaller(plan: RunPlan, _: Exception) -> RunPlan | None:
             sizes = [_size(row) for row in joined(plan)]
             # No longer than the pass that failed: half of 1,000,000 would be the same pass.
             tried = replace(plan, pass_tokens=min(plan.pass_tokens, sum(sizes)))
@@ -95,7 +94,13 @@ class ForwardPasses:
                 first = joined(self.plan)
                 place = f"in {names_of([row.row_id for row in first])} of {sum(map(_size, first)):,} tokens"
                 results, self.plan = until_it_fits(
-                    attempt, self.plan, smaller, loaded.device, place=place, remedy=FORWARD_REMEDY
+                    attempt,
+                    self.plan,
+                    smaller,
+                    loaded.device,
+                    place=place,
+                    remedy=FORWARD_REMEDY,
+                    waits=partial(ranks_wait, loaded),
                 )
                 yield from zip(joined(self.plan), results, strict=True)
                 waiting = waiting[len(results) :]

@@ -166,7 +166,7 @@ class FittingRun:
             self._record(smaller)
 
     def _undo(self) -> None:
-        """Drop what a failed step leaves."""
+        """Drop gradients and counts of a failed step."""
         self._optimiser.zero_grad(set_to_none=True)
         forget_passes(self.run.loaded)
         if self.run.balance is not None:

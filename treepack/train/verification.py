@@ -10,10 +10,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor
 
-from treepack.carry.fitting import is_alone, until_it_fits
+from treepack.carry.fitting import ranks_wait, until_it_fits
 from treepack.data.batch import Batch
 from treepack.memory.device_memory import free_memory
 from treepack.model.loaded import LoadedModel
@@ -77,10 +78,10 @@ def verify_rows(
     def num_tokens(plan: MemoryPlan) -> int:
         return _tokens(_restrict(batches, given, plan)[0])
 
-    def smaller(plan: MemoryPlan, error: Exception) -> MemoryPlan | None:
+    def smaller(plan: MemoryPlan, _: Exception) -> MemoryPlan | None:
         less = plan.halved()
         fewer = less.max_tokens >= _MIN_TOKENS and num_tokens(less) < num_tokens(plan)
-        return less if fewer and is_alone(loaded, error) else None
+        return less if fewer else None
 
     place, remedy = f"for the gradients of {loaded.source}", "verify on a GPU with more free memory, or a smaller model"
     plan = _first_plan(loaded, batches, free)
@@ -92,6 +93,7 @@ def verify_rows(
         place=place,
         remedy=remedy,
         undo=lambda: loaded.model.zero_grad(set_to_none=True),
+        waits=partial(ranks_wait, loaded),
         words=lambda plan: f"{num_tokens(plan):,} tokens",
     )
     return report

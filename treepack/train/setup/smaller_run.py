@@ -9,9 +9,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
-from treepack.carry.fitting import is_alone, until_it_fits
+from treepack.carry.fitting import ranks_wait, until_it_fits
 from treepack.carry.offload import spare_memory
 from treepack.carry.refusal import can_carry
 from treepack.carry.smaller_plan import PLANNED, RunPlan, plan_in_words, smaller_plan
@@ -79,7 +80,7 @@ def fit_forward(
     rows: Sequence[int],
     note: Callable[[str], None] = _log.info,
 ) -> tuple[T, TrainingRun]:
-    """Return what a function without gradients returns for a run, and the run with the plan that fitted.
+    """Run a function without gradients; return its result, and the run with the plan that fitted.
 
     Gradients of the model are dropped if memory runs out. All ranks must call this.
 
@@ -88,8 +89,8 @@ def fit_forward(
     """
     loaded = run.loaded
 
-    def smaller(tried: TrainingRun, error: Exception) -> TrainingRun | None:
-        return smaller_run(tried, rows=rows) if is_alone(loaded, error) else None
+    def smaller(tried: TrainingRun, _: Exception) -> TrainingRun | None:
+        return smaller_run(tried, rows=rows)
 
     def undo() -> None:
         forget_passes(loaded)
@@ -110,6 +111,7 @@ def fit_forward(
         place=place,
         remedy=FORWARD_REMEDY,
         undo=undo,
+        waits=partial(ranks_wait, loaded),
         words=run_in_words,
         note=note,
     )
