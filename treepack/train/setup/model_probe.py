@@ -94,14 +94,7 @@ def probe_model(
                     if plain is None and len(known) > 1 and not fits(_predicted(known, length)):
                         continue
                     with recomputed_layers(loaded.causal, recomputed):
-                        for _ in range(2):
-                            row = chains(batch, length)
-                            start, before = meter.clock(), meter.allocated()
-                            meter.reset()
-                            with cast_once(keep=loaded.root is None):
-                                runner.backward(row)
-                            known[length] = max(0, meter.peak() - before)
-                            seconds[recomputed][length] = meter.clock() - start
+                        known[length], seconds[recomputed][length] = _measured(runner, batch, length, meter)
     finally:
         loaded.model.train(training)
     fixed, recomputed_bytes = _line(peaks[count])
@@ -121,6 +114,19 @@ def probe_model(
         launch=seconds[0][lengths[0]] if plain is None else plain.launch,
         casts=casts,
     )
+
+
+def _measured(runner: WholeRows, batch: Batch, length: int, meter: MemoryMeter) -> tuple[int, float]:
+    """Run a pass of `length` tokens twice; return the peak in bytes and the seconds of the second time."""
+    peak, seconds = 0, 0.0
+    for _ in range(2):
+        row = chains(batch, length)
+        start, before = meter.clock(), meter.allocated()
+        meter.reset()
+        with cast_once(keep=runner.loaded.root is None):
+            runner.backward(row)
+        peak, seconds = max(0, meter.peak() - before), meter.clock() - start
+    return peak, seconds
 
 
 def cast_bytes(causal: Any) -> int:
