@@ -3,7 +3,8 @@
     with simulated(device, causal):      counts the tokens of every pass of the model
         ... device.meter                 the MemoryMeter that a planner reads
 
-A pass over n tokens has a peak of fixed + n * (kept or recomputed) bytes, and takes launch + n * seconds.
+A pass over n tokens has a peak of fixed + n * (kept or recomputed) bytes, and takes launch + n * seconds. The last
+layer that is recomputed has its activations for a moment, so it saves nothing.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ class SimulatedDevice:
         """Count a pass."""
         adapted = adapted_layers(causal)
         share = 0.0 if adapted is None else adapted.recomputed / len(adapted.modules)
-        per_token = self.kept + share * (self.recomputed - self.kept)
+        saves = 0.0 if adapted is None else min(1.0, adapted.recomputed / max(1, len(adapted.modules) - 1))
+        per_token = self.kept + saves * (self.recomputed - self.kept)
         num_bytes = int(self.fixed + tokens * per_token)
         if num_bytes > self.free:
             raise torch.OutOfMemoryError(f"{num_bytes} bytes for {tokens} tokens")
@@ -89,8 +91,13 @@ class ScriptedMemory:
         def peak() -> int:
             if done:
                 return 0  # of a step
-            number = next(peaks)  # of each length two passes with every layer recomputed, and two with none
-            return int(LENGTHS[number // 4] * (self.recomputed if number % 4 < 2 else self.kept))
+            # Of each length two passes with every layer recomputed, and two with none; three of the first length. The
+            # last pass recomputes half of the layers.
+            number = next(peaks)
+            place = max(0, number - 2) if number > 5 else number // 3 * 2
+            if place >= 4 * len(LENGTHS):
+                return int(LENGTHS[-1] * (self.recomputed + self.kept) / 2)
+            return int(LENGTHS[place // 4] * (self.recomputed if place % 4 < 2 else self.kept))
 
         def free() -> int:
             return self.free[rank] - (self.taken[rank] if self.taken and len(done) >= self.steps else 0)

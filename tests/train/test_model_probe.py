@@ -17,7 +17,7 @@ from treepack.model.layers import adapt_layers, adapted_layers
 from treepack.model.load import load_model
 from treepack.model.loaded import LoadedModel
 from treepack.train.ranks import Ranks
-from treepack.train.setup.model_probe import agreed, cast_bytes, chains, probe_model
+from treepack.train.setup.model_probe import _Passes, agreed, cast_bytes, chains, probe_model
 from treepack.train.setup.run_plan import ModelProbe
 
 LAYERS = 3
@@ -56,13 +56,16 @@ def test_peaks_and_times_give_the_bytes_and_seconds_of_a_token(loaded: LoadedMod
         "fixed": device.fixed,
         "kept": pytest.approx(device.kept),
         "recomputed": pytest.approx(device.recomputed),
+        "of_layer": pytest.approx((device.kept - device.recomputed) / (LAYERS - 1)),
+        "covered": 0.0,
         "seconds_kept": pytest.approx(device.seconds),
         "seconds_recomputed": pytest.approx(1.25 * device.seconds),
         "launch": pytest.approx(max(device.launch, 16 * device.seconds)),
         "casts": 0,
     }
     assert asdict(result) == expected
-    assert device.passes == 3 * 2 * 2  # 128 tokens take 12.8 starts
+    # 128 tokens take 12.8 starts. One pass of each kind compiles, and one recomputes half of the layers.
+    assert device.passes == 3 * 2 * 2 + 2 + 1
     # The model is as before, except that gradients exist.
     adapted = adapted_layers(loaded.causal)
     assert adapted is not None
@@ -76,7 +79,7 @@ def test_longer_passes_run_until_the_processor_is_not_what_they_wait_for(loaded:
     # A start takes 1,000 us and a token 10: passes of 128 tokens or fewer show nothing of the GPU.
     device = SimulatedDevice(free=10**9, launch=0.001, seconds=1e-5)
     result = probe(loaded, device, lengths=(16, 64, 128, 256, 512, 1024))
-    assert device.passes == 4 * 2 * 2  # 256 recomputed tokens take 3.2 starts
+    assert device.passes == 4 * 2 * 2 + 3  # 256 recomputed tokens take 3.2 starts
     assert result.seconds_kept == pytest.approx(device.seconds)
     assert result.launch == pytest.approx(device.launch)
 
@@ -86,7 +89,7 @@ def test_compiled_layers_run_only_the_longest_passes_that_fit(loaded: LoadedMode
     # 128 kept tokens fit, and 256 recomputed ones.
     device = SimulatedDevice(free=1_000_000 + 300_000)
     result = probe(loaded, device, compiled=True, plain=plain)
-    assert device.passes == 2 * 2 + 2
+    assert device.passes == 2 * 2 + 2 + 3
     assert result.kept == pytest.approx(device.kept)
     assert result.recomputed == pytest.approx(device.recomputed)
     assert result.launch == plain.launch
@@ -96,7 +99,7 @@ def test_a_pass_that_does_not_fit_by_the_shorter_ones_is_not_run(loaded: LoadedM
     # 128 tokens fit, and 256 only if layers are recomputed; a pass that does not fit would raise an error.
     device = SimulatedDevice(free=1_000_000 + 300_000)
     result = probe(loaded, device)
-    assert device.passes == 4 * 2 * 2 - 2
+    assert device.passes == 4 * 2 * 2 - 2 + 3
     assert result.kept == pytest.approx(device.kept)
     assert result.recomputed == pytest.approx(device.recomputed)
 
@@ -113,7 +116,7 @@ def test_a_model_without_layers_to_recompute_has_one_line(tmp_path: Path) -> Non
     result = probe(plain, device)
     assert result.num_layers == 0
     assert result.kept == result.recomputed == pytest.approx(device.kept)
-    assert device.passes == 4 * 2
+    assert device.passes == 4 * 2 + 1
 
 
 def test_made_up_sequences_use_the_tokens_of_a_row() -> None:
@@ -158,3 +161,15 @@ def test_casts_are_no_bytes_of_a_token(loaded: LoadedModel) -> None:
     assert plain.kept - fused.kept == pytest.approx(128_000 / 256)
     assert fused.pass_bytes(256, 0, 96) == plain.pass_bytes(256, 0, 96)
     assert fused.pass_bytes(10_000, 0, 96) < plain.pass_bytes(10_000, 0, 96)
+
+
+def test_logits_that_are_free_again_when_a_layer_needs_most_do_not_count() -> None:
+    # A layer needs 5,000 bytes in its backward pass. Few logits are hidden by it; 9,000 bytes of more
+    # exceed it by 4,000.
+    passes = _Passes()
+    passes.bytes, passes.with_logits = {100: 20_000, 250: 50_000}, 54_000
+    assert passes.covered(9_000) == 5_000 / 250
+    passes.with_logits = 50_000
+    assert passes.covered(9_000) == 9_000 / 250  # at least
+    passes.with_logits = 59_000
+    assert passes.covered(9_000) == 0

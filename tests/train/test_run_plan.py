@@ -28,9 +28,17 @@ from treepack.train.setup.run_plan import (
 GIB, KIB = 1 << 30, 1 << 10
 AUTO = TrainOptions(device="cpu")
 # The shape of Qwen3-1.7B on an H100: 28 layers, 151,936 words, and a chunk of 2,048 targets.
-EAGER = ModelProbe(False, 28, 2048, 12 * 151_936, 6 * GIB, 3000 * KIB, 450 * KIB, 3.2e-5, 4.3e-5, 0.06)
+EAGER = ModelProbe(
+    False, 28, 2048, 12 * 151_936, 6 * GIB, 3000 * KIB, 450 * KIB, 3.2e-5, 4.3e-5, 0.06, of_layer=2550 * KIB / 27
+)
 FUSED = replace(
-    EAGER, compiled=True, kept=2000 * KIB, recomputed=400 * KIB, seconds_kept=2.1e-5, seconds_recomputed=2.8e-5
+    EAGER,
+    compiled=True,
+    kept=2000 * KIB,
+    recomputed=400 * KIB,
+    of_layer=1600 * KIB / 27,
+    seconds_kept=2.1e-5,
+    seconds_recomputed=2.8e-5,
 )
 COSTS = CarryCosts(28, 6 * GIB, 2100 * KIB, keys_values=4096, sums=8192, output=4096, lse=64)
 ROWS = RunRows(32_768, 32_768, 32_768, 262_144)
@@ -45,7 +53,17 @@ def probes() -> st.SearchStrategy[ModelProbe]:
     """Probes of models, whose recomputed layers need less memory and more time."""
     return st.builds(
         lambda layers, fixed, kept, share, seconds, more, launch: ModelProbe(
-            False, layers, 2048, 1_800_000, fixed, kept, kept * share, seconds, seconds * more, launch
+            False,
+            layers,
+            2048,
+            1_800_000,
+            fixed,
+            kept,
+            kept * share,
+            seconds,
+            seconds * more,
+            launch,
+            kept * (1 - share) / layers,
         ),
         st.integers(1, 40),
         st.integers(0, 20 * GIB),
@@ -183,7 +201,18 @@ def test_pieces_are_not_taken_if_whole_rows_are_faster() -> None:
 def test_kept_layers_keep_the_casts_of_their_weights() -> None:
     probe = replace(FUSED, casts=10 * GIB)
     sizes = [probe.pass_bytes(4096, n, 2048) - FUSED.pass_bytes(4096, n, 2048) for n in (0, 9, 27, 28)]
-    assert sizes == pytest.approx([10 * GIB, 10 * GIB * 2 / 3, 0, 0], abs=1)
+    assert sizes == pytest.approx([10 * GIB, 10 * GIB * 19 / 28, 10 * GIB / 28, 0], abs=1)
+
+
+def test_logits_count_as_far_as_they_exceed_what_a_layer_needs_later() -> None:
+    probe = replace(FUSED, chunk=128, covered=64 * KIB)
+    excess = [probe.pass_bytes(n, 14, 2048) - probe.pass_bytes(n, 14, 128) for n in (0, 4096, 100_000)]
+    assert excess == pytest.approx([1920 * probe.logits, 1920 * probe.logits - 4096 * 64 * KIB, 0], abs=1)
+
+
+def test_the_last_layers_to_run_again_save_nothing() -> None:
+    probe = replace(FUSED, num_layers=4, fixed=0, kept=40.0, of_layer=10.0, recomputed=15.0)
+    assert [probe.pass_bytes(10, n, 2048) for n in range(5)] == [400, 300, 200, 150, 150]
 
 
 def test_short_pieces_take_as_long_as_the_processor_starts_them() -> None:

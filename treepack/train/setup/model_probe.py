@@ -1,11 +1,13 @@
 """Measurement of a model before its first step: bytes and seconds of passes over a few made-up sequences.
 
-model, a row --probe_model--> ModelProbe        whole rows, with every layer recomputed and with none
-ModelProbe --agreed--> ModelProbe               the largest numbers of all ranks, so that all of them choose one plan
+model, a row --probe_model--> ModelProbe        whole rows, with every layer recomputed, half of them, and none
+ModelProbe --agreed--> ModelProbe               the cautious numbers of all ranks, so that all of them choose one plan
 
-Each length runs twice, because the first pass also compiles and asks the driver for memory. A longer pass runs only if
-the shorter ones took hardly longer than the processor needs to start them, and if it fits by them: ranks of a sharded
-model meet in every layer, so a rank that runs out of memory inside a pass would leave the others waiting.
+Each length runs twice: with few logits at a time for its memory, then with a chunk of them for its time. Logits would
+hide the memory of layers in such short passes, and hardly matter in long ones. Before them one pass compiles. A longer
+pass runs only if the shorter ones took hardly longer than the processor needs to start them, and if it fits by them:
+ranks of a sharded model meet in every layer, so a rank that runs out of memory inside a pass would leave the others
+waiting.
 """
 
 from __future__ import annotations
@@ -27,8 +29,10 @@ from treepack.model.loaded import LoadedModel
 from treepack.train.ranks import Ranks
 from treepack.train.setup.run_plan import ModelProbe
 
-# Tokens of the passes. From two lengths of at least a chunk of logits, a straight line gives the bytes of a token. None
-# is the size of a layer (64, 2048, ...), for which torch.compile would make code of its own.
+# Targets whose logits are in memory in passes that measure memory.
+FEW_LOGITS = 128
+# Tokens of the passes. From the two longest, a straight line gives the bytes of a token. None is the size of a layer
+# (64, 2048, ...), for which torch.compile would make code of its own.
 LENGTHS = (192, 2176, 4736, 9344, 18560)
 _BUSY = 3  # the time of a pass whose kernels are measured, in starts of a pass
 _CHAIN = 64  # tokens of each of their sequences: every model has these positions
@@ -36,6 +40,8 @@ _CHAIN = 64  # tokens of each of their sequences: every model has these position
 _LOGIT_BYTES = 12
 # Ranks compare integers of 64 bits: seconds in picoseconds, and bytes of a token in parts of 1,024.
 _UNITS = {"seconds_kept": 1e12, "seconds_recomputed": 1e12, "launch": 1e12, "kept": 1024.0, "recomputed": 1024.0}
+# Of these the smallest number promises least.
+_SAVINGS = ("of_layer", "covered")
 
 
 def probe_model(
@@ -52,7 +58,7 @@ def probe_model(
     plain: ModelProbe | None = None,
     casts: int = 0,
 ) -> ModelProbe:
-    """Measure forward and backward passes with every layer recomputed, and with none.
+    """Measure forward and backward passes with every layer recomputed, with half of them, and with none.
 
     All ranks of a sharded model must call this. Gradients of parameters exist in the end; weights and random generators
     are as before.
@@ -75,58 +81,89 @@ def probe_model(
     """
     adapted = adapted_layers(loaded.causal)
     count = 0 if adapted is None else len(adapted.modules)
-    peaks: dict[int, dict[int, int]] = {count: {}, 0: {}}  # of each number of recomputed layers, by tokens
-    seconds: dict[int, dict[int, float]] = {count: {}, 0: {}}
-    chosen = {number: lengths if plain is None else _longest(lengths, plain, number, fits) for number in peaks}
+    known = {count: _Passes(), 0: _Passes()}  # of each number of recomputed layers
+    chosen = {number: lengths if plain is None else _longest(lengths, plain, number, fits) for number in known}
     if plain is not None and count:
         chosen[0] = chosen[0][-1:]  # one pass beside the line of recomputed ones
-    runner, training = WholeRows(loaded, chunk, autocast), loaded.model.training
+    few, training = min(chunk, FEW_LOGITS), loaded.model.training
+    logits = _LOGIT_BYTES * int(loaded.causal.get_input_embeddings().weight.shape[0])
+    runners = [WholeRows(loaded, targets, autocast) for targets in (few, chunk)]
     loaded.model.train()
     devices = [loaded.device] if loaded.device.type == "cuda" else []
     try:
         with torch.random.fork_rng(devices=devices):
             for number, length in enumerate(lengths):
-                if number > 2 and plain is None and not on_any(_waits(seconds[count], seconds[0][lengths[0]])):
+                if number > 2 and plain is None and not on_any(_waits(known[count].seconds, known[0].start)):
                     break
-                for recomputed, known in peaks.items():
+                for recomputed, passes in known.items():
                     if length not in chosen[recomputed]:
                         continue
-                    if plain is None and len(known) > 1 and not fits(_predicted(known, length)):
+                    more = (min(chunk, length) - few) * logits
+                    if plain is None and len(passes.bytes) > 1 and not fits(_predicted(passes.bytes, length) + more):
                         continue
                     with recomputed_layers(loaded.causal, recomputed):
-                        known[length], seconds[recomputed][length] = _measured(runner, batch, length, meter)
+                        passes.measure(runners, batch, length, meter)
+            longest, half = max(known[0].bytes), count // 2
+            with recomputed_layers(loaded.causal, half):
+                between, _ = _measured(runners[0], batch, longest, meter) if half else (known[0].bytes[longest], 0.0)
     finally:
         loaded.model.train(training)
-    fixed, recomputed_bytes = _line(peaks[count])
-    longest = max(peaks[0])
-    best = {number: min(time / length for length, time in times.items()) for number, times in seconds.items()}
+    fixed, recomputed_bytes = _line(known[count].bytes)
+    # Casts of half of the layers are no bytes of a token either.
+    saved = known[0].bytes[longest] - between - casts * half / max(1, count)
+    kept = max(1.0, (known[0].bytes[longest] - fixed - casts) / longest)
+    best = {number: min(time / length for length, time in each.seconds.items()) for number, each in known.items()}
     return ModelProbe(
         compiled=compiled,
         num_layers=count,
-        chunk=min(chunk, max(peaks[count])),
-        logits=_LOGIT_BYTES * int(loaded.causal.get_input_embeddings().weight.shape[0]),
+        chunk=few,
+        logits=logits,
         fixed=fixed,
-        kept=max(1.0, (peaks[0][longest] - fixed - casts) / longest),
+        kept=kept,
+        of_layer=max(0.0, saved / longest / half) if half else max(0.0, kept - recomputed_bytes),
         recomputed=recomputed_bytes,
+        covered=min(each.covered((min(chunk, max(each.bytes)) - few) * logits) for each in known.values()),
         # Memory may be too small for a pass of many tokens that are kept.
         seconds_kept=min(best.values()),
         seconds_recomputed=best[count],
-        launch=seconds[0][lengths[0]] if plain is None else plain.launch,
+        launch=known[0].start if plain is None else plain.launch,
         casts=casts,
     )
 
 
+class _Passes:
+    """Peaks and times of passes with one number of recomputed layers, by tokens: `bytes` with few logits at a time."""
+
+    def __init__(self) -> None:
+        self.bytes, self.seconds = dict[int, int](), dict[int, float]()
+        self.with_logits = 0  # peak of the last pass with a chunk of logits
+
+    @property
+    def start(self) -> float:
+        """Seconds of the shortest pass."""
+        return self.seconds[min(self.seconds)]
+
+    def measure(self, runners: Sequence[WholeRows], batch: Batch, length: int, meter: MemoryMeter) -> None:
+        """Run passes of `length` tokens; `runners` have few logits in memory, and a chunk of them."""
+        if not self.bytes:  # this pass compiles
+            _measured(runners[-1], batch, length, meter)
+        self.bytes[length], _ = _measured(runners[0], batch, length, meter)
+        self.with_logits, self.seconds[length] = _measured(runners[-1], batch, length, meter)
+
+    def covered(self, logits: int) -> float:
+        """Return how many of the bytes of more logits are free again when a layer needs most, per token."""
+        longest = max(self.bytes)
+        return max(0.0, (logits - max(0, self.with_logits - self.bytes[longest])) / longest)
+
+
 def _measured(runner: WholeRows, batch: Batch, length: int, meter: MemoryMeter) -> tuple[int, float]:
-    """Run a pass of `length` tokens twice; return the peak in bytes and the seconds of the second time."""
-    peak, seconds = 0, 0.0
-    for _ in range(2):
-        row = chains(batch, length)
-        start, before = meter.clock(), meter.allocated()
-        meter.reset()
-        with cast_once(keep=runner.loaded.root is None):
-            runner.backward(row)
-        peak, seconds = max(0, meter.peak() - before), meter.clock() - start
-    return peak, seconds
+    """Run a pass of `length` tokens; return its peak in bytes and its seconds."""
+    row = chains(batch, length)
+    start, before = meter.clock(), meter.allocated()
+    meter.reset()
+    with cast_once(keep=runner.loaded.root is None):
+        runner.backward(row)
+    return max(0, meter.peak() - before), meter.clock() - start
 
 
 def cast_bytes(causal: Any) -> int:
@@ -180,11 +217,13 @@ def chains(batch: Batch, length: int) -> Batch:
 
 
 def agreed(probe: ModelProbe, ranks: Ranks) -> ModelProbe:
-    """Return the largest number of any rank for each measured number; all ranks must call this."""
+    """Return the most cautious number of any rank for each measured number; all ranks must call this."""
     values: dict[str, Any] = {}
     for each in fields(probe):
         value = getattr(probe, each.name)
-        if each.name in _UNITS:
+        if each.name in _SAVINGS:
+            values[each.name] = ranks.smallest(int(value * 1024)) / 1024
+        elif each.name in _UNITS:
             values[each.name] = -ranks.smallest(-int(value * _UNITS[each.name])) / _UNITS[each.name]
         elif each.name in ("fixed", "casts"):
             values[each.name] = -ranks.smallest(-value)

@@ -40,7 +40,7 @@ from treepack.train.setup.choice_lines import choice_lines
 from treepack.train.setup.compile_choice import CompilationRecord, keep_compilation, known_compilation, pays
 from treepack.train.setup.host_memory import host_room, moved_tensors, reserve_host
 from treepack.train.setup.memory_input import MemoryInput
-from treepack.train.setup.model_probe import agreed, cast_bytes, probe_model
+from treepack.train.setup.model_probe import FEW_LOGITS, agreed, cast_bytes, probe_model
 from treepack.train.setup.plan_forecast import PlanForecast
 from treepack.train.setup.run_plan import (
     ModelProbe,
@@ -352,7 +352,7 @@ def measured_pieces(given: MemoryInput, batch: Batch, chunk: int) -> CarryCosts 
     loaded, ranks, training = given.loaded, given.ranks, given.loaded.model.training
     loaded.model.train()  # transformers recomputes layers only in this mode
     costs = None
-    carry = CarryOptions(1, chunk=chunk, autocast=given.compute.lower_precision)
+    carry = CarryOptions(1, chunk=min(chunk, FEW_LOGITS), autocast=given.compute.lower_precision)
     with whole_weights(loaded):
         try:
             costs = measure_costs(loaded, batch, carry, meter=given.meter)

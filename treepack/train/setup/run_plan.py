@@ -8,11 +8,13 @@ probe measures, so they are tried only if nothing fits without them: host memory
 chunks of logits.
 
     bytes of a pass = fixed + casts of the kept layers + tokens * bytes of a token with n recomputed layers
+                      + logits of a chunk, as far as they exceed what the backward pass of a layer needs later
     seconds of a token = max(seconds with n recomputed layers and attention, seconds to start a pass / its tokens)
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -40,12 +42,14 @@ class ModelProbe:
         num_layers: layers that can be recomputed; 0 if the model has none.
         chunk: targets whose logits were in memory.
         logits: bytes of a target's logits.
-        fixed: bytes of a pass beside its tokens, with the logits of a chunk.
+        fixed: bytes of a pass beside its tokens, with the logits of `chunk` targets.
         kept: bytes of a token if every layer keeps its activations.
         recomputed: bytes of a token if every layer runs again in the backward pass.
         seconds_kept: of a token.
         seconds_recomputed: of a token.
         launch: seconds of a pass of few tokens, which the processor needs to start it.
+        of_layer: bytes of a token by which a layer needs less if it runs again, while others keep their activations.
+        covered: bytes of a token that the backward pass of a layer needs when logits are free again.
         casts: bytes of weights that layers cast, and keep for the backward pass unless they run again.
     """
 
@@ -59,6 +63,8 @@ class ModelProbe:
     seconds_kept: float
     seconds_recomputed: float
     launch: float
+    of_layer: float = 0.0
+    covered: float = 0.0
     casts: int = 0
 
     def pass_bytes(self, tokens: int, recomputed: int, chunk: int, *, moved: int = 0) -> int:
@@ -66,13 +72,15 @@ class ModelProbe:
 
         Each of these layers moves `moved` bytes of a token to host memory; the tensors of two layers are on the GPU.
         """
-        # The peak with all layers but one recomputed is hardly below that with all: 4 layers, kept 40, recomputed 10
-        # -> 40 30 20 10 10
-        share = min(1.0, recomputed / max(1, self.num_layers - 1))
-        per_token = self.kept + share * (self.recomputed - self.kept)
+        # The layer that runs again needs its activations for a moment, so the last one to be recomputed saves nothing:
+        # 4 layers, kept 40, of_layer 10, recomputed 15 -> 40 30 20 15 15
+        per_token = max(self.recomputed, self.kept - recomputed * self.of_layer)
+        if recomputed and recomputed == self.num_layers:
+            per_token = self.recomputed
         per_token -= max(0, recomputed - 2) * moved
-        fixed = max(0, self.fixed + (chunk - self.chunk) * self.logits) + (1 - share) * self.casts
-        return int(fixed + tokens * per_token)
+        logits = max(0.0, (chunk - self.chunk) * self.logits - self.covered * tokens)
+        casts = self.casts * (1 - recomputed / max(1, self.num_layers))
+        return int(self.fixed + casts + logits + tokens * per_token)
 
     def seconds(self, recomputed: int) -> float:
         """Return the seconds of a token in a long pass."""
@@ -226,7 +234,7 @@ def _in_pieces(
     counts = layer_counts(options, probe.num_layers, (piece.recomputed,))
     limit = options.carry if isinstance(options.carry, int) else None
     states, plan = 0, None
-    fixed = max(0, piece.costs.fixed + (chunk - probe.chunk) * probe.logits)
+    fixed = piece.costs.fixed + max(0, chunk - probe.chunk) * probe.logits
     while piece.recomputed in counts:
         costs = replace(piece.costs, fixed=fixed + states)
         try:
@@ -298,10 +306,12 @@ def _refusal(smallest: RunPlan | None, probes: Sequence[ModelProbe], rows: RunRo
             "train on more GPUs"
         )
     probe = next(each for each in probes if each.compiled == smallest.compile)
-    fixed = probe.pass_bytes(0, smallest.checkpoint_layers, smallest.loss_chunk)
-    per_token = (probe.pass_bytes(1 << 20, smallest.checkpoint_layers, smallest.loss_chunk) - fixed) / (1 << 20)
-    tokens = int((room.gpu - fixed) / max(per_token, 1.0)) // 128 * 128
-    capacity = f"pack with --capacity {tokens}" if tokens >= 128 else "train with --lora-rank or --optimizer adamw-8bit"
+    sizes = range(128, rows.longest, 128)
+    fitting = bisect_right(
+        sizes, room.gpu, key=lambda size: probe.pass_bytes(size, smallest.checkpoint_layers, smallest.loss_chunk)
+    )
+    tokens = sizes[fitting - 1] if fitting else 0
+    capacity = f"pack with --capacity {tokens}" if tokens else "train with --lora-rank or --optimizer adamw-8bit"
     return TreepackError(
         f"a row of {rows.longest:,} tokens needs at least {gib(smallest.num_bytes)} of GPU memory beside weights and "
         f"optimiser ({plan_in_words(smallest)}), and {gib(max(0, room.gpu))} are free; {capacity}, or train on more "
