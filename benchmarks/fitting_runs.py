@@ -23,6 +23,7 @@ import argparse
 import gc
 import json
 import math
+import os
 import subprocess
 import sys
 import tempfile
@@ -31,6 +32,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # as `treepack train` sets it
 
 import numpy as np
 import torch

@@ -93,6 +93,9 @@ def import_torch() -> None:
     from treepack.train.input_checks import require_torch
 
     require_torch(click.get_current_context().command_path)
+    # Tensors of long rows have a gigabyte each and many sizes; without this, free memory ends up in pieces too small.
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     with stage_lines("importing torch and transformers"):
         for name in ("treepack.train.setup.opening", "transformers.modeling_utils", "transformers.masking_utils"):
             import_module(name)

@@ -27,8 +27,8 @@ from treepack.train.options import CHUNK, TrainOptions
 # Chunks of logits, the first one by default: smaller ones add up the gradient of the output layer more often.
 CHUNKS = (CHUNK, 1024, 512, 256)
 SMALLEST_PASS = 1024
-# Pieces must promise this factor before they are measured.
-_WORTHWHILE = 1.03
+# Pieces must promise this factor: copies to host memory and the code between pieces are not in their estimates.
+_WORTHWHILE = 1.1
 # A forward pass is a third of a forward and backward pass.
 _FORWARD = 1 / 3
 
@@ -178,7 +178,7 @@ def choose_plan(
             plans = list(_plans(probes, rows, room, options, pieces, chunk, offload))
             fitting = [plan for plan in plans if plan.num_bytes <= room.gpu]
             if fitting:
-                return min(fitting, key=lambda plan: plan.seconds)  # the first one of equal ones
+                return min(fitting, key=_cautious_seconds)  # the first one of equal ones
             every += plans
     if not every and pieces:
         costs = min((each.costs for each in pieces), key=lambda costs: costs.piece)
@@ -188,6 +188,10 @@ def choose_plan(
             rows.longest_of_all, rows.longest_path, costs, gpu_bytes=room.gpu, host_bytes=room.host, limit=limit
         )
     raise _refusal(min(every, key=lambda plan: plan.num_bytes, default=None), probes, rows, room)
+
+
+def _cautious_seconds(plan: RunPlan) -> float:
+    return plan.seconds * (1 if plan.pieces is None else _WORTHWHILE)
 
 
 def _plans(
