@@ -173,6 +173,24 @@ def test_pieces_are_measured_only_if_they_may_win() -> None:
     assert not may_win(30 * GIB, 2.0), "all tokens of the row would run forward twice"
 
 
+def test_host_memory_for_layers_is_the_last_choice() -> None:
+    # A hybrid model with 248,320 words: 5.7 GiB of logits in 9.4 GiB, of which 4 GiB are states of branch points.
+    hybrid = ModelProbe(True, 32, 2048, 12 * 248_320, 6 * GIB, 2300 * KIB, 450 * KIB, 6.6e-5, 8.8e-5, 0.1)
+    rows = replace(ROWS, cut=lambda limit: replace(twice(1.3), states=40 if limit < 32_768 else 0))
+    costs = replace(COSTS, piece=300 * KIB, state=100 << 20)
+    room = RunRoom(int(9.4 * GIB), 200 * GIB, 14 * KIB)
+    alone = choose_plan([hybrid], rows, room, AUTO)
+    assert alone.offload_checkpoints
+    assert pieces_may_win(alone, [hybrid], replace(rows, cut=lambda _: twice(2.0)))
+    plan = choose_plan([hybrid], rows, room, AUTO, (PieceProbe(True, 32, costs),))
+    assert (plan.offload_checkpoints, plan.loss_chunk) == (False, 1024)
+    assert plan.carry is not None
+    # So do whole rows, if their logits fit in smaller chunks.
+    small = replace(hybrid, recomputed=200 * KIB)
+    assert choose_plan([small], rows, room, AUTO).loss_chunk < 2048
+    assert not choose_plan([small], rows, room, AUTO).offload_checkpoints
+
+
 def test_pieces_are_not_taken_if_whole_rows_are_faster() -> None:
     pieces = (PieceProbe(True, 0, COSTS),)
     rows = replace(ROWS, cut=lambda _: twice(1.9))

@@ -1,6 +1,6 @@
 """Measurement of a model before its first step: bytes and seconds of passes over a few made-up sequences.
 
-model, a row --probe_model--> ModelProbe        whole rows, with every layer recomputed and with none
+model, a row --probe_model--> ModelProbe        whole rows, with every layer recomputed, none, and three quarters
 ModelProbe --agreed--> ModelProbe               the largest numbers of all ranks, so that all of them choose one plan
 
 Each length runs twice, because the first pass also compiles and asks the driver for memory. A longer pass runs only if
@@ -52,7 +52,7 @@ def probe_model(
     plain: ModelProbe | None = None,
     casts: int = 0,
 ) -> ModelProbe:
-    """Measure forward and backward passes with every layer recomputed, and with none.
+    """Measure forward and backward passes with every layer recomputed, with none, and one with three quarters of them.
 
     All ranks of a sharded model must call this. Gradients of parameters exist in the end; weights and random generators
     are as before.
@@ -75,6 +75,7 @@ def probe_model(
     """
     adapted = adapted_layers(loaded.causal)
     count = 0 if adapted is None else len(adapted.modules)
+    some, peak = 3 * count // 4, 0  # one more pass, if it is not nearly one of the others
     peaks: dict[int, dict[int, int]] = {count: {}, 0: {}}  # of each number of recomputed layers, by tokens
     seconds: dict[int, dict[int, float]] = {count: {}, 0: {}}
     chosen = {number: lengths if plain is None else _longest(lengths, plain, number, fits) for number in peaks}
@@ -95,10 +96,13 @@ def probe_model(
                         continue
                     with recomputed_layers(loaded.causal, recomputed):
                         known[length], seconds[recomputed][length] = _measured(runner, batch, length, meter)
+            longest = max(peaks[0])
+            if some < count - 1:
+                with recomputed_layers(loaded.causal, some):
+                    peak, _ = _measured(runner, batch, longest, meter)
     finally:
         loaded.model.train(training)
     fixed, recomputed_bytes = _line(peaks[count])
-    longest = max(peaks[0])
     best = {number: min(time / length for length, time in times.items()) for number, times in seconds.items()}
     return ModelProbe(
         compiled=compiled,
@@ -113,6 +117,8 @@ def probe_model(
         seconds_recomputed=best[count],
         launch=seconds[0][lengths[0]] if plain is None else plain.launch,
         casts=casts,
+        # Casts of kept layers: as in `pass_bytes`.
+        spared=max(0.0, (peaks[0][longest] - peak - casts * some / (count - 1)) / longest / some) if peak else 0.0,
     )
 
 
@@ -180,7 +186,7 @@ def chains(batch: Batch, length: int) -> Batch:
 
 
 def agreed(probe: ModelProbe, ranks: Ranks) -> ModelProbe:
-    """Return the largest number of any rank for each measured number; all ranks must call this."""
+    """Return the largest number of any rank for each measured one, of `spared` the smallest; all must call this."""
     values: dict[str, Any] = {}
     for each in fields(probe):
         value = getattr(probe, each.name)
@@ -188,4 +194,6 @@ def agreed(probe: ModelProbe, ranks: Ranks) -> ModelProbe:
             values[each.name] = -ranks.smallest(-int(value * _UNITS[each.name])) / _UNITS[each.name]
         elif each.name in ("fixed", "casts"):
             values[each.name] = -ranks.smallest(-value)
+        elif each.name == "spared":
+            values[each.name] = float(ranks.smallest(int(value)))
     return replace(probe, **values)

@@ -11,6 +11,7 @@ or ranks would be idle.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -81,18 +82,10 @@ class RankNeeds:
         return self.row(min(pieces, -(-self.longest // self.sequences[-1])))
 
 
-@dataclass(frozen=True)
-class RankChoice:
-    """Options whose ranks and place of weights have values, and lines about the values that are not the usual ones."""
-
-    options: TrainOptions
-    lines: tuple[str, ...] = ()
-
-
 def choose_ranks(
     model: str | Path, options: TrainOptions, data: RunData, ranks: Ranks, meter: MemoryMeter | None
-) -> RankChoice:
-    """Choose the options of several ranks that are "auto"; all ranks must call this.
+) -> tuple[TrainOptions, tuple[str, ...]]:
+    """Choose the options of several ranks that are "auto"; return lines about unusual ones. All ranks must call this.
 
     Without a meter, as on a CPU, and in one process these are the usual ones.
 
@@ -104,7 +97,7 @@ def choose_ranks(
     if auto and ranks.size > 1 and meter is not None:
         free, host = ranks.smallest(meter.free()), ranks.smallest(host_room())
         values, lines = choose_division(rank_needs(model, options, data, ranks), ranks.size, free=free, host=host)
-    return RankChoice(replace(options, **{name: values[name] for name in auto}), lines)
+    return replace(options, **{name: values[name] for name in auto}), lines
 
 
 def choose_division(needs: RankNeeds, size: int, *, free: int, host: int) -> tuple[dict[str, Any], tuple[str, ...]]:
@@ -206,16 +199,14 @@ def _teacher_bytes(options: TrainOptions, longest: int) -> int:
 
 
 def _estimate(config: Any, name: str) -> tuple[ModelMemory | None, WeightCounts]:
-    try:
+    with suppress(TreepackError):
         memory = memory_of(config.to_dict(), name=name)
         return memory if isinstance(memory, ModelMemory) else None, count_weights(config.to_dict(), name=name)
-    except TreepackError:
-        return None, WeightCounts()
+    return None, WeightCounts()
 
 
 def _divides_heads(config: Any, size: int) -> bool:
-    try:
+    with suppress(TreepackError):
         check_heads(config, size, "")
-    except TreepackError:
-        return False
-    return True
+        return True
+    return False
