@@ -165,7 +165,8 @@ def count_recomputed(bench: Bench, rows: list[Batch]) -> int:
         meter=meter,
         fits=lambda num_bytes: num_bytes < meter.free(),
     )
-    return probe.fewest_recomputed(longest, bench.free_bytes(), CHUNK)
+    room, counts = bench.free_bytes(), range(probe.num_layers)
+    return next((n for n in counts if probe.pass_bytes(longest, n, CHUNK) <= room), probe.num_layers)
 
 
 def step(bench: Bench, way: Way) -> None:

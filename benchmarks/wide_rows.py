@@ -124,7 +124,8 @@ def auto_count(loaded: LoadedModel, row: Batch, num_layers: int) -> int:
     print(probe)
     torch.cuda.empty_cache()
     room = meter.free() - update_bytes(loaded.model, state_bytes=8) - 0.08 * meter.total
-    return probe.fewest_recomputed(row.num_tokens, room, CHUNK)
+    counts = range(probe.num_layers)
+    return next((n for n in counts if probe.pass_bytes(row.num_tokens, n, CHUNK) <= room), probe.num_layers)
 
 
 def measure(loaded: LoadedModel, adapted: AdaptedLayers, ways: list[Way], repeats: int) -> list[Result]:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 import support.interpreter  # noqa: F401  # before a kernel runs
 from support.experts import Tiny, exact, poisoned, relative, routed
@@ -114,6 +115,30 @@ def test_peft_loads_a_saved_adapter_and_treepack_trains_it_on(tmp_path: Path) ->
         torch.testing.assert_close(merged(TOKENS, use_cache=False).logits, expected)
     trained = [name for name, parameter in again.model.named_parameters() if parameter.requires_grad]
     assert sum("experts" in name for name in trained) == len(names)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "gpt_oss"])
+def test_peft_alone_computes_and_merges_the_saved_adapter(tmp_path: Path, kind: str) -> None:
+    base, adapter = str(tmp_path / "base"), str(tmp_path / "adapter")
+    tiny_family(kind).save_pretrained(base)
+    mine = adapted(tmp_path / "base")
+    save_adapter(mine.model, tmp_path / "adapter", None)
+    other = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float64, experts_implementation="eager")
+    theirs = peft.PeftModel.from_pretrained(other, adapter)
+    for causal in (mine.causal, other):
+        causal.set_attn_implementation("eager")
+    with torch.no_grad():
+        expected = mine.model(TOKENS, use_cache=False).logits
+        with mine.model.disable_adapter():
+            plain = mine.model(TOKENS, use_cache=False).logits
+        assert relative(plain, expected) > 1e-3
+        assert relative(theirs(TOKENS, use_cache=False).logits, expected) < 1e-9
+        merged = theirs.merge_and_unload()
+        assert relative(merged(TOKENS, use_cache=False).logits, expected) < 1e-9
+    ours = load_merged(base, adapter, seed=0).state_dict()
+    assert ours.keys() == merged.state_dict().keys()
+    for name, weight in merged.state_dict().items():
+        torch.testing.assert_close(ours[name], weight.float(), rtol=1e-6, atol=1e-7)
 
 
 def summed(weight: Tensor, adapter: ExpertAdapter | None) -> Tensor:

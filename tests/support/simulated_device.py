@@ -4,7 +4,8 @@
         ... device.meter                 the MemoryMeter that a planner reads
 
 A pass over n tokens has a peak of fixed + n * (kept or recomputed) bytes, and takes launch + n * seconds. The last
-layer that is recomputed has its activations for a moment, so it saves nothing.
+layer that is recomputed has its activations for a moment, so it saves nothing. With `layer`, layers keep and free bytes
+as those of a real pass (`LayerBytes`).
 """
 
 from __future__ import annotations
@@ -22,6 +23,21 @@ from treepack.model.layers import adapted_layers
 from treepack.train.setup.model_probe import LENGTHS
 
 
+@dataclass(frozen=True)
+class LayerBytes:
+    """Bytes of a token: that a kept layer keeps and a recomputed one, and that the end and a recomputation need."""
+
+    kept: float
+    input: float
+    end: float
+    again: float
+
+    def peak(self, recomputed: int, layers: int) -> float:
+        """Return the bytes of a token before the backward pass or, if more, in the first layer that runs again."""
+        inputs = recomputed * self.input
+        return inputs + max((layers - recomputed) * self.kept + self.end, self.again if recomputed else 0)
+
+
 @dataclass
 class SimulatedDevice:
     """The device; `allocated` bytes exist outside of passes, and `free` of `total` may be allocated."""
@@ -36,6 +52,7 @@ class SimulatedDevice:
     launch: float = 0.01
     allocated: int = 0
     passes: int = 0
+    layer: LayerBytes | None = None
 
     def __post_init__(self) -> None:
         """Start the clock."""
@@ -59,6 +76,8 @@ class SimulatedDevice:
         share = 0.0 if adapted is None else adapted.recomputed / len(adapted.modules)
         saves = 0.0 if adapted is None else min(1.0, adapted.recomputed / max(1, len(adapted.modules) - 1))
         per_token = self.kept + saves * (self.recomputed - self.kept)
+        if self.layer is not None and adapted is not None:
+            per_token = self.layer.peak(adapted.recomputed, len(adapted.modules))
         num_bytes = int(self.fixed + tokens * per_token)
         if num_bytes > self.free:
             raise torch.OutOfMemoryError(f"{num_bytes} bytes for {tokens} tokens")

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from support.oracle_model import packed_directory, tiny_config
 from support.rank_processes import Case, train_over
@@ -17,6 +18,10 @@ from support.strategies import make
 from treepack.costs.model_cost import PRESETS
 from treepack.errors import TreepackError
 from treepack.memory.model_memory import ModelMemory, count_weights, memory_of
+from treepack.model.adapters.adapter import save_adapter
+from treepack.model.adapters.lora_options import LoraOptions
+from treepack.model.load import load_model
+from treepack.objectives.objective import choose_objective
 from treepack.train.options import TrainOptions
 from treepack.train.ranks import Ranks
 from treepack.train.saving.choices import with_recorded
@@ -84,6 +89,18 @@ def needs(**changes: Any) -> RankNeeds:
         ),
         ({"held": 100 * GB, "state": 800 * GB, "can_offload": False}, {}, ""),
         ({"held": 300 * GB, "state": 2400 * GB}, {}, ""),  # nor on the host
+        # Every rank has the whole teacher: of 100 GB, 40 are for the run, 36 may be used, 22 beside weights.
+        ({"longest": 22_000, "whole": None, "teacher": 60 * GB}, {}, ""),
+        (
+            {"longest": 23_000, "whole": None, "teacher": 60 * GB},
+            {"sequence_ranks": 2},
+            "sequence-ranks 2: a row of 23,000 tokens needs 21.4 GiB on one GPU, of which 20.5 GiB is free",
+        ),
+        (
+            {"held": 34 * GB, "teacher": 60 * GB},
+            {"cpu_offload": True},
+            "cpu-offload on: weights and optimiser need 31.7 GiB of a GPU with 37.3 GiB free",
+        ),
     ],
 )
 def test_only_a_run_that_would_be_refused_or_idle_is_divided_otherwise(
@@ -136,13 +153,32 @@ def test_needs_follow_the_configuration_and_the_options(packed: Path, tmp_path: 
     assert rank_needs(unknown, options, data, ranks).divisions == ()
 
 
+@pytest.mark.parametrize(("dtype", "size"), [("bf16", 2), ("fp32", 4)])
+def test_needs_count_a_teacher_with_its_states_of_a_row(packed: Path, tmp_path: Path, dtype: str, size: int) -> None:
+    student, teacher = (tiny_config(tmp_path / f"{width}.json", hidden_size=width) for width in (16, 24))
+    loaded = load_model(teacher).causal
+    weights = sum(each.weight.numel() for each in loaded.modules() if isinstance(each, nn.Linear | nn.Embedding))
+    data = open_data(packed, TrainOptions(device="cpu"), Ranks())
+
+    def counted(source: Path, **loss: Any) -> int:
+        objective = choose_objective(**loss, teacher=str(source))
+        options = TrainOptions(device="cpu", dtype=dtype, objective=objective)
+        return rank_needs(student, options, data, Ranks(0, 2)).teacher
+
+    assert counted(teacher, name="opd") == size * weights
+    assert counted(teacher, name="distill") == size * (weights + 24 * data.longest_row)
+    adapter = tmp_path / "adapter"
+    save_adapter(load_model(teacher, lora=LoraOptions(rank=2)).model, adapter, None)
+    assert counted(adapter, name="opd") == size * weights
+    assert rank_needs(student, TrainOptions(device="cpu"), data, Ranks(0, 2)).teacher == 0
+
+
 def test_one_process_and_a_cpu_choose_nothing(packed: Path, tmp_path: Path) -> None:
     options = TrainOptions(device="cpu")
     data, meter = open_data(packed, options, Ranks()), ScriptedMemory((0,), 1.0, 1.0).meter(0)
     for ranks, device in ((Ranks(), meter), (Ranks(0, 2), None)):
         chosen = choose_ranks(tmp_path / "no model is read", options, data, ranks, device)
-        assert chosen.lines == ()
-        assert chosen.options == replace(options, **USUAL)
+        assert chosen == (replace(options, **USUAL), ())
 
 
 @pytest.mark.parametrize("name", ["sequence_ranks", "expert_ranks"])

@@ -236,7 +236,7 @@ def measured(run: TrainingRun, device: Device, *, kept: float, recomputed: float
     """Return the run as if passes over its longest row had been measured: GiB with and without activations."""
     longest = 128  # rows are padded
     kept, recomputed = kept * 2**30 / longest, recomputed * 2**30 / longest
-    probe = ModelProbe(False, LAYERS, 2048, 0, 0, kept, recomputed, 1, 1, 0, of_layer=kept - recomputed)
+    probe = ModelProbe(False, LAYERS, 2048, 0, 0, kept, recomputed, 1, 1, 0, spared=kept - recomputed)
     forecast = PlanForecast(probe, RunRows(longest, longest, longest, step_tokens=longest), moved=0)
     memory = StepMemory(device.meter, int(kept * longest), record=forecast.as_record(), forecast=forecast.num_bytes)
     return replace(run, memory=memory)

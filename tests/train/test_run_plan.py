@@ -29,14 +29,14 @@ GIB, KIB = 1 << 30, 1 << 10
 AUTO = TrainOptions(device="cpu")
 # The shape of Qwen3-1.7B on an H100: 28 layers, 151,936 words, and a chunk of 2,048 targets.
 EAGER = ModelProbe(
-    False, 28, 2048, 12 * 151_936, 6 * GIB, 3000 * KIB, 450 * KIB, 3.2e-5, 4.3e-5, 0.06, of_layer=2550 * KIB / 27
+    False, 28, 2048, 12 * 151_936, 6 * GIB, 3000 * KIB, 450 * KIB, 3.2e-5, 4.3e-5, 0.06, spared=2550 * KIB / 27
 )
 FUSED = replace(
     EAGER,
     compiled=True,
     kept=2000 * KIB,
     recomputed=400 * KIB,
-    of_layer=1600 * KIB / 27,
+    spared=1600 * KIB / 27,
     seconds_kept=2.1e-5,
     seconds_recomputed=2.8e-5,
 )
@@ -191,6 +191,24 @@ def test_pieces_are_measured_only_if_they_may_win() -> None:
     assert not may_win(30 * GIB, 2.0), "all tokens of the row would run forward twice"
 
 
+def test_host_memory_for_layers_is_the_last_choice() -> None:
+    # A hybrid model with 248,320 words: 5.7 GiB of logits in 9.4 GiB, of which 4 GiB are states of branch points.
+    hybrid = ModelProbe(True, 32, 128, 12 * 248_320, GIB // 2, 2300 * KIB, 450 * KIB, 6.6e-5, 8.8e-5, 0.1)
+    rows = replace(ROWS, cut=lambda limit: replace(twice(1.3), states=40 if limit < 32_768 else 0))
+    costs = replace(COSTS, fixed=GIB // 2, piece=300 * KIB, state=100 << 20)
+    room = RunRoom(int(9.4 * GIB), 200 * GIB, 14 * KIB)
+    alone = choose_plan([hybrid], rows, room, AUTO)
+    assert alone.offload_checkpoints
+    assert pieces_may_win(alone, [hybrid], replace(rows, cut=lambda _: twice(2.0)))
+    plan = choose_plan([hybrid], rows, room, AUTO, (PieceProbe(True, 32, costs),))
+    assert (plan.offload_checkpoints, plan.loss_chunk) == (False, 1024)
+    assert plan.carry is not None
+    # So do whole rows, if their logits fit in smaller chunks.
+    small = replace(hybrid, recomputed=200 * KIB)
+    assert choose_plan([small], rows, room, AUTO).loss_chunk < 2048
+    assert not choose_plan([small], rows, room, AUTO).offload_checkpoints
+
+
 def test_pieces_are_not_taken_if_whole_rows_are_faster() -> None:
     pieces = (PieceProbe(True, 0, COSTS),)
     rows = replace(ROWS, cut=lambda _: twice(1.9))
@@ -211,7 +229,7 @@ def test_logits_count_as_far_as_they_exceed_what_a_layer_needs_later() -> None:
 
 
 def test_the_last_layers_to_run_again_save_nothing() -> None:
-    probe = replace(FUSED, num_layers=4, fixed=0, kept=40.0, of_layer=10.0, recomputed=15.0)
+    probe = replace(FUSED, num_layers=4, fixed=0, kept=40.0, spared=10.0, recomputed=15.0)
     assert [probe.pass_bytes(10, n, 2048) for n in range(5)] == [400, 300, 200, 150, 150]
 
 

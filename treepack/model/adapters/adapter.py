@@ -293,6 +293,5 @@ def adapter_base(model: Any) -> str:
 
 def save_adapter(model: Any, directory: Path, weights: dict[str, Any] | None) -> None:
     """Write the adapter of a PeftModel in PEFT's own format; `weights` are whole tensors of a sharded model."""
-    options: dict[str, Any] = {} if weights is None else {"state_dict": weights}
-    model.save_pretrained(directory, save_embedding_layers=False, **options)
+    model.save_pretrained(directory, save_embedding_layers=False, state_dict=weights)
     (directory / "README.md").unlink(missing_ok=True)  # PEFT's empty form of a model card

@@ -316,7 +316,9 @@ def latest(
         read = functools.partial(_record, directory, store, name)
         record = ranks.together(read if ranks.rank == 0 else str)[0]
         if isinstance(record, dict):
-            path = directory / name if store is None else _copy_of(directory, name, record)
+            # A copy has a directory for each content.
+            digest = hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
+            path = directory / (name if store is None else f"{name}-{digest[:16]}")
             check = functools.partial(_check_share, path, store, name, record["files"], ranks)
             damage = next(filter(None, ranks.together(check)), None)
             if damage is None:
@@ -342,11 +344,6 @@ def _names(directory: Path, store: CheckpointUpload | None) -> list[str]:
 
 def _record(directory: Path, store: CheckpointUpload | None, name: str) -> dict[str, Any] | str:
     return read_record(directory / name) if store is None else store.record(name)
-
-
-def _copy_of(directory: Path, name: str, record: dict[str, Any]) -> Path:
-    """Return the directory for the copy of a checkpoint, which differs for each content."""
-    return directory / f"{name}-{hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()[:16]}"
 
 
 def _check_share(

@@ -272,12 +272,9 @@ def _values(record: dict[str, Any]) -> dict[str, Any]:
 
 def _write(path: AnyPath, record: dict[str, Any], *, is_new: bool = False) -> None:
     """Write a record; with `is_new`, only one of several processes can write it to a store."""
+    content = (json.dumps(record, indent=2) + "\n").encode()
     if not isinstance(path, Path):
-        object_store.write(path, _as_bytes(record), expected=None if is_new else object_store.ANY)
+        object_store.write(path, content, expected=None if is_new else object_store.ANY)
         return
     with finished_file(path, overwrite=True) as temporary:
-        temporary.write_bytes(_as_bytes(record))
-
-
-def _as_bytes(record: dict[str, Any]) -> bytes:
-    return (json.dumps(record, indent=2) + "\n").encode()
+        temporary.write_bytes(content)

@@ -117,10 +117,8 @@ def load_weights(path: Path, model: nn.Module, *, collective: dict[str, Any]) ->
     tensors = _model_tensors(model)
     try:
         saved = CheckpointReader(path).read_metadata().state_dict_metadata
-        heads = [
-            {key for key in keys if ".value_head." in key} for keys in (saved, [f"model.{name}" for name in tensors])
-        ]
-        alone = heads[0] ^ heads[1] if not (heads[0] and heads[1]) else set()
+        heads = [{key for key in keys if ".value_head." in key} for keys in (saved, map("model.{}".format, tensors))]
+        alone = set() if all(heads) else heads[0] ^ heads[1]
         files = linked_files(path)
         boxes = _boxes_by_name(model, tensors) if files else FileBoxes({}, {})
         inside = {
@@ -165,11 +163,8 @@ def _model_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 def _boxes_by_name(model: nn.Module, tensors: dict[str, Tensor]) -> FileBoxes:
     """Return the boxes in the files of the saved model by the names of `tensors`, which may differ for tied ones."""
-    names, state, boxes = (
-        {id(each): name for name, each in tensors.items()},
-        model.state_dict(keep_vars=True),
-        find_boxes(model),
-    )
+    names, state = {id(each): name for name, each in tensors.items()}, model.state_dict(keep_vars=True)
+    boxes = find_boxes(model)
     return replace(boxes, tensors={names[id(state[name])]: traced for name, traced in boxes.tensors.items()})
 
 

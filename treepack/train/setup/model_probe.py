@@ -41,7 +41,7 @@ _LOGIT_BYTES = 12
 # Ranks compare integers of 64 bits: seconds in picoseconds, and bytes of a token in parts of 1,024.
 _UNITS = {"seconds_kept": 1e12, "seconds_recomputed": 1e12, "launch": 1e12, "kept": 1024.0, "recomputed": 1024.0}
 # Of these the smallest number promises least.
-_SAVINGS = ("of_layer", "covered")
+_SAVINGS = ("spared", "covered")
 
 
 def probe_model(
@@ -120,7 +120,7 @@ def probe_model(
         logits=logits,
         fixed=fixed,
         kept=kept,
-        of_layer=max(0.0, saved / longest / half) if half else max(0.0, kept - recomputed_bytes),
+        spared=max(0.0, saved / longest / half) if half else max(0.0, kept - recomputed_bytes),
         recomputed=recomputed_bytes,
         covered=min(each.covered((min(chunk, max(each.bytes)) - few) * logits) for each in known.values()),
         # Memory may be too small for a pass of many tokens that are kept.

@@ -2,7 +2,7 @@
 
     options                   --choose_compute-->  ComputeSetting    device and dtype
     packed, options           --open_data-->       RunData           rows, steps, blocks; the same for held-out rows
-    model, RunData            --choose_ranks-->    RankChoice        ranks of a row and of experts, if there are several
+    model, RunData            --choose_ranks-->    TrainOptions      ranks of a row and of experts, if there are several
     model, options            --load_run_model-->  LoadedModel       its layers as in the options
     RunData, LoadedModel      --check_fit-->       RunFit            tokenizer and notes
     all of these              --choose_memory-->   MemoryChoices     one plan for all options that are "auto"
@@ -86,8 +86,9 @@ def open_run(
     ranks.any(False)
     if meter is None and compute.device.type == "cuda":
         meter = gpu_meter(compute.device)
-    choice = choose_ranks(model, replace(options, dtype=compute.dtype, blocks=data.blocks), data, ranks, meter)
-    options, ranks = choice.options, ranks.sharing(choice.options.ranks_of_row)
+    options = replace(options, dtype=compute.dtype, blocks=data.blocks)
+    options, chosen = choose_ranks(model, options, data, ranks, meter)
+    ranks = ranks.sharing(options.ranks_of_row)
     loaded = load_run_model(model, options, compute, ranks)
     balance = RouterBalance(loaded.causal, options.router_aux, source=loaded.source) if options.router_aux else None
     fit = check_fit(data, loaded, options, balance=balance, held_out=evaluated)
@@ -100,7 +101,7 @@ def open_run(
         ranks=ranks,
         memory=memory.memory,
         carry_memory=memory.carry_memory,
-        choices=(*choice.lines, *memory.lines),
+        choices=(*chosen, *memory.lines),
         teacher=teacher,
     )
     return make(
@@ -109,7 +110,7 @@ def open_run(
         table=data.table,
         division=data.division,
         tokenizer=fit.tokenizer,
-        notes=(*fit.notes, *choice.lines, *memory.lines, *memory.notes),
+        notes=(*fit.notes, *chosen, *memory.lines, *memory.notes),
         rewards=fit.rewards,
         balance=balance,
         held_out=None

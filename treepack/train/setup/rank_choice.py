@@ -11,6 +11,7 @@ or ranks would be idle.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,7 @@ class RankNeeds:
         longest: tokens of the longest trained row.
         usual: tokens of a usual row.
         rows: rows of a usual step.
+        teacher: bytes of a teacher, which every rank has whole.
         sequences: numbers of ranks that can share a row, ascending; never empty.
         divisions: numbers of ranks that can divide the experts, descending.
         can_offload: True if weights and optimiser may be in host memory.
@@ -68,6 +70,7 @@ class RankNeeds:
     longest: int
     usual: int
     rows: int
+    teacher: int = 0
     sequences: Sequence[int] = (1,)
     divisions: Sequence[int] = ()
     can_offload: bool = True
@@ -79,30 +82,22 @@ class RankNeeds:
         return self.row(min(pieces, -(-self.longest // self.sequences[-1])))
 
 
-@dataclass(frozen=True)
-class RankChoice:
-    """Options whose ranks and place of weights have values, and lines about the values that are not the usual ones."""
-
-    options: TrainOptions
-    lines: tuple[str, ...] = ()
-
-
 def choose_ranks(
     model: str | Path, options: TrainOptions, data: RunData, ranks: Ranks, meter: MemoryMeter | None
-) -> RankChoice:
-    """Choose the options of several ranks that are "auto"; all ranks must call this.
+) -> tuple[TrainOptions, tuple[str, ...]]:
+    """Choose the options of several ranks that are "auto"; return lines about unusual ones. All ranks must call this.
 
     Without a meter, as on a CPU, and in one process these are the usual ones.
 
     Raises:
-        TreepackError: the configuration of the model cannot be read.
+        TreepackError: the configuration of the model, or of its teacher, cannot be read.
     """
     auto = [name for name in _USUAL if getattr(options, name) == "auto"]
     values, lines = _USUAL, tuple[str, ...]()
     if auto and ranks.size > 1 and meter is not None:
         free, host = ranks.smallest(meter.free()), ranks.smallest(host_room())
         values, lines = choose_division(rank_needs(model, options, data, ranks), ranks.size, free=free, host=host)
-    return RankChoice(replace(options, **{name: values[name] for name in auto}), lines)
+    return replace(options, **{name: values[name] for name in auto}), lines
 
 
 def choose_division(needs: RankNeeds, size: int, *, free: int, host: int) -> tuple[dict[str, Any], tuple[str, ...]]:
@@ -114,6 +109,7 @@ def choose_division(needs: RankNeeds, size: int, *, free: int, host: int) -> tup
         free: bytes that the smallest rank may allocate on its GPU.
         host: bytes of host memory that it may use.
     """
+    free = max(0, free - needs.teacher)
     values, lines, room, held = dict(_USUAL), list[str](), int(_SHARE * free), needs.held
     gathered = needs.gathered
     if held + gathered + needs.shortest > room:
@@ -158,7 +154,7 @@ def rank_needs(model: str | Path, options: TrainOptions, data: RunData, ranks: R
     Rows of recurrent layers have no estimate, and count as rows that fit. So do models of unknown cost.
 
     Raises:
-        TreepackError: the configuration cannot be read.
+        TreepackError: as `choose_ranks`.
     """
     base, adapter = base_of(model, options.lora)
     config = read_config(base, options.attention)[0].get_text_config()
@@ -184,6 +180,7 @@ def rank_needs(model: str | Path, options: TrainOptions, data: RunData, ranks: R
         longest=data.longest_row,
         usual=int(np.median(tokens)) if len(tokens) else 0,
         rows=int(np.median([len(step.rows) for step in data.schedule])) if data.schedule else ranks.size,
+        teacher=_teacher_bytes(options, data.longest_row),
         # Ranks of one machine, because they exchange in every layer.
         sequences=sequences if options.sequence_ranks == "auto" else (options.ranks_of_row,),
         divisions=divisions if may_divide and num_experts else (),
@@ -191,17 +188,25 @@ def rank_needs(model: str | Path, options: TrainOptions, data: RunData, ranks: R
     )
 
 
+def _teacher_bytes(options: TrainOptions, longest: int) -> int:
+    """Return the bytes of a teacher's weights and, if the loss reads its laws, of its states of the longest row."""
+    if options.objective.teacher is None:
+        return 0
+    base, _ = base_of(options.objective.teacher, None)
+    config = read_config(base, options.attention)[0].get_text_config()
+    states = config.hidden_size * longest if options.objective.reads_law else 0
+    return (2 if options.dtype == "bf16" else 4) * (_estimate(config, base)[1].total + states)
+
+
 def _estimate(config: Any, name: str) -> tuple[ModelMemory | None, WeightCounts]:
-    try:
+    with suppress(TreepackError):
         memory = memory_of(config.to_dict(), name=name)
         return memory if isinstance(memory, ModelMemory) else None, count_weights(config.to_dict(), name=name)
-    except TreepackError:
-        return None, WeightCounts()
+    return None, WeightCounts()
 
 
 def _divides_heads(config: Any, size: int) -> bool:
-    try:
+    with suppress(TreepackError):
         check_heads(config, size, "")
-    except TreepackError:
-        return False
-    return True
+        return True
+    return False

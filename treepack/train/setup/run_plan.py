@@ -4,8 +4,8 @@
 
 A plan is whole rows or rows in pieces, a number of recomputed layers, the tokens of a pass, and compilation. The
 candidates are few: all of them are made, and the fastest one that fits is taken. Two more choices cost time that no
-probe measures, so they are tried only if nothing fits without them: host memory for the inputs of layers, and smaller
-chunks of logits.
+probe measures, so they are tried only if nothing fits without them: smaller chunks of logits, which cost a few percent,
+and then host memory for the inputs of layers, which may cost half of the speed.
 
     bytes of a pass = fixed + casts of the kept layers + tokens * bytes of a token with n recomputed layers
                       + logits of a chunk, as far as they exceed what the backward pass of a layer needs later
@@ -48,7 +48,7 @@ class ModelProbe:
         seconds_kept: of a token.
         seconds_recomputed: of a token.
         launch: seconds of a pass of few tokens, which the processor needs to start it.
-        of_layer: bytes of a token by which a layer needs less if it runs again, while others keep their activations.
+        spared: bytes of a token that one more recomputed layer does not keep.
         covered: bytes of a token that the backward pass of a layer needs when logits are free again.
         casts: bytes of weights that layers cast, and keep for the backward pass unless they run again.
     """
@@ -63,7 +63,7 @@ class ModelProbe:
     seconds_kept: float
     seconds_recomputed: float
     launch: float
-    of_layer: float = 0.0
+    spared: float = 0.0
     covered: float = 0.0
     casts: int = 0
 
@@ -72,9 +72,9 @@ class ModelProbe:
 
         Each of these layers moves `moved` bytes of a token to host memory; the tensors of two layers are on the GPU.
         """
-        # The layer that runs again needs its activations for a moment, so the last one to be recomputed saves nothing:
-        # 4 layers, kept 40, of_layer 10, recomputed 15 -> 40 30 20 15 15
-        per_token = max(self.recomputed, self.kept - recomputed * self.of_layer)
+        # The peak is before the backward pass, with all that layers keep, or in the recomputed layer that runs backward
+        # first, when the kept layers after it are free: 4 layers, kept 40, spared 10, recomputed 15 -> 40 30 20 15 15
+        per_token = max(self.recomputed, self.kept - recomputed * self.spared)
         if recomputed and recomputed == self.num_layers:
             per_token = self.recomputed
         per_token -= max(0, recomputed - 2) * moved
@@ -86,11 +86,6 @@ class ModelProbe:
         """Return the seconds of a token in a long pass."""
         share = recomputed / max(1, self.num_layers)
         return self.seconds_kept + share * (self.seconds_recomputed - self.seconds_kept)
-
-    def fewest_recomputed(self, tokens: int, room: float, chunk: int) -> int:
-        """Return the smallest number of recomputed layers with which a pass fits into `room`; all if none does."""
-        counts = range(self.num_layers)
-        return next((n for n in counts if self.pass_bytes(tokens, n, chunk) <= room), self.num_layers)
 
 
 @dataclass(frozen=True)
@@ -173,8 +168,8 @@ def choose_plan(
         TreepackError: no plan fits; the sentence names the smallest one.
     """
     every: list[RunPlan] = []
-    for chunk in CHUNKS if options.loss_chunk == "auto" else (int(options.loss_chunk),):
-        for offload in _values(options.offload_checkpoints, (False, True)):
+    for offload in _values(options.offload_checkpoints, (False, True)):
+        for chunk in CHUNKS if options.loss_chunk == "auto" else (int(options.loss_chunk),):
             plans = list(_plans(probes, rows, room, options, pieces, chunk, offload))
             fitting = [plan for plan in plans if plan.num_bytes <= room.gpu]
             if fitting:
@@ -267,7 +262,7 @@ def pieces_may_win(plan: RunPlan | None, probes: Sequence[ModelProbe], rows: Run
     To measure pieces takes time, because compiled layers are compiled again for them. At best no layer is recomputed
     and a row has two pieces; then only the tokens that run forward twice cost time.
     """
-    if plan is None:
+    if plan is None or plan.offload_checkpoints:  # a plan with host memory has no measured time
         return True
     if plan.checkpoint_layers == 0 or rows.longest_of_all <= 2 * SMALLEST_PIECE:
         return False
