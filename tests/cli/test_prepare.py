@@ -52,6 +52,13 @@ def test_an_output_that_exists_is_refused_before_anything_is_read(tmp_path: Path
     assert not (tmp_path / "d" / "trie").exists()
 
 
+def test_a_device_without_a_model_is_refused_before_anything_is_written(tmp_path: Path, treepack: Run) -> None:
+    refused = treepack("prepare", *TOKENS, "--device", "h100", "--out", tmp_path / "d")
+    assert refused.status == 2
+    assert "--device is the device of a model; give --model too, or neither" in refused.err
+    assert not (tmp_path / "d").exists()
+
+
 def test_a_step_that_fails_names_the_trie_that_is_complete(tmp_path: Path, treepack: Run) -> None:
     failed = treepack("prepare", *TOKENS, "--capacity", 3, "--out", tmp_path / "d")
     assert (failed.status, failed.err.count("\n")) == (1, 1)
