@@ -56,6 +56,11 @@ ranked_search_options = option_group(
 def _target(*, model: str | None, device: str | None) -> dict[str, Any]:
     if model is None and device is not None:
         raise click.UsageError("--device is the device of a model; give --model too, or neither")
+    device = device or StatsOptions().device
+    if model is not None:
+        from treepack.analysis.trie_forecast import read_target
+
+        read_target(model, device)  # refuses a wrong name before prepare writes a trie
     return {"model": model, "device": device}
 
 
@@ -100,8 +105,7 @@ def chosen_options(
     from treepack.analysis.trie_forecast import choose_options
 
     with progress_bars() as progress:
-        device = target["device"] or StatsOptions().device
-        return choose_options(trie, options, model=target["model"], device=device, memory=memory, progress=progress)
+        return choose_options(trie, options, **target, memory=memory, progress=progress)
 
 
 # Options that a plan file replaces: the limits and the search.
