@@ -3,6 +3,8 @@
     treepack: stopped by a fault of its own (ZeroDivisionError: division by zero, in treepack/pack/row.py:84); please
     report it with /tmp/treepack-fault-k3x9.txt, which has the traceback
 
+If a rank of several loses the connection to another one, the fault is that rank's, and the sentence names no file.
+
 The file has versions, the command and the traceback. Nothing here raises: without room for the file, the sentence
 contains the reason. With TREEPACK_TRACEBACK in the environment the traceback is also printed, for machines whose files
 do not outlive a job.
@@ -12,6 +14,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import sys
 import tempfile
 import traceback
@@ -19,6 +22,8 @@ from contextlib import suppress
 from pathlib import Path
 
 LONGEST = 300  # characters of the exception's message
+# The place of gloo's code in an error about a connection, and the classes of torch.distributed.
+LOST_RANK = re.compile(r"gloo/transport|^Dist(Backend|Network|Store)Error\b")
 
 
 def describe_fault(error: Exception) -> str:
@@ -27,7 +32,11 @@ def describe_fault(error: Exception) -> str:
     if os.environ.get("TREEPACK_TRACEBACK"):
         with suppress(OSError, ValueError):
             sys.stderr.write(text if text.endswith("\n") else f"{text}\n")
-    problem = f"stopped by a fault of its own ({_message(error)}{_place(error)})"
+    message = _message(error)
+    what = f"({message}{_place(error)})"
+    if LOST_RANK.search(message):
+        return f"stopped because another rank of the run ended or does not answer {what}; see the error of that rank"
+    problem = f"stopped by a fault of its own {what}"
     try:
         descriptor, name = tempfile.mkstemp(prefix="treepack-fault-", suffix=".txt")
         with os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:

@@ -52,6 +52,18 @@ ranked_search_options = option_group(
 )
 """Adds the options of a search and a number of ranks to a command, which receives them as `search: PackOptions`."""
 
+
+def _target(*, model: str | None, device: str | None) -> dict[str, Any]:
+    if model is None and device is not None:
+        raise click.UsageError("--device is the device of a model; give --model too, or neither")
+    device = device or StatsOptions().device
+    if model is not None:
+        from treepack.analysis.trie_forecast import read_target
+
+        read_target(model, device)  # refuses a wrong name before prepare writes a trie
+    return {"model": model, "device": device}
+
+
 model_options = option_group(
     "target",
     field_options(
@@ -66,7 +78,7 @@ model_options = option_group(
         },
         device={"metavar": "NAME|TFLOP/S", "default": None, "show_default": False},
     ),
-    dict,
+    _target,
 )
 """Adds a model and its device to a command, which receives them as `target: dict` for `chosen_options`."""
 
@@ -87,16 +99,13 @@ def chosen_options(
         TreepackError: no such model or device, or a trie that cannot be read or planned.
     """
     if target["model"] is None:
-        if target["device"] is not None:
-            raise click.UsageError("--device is the device of a model; give --model too, or neither")
         if options.capacity is not None:
             return options, ""
         return options, "the usual capacity that every trajectory fits; --model MODEL takes the one that trains fastest"
     from treepack.analysis.trie_forecast import choose_options
 
     with progress_bars() as progress:
-        device = target["device"] or StatsOptions().device
-        return choose_options(trie, options, model=target["model"], device=device, memory=memory, progress=progress)
+        return choose_options(trie, options, **target, memory=memory, progress=progress)
 
 
 # Options that a plan file replaces: the limits and the search.

@@ -69,6 +69,40 @@ def test_an_unforeseen_exception_names_a_file_with_its_traceback(
     assert "['treepack', 'formats']" in text
 
 
+LOSE_A_RANK = """
+import sys
+from importlib import import_module
+import torch
+from torch import distributed
+rank = int(sys.argv[1])
+distributed.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=2)
+distributed.all_reduce(torch.ones(1))
+if rank == 1:
+    import os
+    os._exit(9)
+try:
+    distributed.all_reduce(torch.ones(1))
+except Exception as error:
+    print(import_module("treepack_cli.faults").describe_fault(error))
+"""
+
+
+def test_a_rank_that_loses_another_one_does_not_ask_for_a_report(tmp_path: Path) -> None:
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", LOSE_A_RANK, str(rank), tmp_path / "store"],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "TMPDIR": str(tmp_path)},
+        )
+        for rank in range(2)
+    ]
+    sentence, _ = [each.communicate(timeout=120)[0] for each in ranks]
+    assert sentence.startswith("stopped because another rank of the run ended or does not answer (RuntimeError: ")
+    assert sentence.endswith("); see the error of that rank\n")
+    assert not [*tmp_path.glob("treepack-fault-*")]
+
+
 def test_the_sentence_names_the_last_line_of_treepack(
     treepack: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -52,6 +52,23 @@ def test_an_output_that_exists_is_refused_before_anything_is_read(tmp_path: Path
     assert not (tmp_path / "d" / "trie").exists()
 
 
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ("--device h100", "--device is the device of a model; give --model too, or neither"),
+        ("--model none", "none: no such config.json"),
+        ("--model qwen3-8b --device none", "device is 'none'; expected a100"),
+    ],
+)
+def test_a_wrong_model_or_device_is_refused_before_anything_is_written(
+    tmp_path: Path, treepack: Run, options: str, sentence: str
+) -> None:
+    refused = treepack("prepare", *TOKENS, *options.split(), "--out", tmp_path / "d")
+    assert refused.status in (1, 2)
+    assert sentence in refused.err
+    assert not (tmp_path / "d").exists()
+
+
 def test_a_step_that_fails_names_the_trie_that_is_complete(tmp_path: Path, treepack: Run) -> None:
     failed = treepack("prepare", *TOKENS, "--capacity", 3, "--out", tmp_path / "d")
     assert (failed.status, failed.err.count("\n")) == (1, 1)

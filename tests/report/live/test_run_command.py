@@ -44,6 +44,7 @@ def test_a_run_becomes_one_file_and_a_picture_of_each_curve(treepack: Run, tmp_p
         (["packed", "--watch"], "packed: is not a training run on this machine; --watch takes the --out of"),
         (["run", "--out", "x.html", "--capacity", "4k"], "--capacity is about rollouts, and PATH is a training run"),
         (["run", "--out", "x.html", "--model", "qwen3-8b"], "--model is about rollouts, and PATH is a training run"),
+        (["run", "--out", "packed"], "packed is a directory; choose another --out"),  # before the run is read
         (["run", "--out", "x.html"], "metrics.jsonl: contains no step yet; write the report after the first step"),
         (["run", "--png", "pictures"], "metrics.jsonl: contains no step yet; write the report after the first step"),
         (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -125,6 +126,19 @@ def test_only_this_machine_by_its_own_name_and_address_is_answered(server: RunSe
         assert ask(server, name).status == 404
 
 
+def test_every_odd_path_gets_an_answer_and_prints_nothing(
+    server: RunServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = [b"http://[", b"http://[::1", b"//[x]/", b"*", b"", b"/\x00", b"/\xff\xfe", b"?", b"/" + b"a" * 70_000]
+    for path in paths:
+        connection = http.client.HTTPConnection(server.url.split("/")[2], timeout=20)
+        connection.connect()
+        connection.sock.sendall(b"GET " + path + b" HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert b"nothing is here" in (answer := connection.sock.makefile("rb").read()) or b" 414 " in answer, path
+        connection.close()
+    assert capsys.readouterr().err == ""
+
+
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "HEAD", "OPTIONS"])
 def test_nothing_but_get_is_answered(server: RunServer, method: str) -> None:
     assert ask(server, "", method=method).status == 501
@@ -159,6 +173,28 @@ def test_a_viewer_far_behind_gets_everything_and_one_up_to_date_nothing(folder: 
     assert message.event == "snapshot"
     assert watch.wait(message.place, 0) is None
     assert len(message.content) < 500_000
+
+
+@pytest.mark.parametrize("removed_first", [False, True])
+def test_another_run_in_the_same_directory_has_its_own_rollouts(
+    folder: Path, tmp_path: Path, removed_first: bool
+) -> None:
+    watch = RunWatch(RunFolder(folder), text_limit=1000)
+    write_lines(folder, [record(watch, 1)])
+    watch.poll()
+    before = watch.rollouts(1)
+    shutil.rmtree(folder)
+    if removed_first:
+        watch.poll()
+        assert watch.facts is not None
+        assert watch.facts.kind == "waiting"
+    others = [make(f"other{i}", [1, 30 + i, 3, 4], group="other") for i in range(4)]
+    run_folder(folder, packed=packed_directory(tmp_path / "others", others, capacity=8))
+    second = RunWatch(RunFolder(folder), text_limit=1000)
+    write_lines(folder, [record(second, 1)])
+    for each in (watch, second):
+        each.poll()
+    assert before != watch.rollouts(1) == second.rollouts(1)
 
 
 def test_hostile_names_and_values_are_plain_short_texts(folder: Path) -> None:

@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -71,6 +72,32 @@ def test_the_rows_of_each_step_are_those_of_the_trainer(
 def run_record(packed: Path) -> Path:
     folder = packed.parent / "run"
     return (folder if folder.exists() else run_folder(folder, packed=packed)) / "run.json"
+
+
+def test_threads_that_ask_for_different_epochs_get_their_own_rows(packed: Path, tmp_path: Path) -> None:
+    rows = rows_of(packed, tmp_path / "run", rows_per_step=1, epochs=2)
+    first, second = (
+        [rows.of_step(epoch * rows.steps_per_epoch + i + 1) for i in range(rows.steps_per_epoch)] for epoch in (0, 1)
+    )
+    place = next(i for i in range(rows.steps_per_epoch) if first[i] != second[i])
+    asks = False
+
+    def ask_between_lines(frame: FrameType, event: str, _: object) -> Any:
+        # What another thread does at the worst moment: between two lines of `of_step` it asks for another epoch.
+        nonlocal asks
+        if frame.f_code is ScheduledRows.of_step.__code__ and event == "line" and not asks:
+            asks = True
+            rows.of_step(rows.steps_per_epoch + place + 1)
+            asks = False
+        return ask_between_lines
+
+    before = sys.gettrace()
+    sys.settrace(ask_between_lines)
+    try:
+        found = rows.of_step(place + 1)
+    finally:
+        sys.settrace(before)
+    assert found == first[place]
 
 
 def test_no_step_needs_torch(packed: Path, tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ function showFacts(facts) {
   byId("show-command").textContent = command ?? "";
   document.title = `${facts.progress.split(",")[0]}: treepack run`;
   if (page.live && page.hasRollouts) {
-    byId("newest").hidden = !(lastShown && facts.last_step > lastShown);
+    byId("newest").hidden = !(lastShown && facts.last_step && facts.last_step !== lastShown);
     if (!lastShown && facts.last_step) showRollouts(null);
   }
 }

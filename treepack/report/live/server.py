@@ -21,7 +21,7 @@ from collections.abc import Callable
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs
 
 from treepack.errors import TreepackError
 from treepack.report.live.run_page import live_page, page_scripts
@@ -141,8 +141,9 @@ def _handler(run: RunServer) -> type[BaseHTTPRequestHandler]:
             if not HOSTS.fullmatch(self.headers.get("Host", "")):
                 self._send(HTTPStatus.MISDIRECTED_REQUEST, "text/plain", b"open the page at its own address\n")
                 return
-            address = urlsplit(self.path)
-            token, _, name = address.path.removeprefix("/").partition("/")
+            # Not `urlsplit`, which fails on some paths, such as "http://[".
+            path, _, query = self.path.partition("?")
+            token, _, name = path.removeprefix("/").partition("/")
             if not secrets.compare_digest(token.encode(), run.token.encode()):
                 self._send(HTTPStatus.NOT_FOUND, "text/plain", b"nothing is here\n")
             elif name in files:
@@ -151,7 +152,7 @@ def _handler(run: RunServer) -> type[BaseHTTPRequestHandler]:
             elif name == "events":
                 self._send_events()
             elif name == "rollouts":
-                self._send_rollouts(parse_qs(address.query).get("step", [""])[0])
+                self._send_rollouts(parse_qs(query).get("step", [""])[0])
             else:
                 self._send(HTTPStatus.NOT_FOUND, "text/plain", b"nothing is here\n")
 

@@ -61,7 +61,8 @@ class ScheduledRows:
     def of_step(self, step: int) -> list[int]:
         """Return the rows of an optimiser step, counted from 1."""
         epoch, place = divmod(step - 1, self.steps_per_epoch)
-        if self._epoch[0] != epoch:
+        known, rows = self._epoch  # together, because several threads ask
+        if known != epoch:
             size = int(self.options["rows_per_step"])
             parts = epoch_order(
                 self.steps,
@@ -73,7 +74,7 @@ class ScheduledRows:
             )
             rows = [part[i : i + size].tolist() for part in parts for i in range(0, len(part), size)]
             self._epoch = (epoch, rows)
-        return self._epoch[1][place]
+        return rows[place]
 
     def read(self, row: int) -> Row:
         """Return a row.

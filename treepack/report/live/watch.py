@@ -71,7 +71,6 @@ class RunWatch:
         self._changed, self._reading = threading.Condition(), threading.Lock()
         self._state, self._resumes = RunState("waiting"), list[str]()
         self._closed = False
-        self._cached: OrderedDict[int, bytes] = OrderedDict()
         self.rows: ScheduledRows | None = None
         self.texts: RolloutTexts | None = None
         self._rows_note = ""
@@ -96,13 +95,13 @@ class RunWatch:
                 else:
                     self.series.add(record)
             state = self.folder.state()
-            if self.folder.record is None or state.kind == "starting":
+            # Before the first step and after a reset, run.json may be that of another run in the same directory.
+            if self.folder.record is None or state.kind == "starting" or is_reset or not before:
                 self._refresh()
             if self.facts and state == self._state and len(self.series) == number and not is_reset:
                 return
             self._state = state
             if is_reset:
-                self.folder.refresh()
                 kept = min(before, int(self.series.steps[-1]) if len(self.series) else 0)
                 if kept:
                     self._resumes = [*self._resumes, f"The run was resumed after step {kept:,}."][-MAX_RESUMES:]
@@ -123,6 +122,8 @@ class RunWatch:
 
     def _open_rows(self) -> None:
         self.rows, self._rows_note = None, ""
+        # Not `clear`: a thread may be adding an explorer of the rows before.
+        self._cached: OrderedDict[int, bytes] = OrderedDict()
         if self.folder.record is None and not self.folder.metrics.exists():
             return  # the command has not opened its run yet
         try:
@@ -171,7 +172,8 @@ class RunWatch:
         Raises:
             TreepackError: the rows of the steps are not known, there is no such step, or a row cannot be read.
         """
-        rows, texts = self.rows, self.texts
+        with self._changed:
+            rows, texts, cached = self.rows, self.texts, self._cached
         if rows is None or texts is None:
             raise TreepackError(self._rows_note or "the rows of the steps are not known")
         last = self.facts.last_step if self.facts else 0
@@ -179,11 +181,11 @@ class RunWatch:
         if not step:
             raise TreepackError("no step is done yet")
         with self._reading:  # one at a time: a step may have millions of tokens
-            if step not in self._cached:
-                self._cached[step] = as_bytes(read_steps(rows, step, texts).as_record())
-                while len(self._cached) > MAX_CACHED:
-                    self._cached.popitem(last=False)
-            return self._cached[step]
+            if step not in cached:
+                cached[step] = as_bytes(read_steps(rows, step, texts).as_record())
+                while len(cached) > MAX_CACHED:
+                    cached.popitem(last=False)
+            return cached[step]
 
     def close(self) -> None:
         """Wake all viewers for the last message, and close the files."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 from treepack.analysis.options import ReportOptions
@@ -46,6 +47,9 @@ def write_run_report(
     """
     page = None if page is None else as_output(page)
     pictures = None if pictures is None else as_output(pictures, option="--png")
+    refuse = partial(refuse_existing, overwrite=overwrite, inputs=[run], is_own_file=is_report)
+    if page is not None:
+        refuse(page, option="--out")
     watch = _open(run, options)
     if not len(watch.series):
         raise TreepackError(f"{watch.folder.metrics}: contains no step yet; write the report after the first step")
@@ -53,11 +57,9 @@ def write_run_report(
         for remark in watch.facts.notes:
             note(remark)
     charts = whole_charts(watch.series) if pictures is not None else []
-    outputs: list[tuple[AnyPath, str]] = [] if page is None else [(page, "--out")]
     if pictures is not None:
-        outputs += [(pictures / _picture_name(chart.title), "--png") for chart in charts]
-    for file, option in outputs:
-        refuse_existing(file, overwrite=overwrite, inputs=[run], is_own_file=is_report, option=option)
+        for chart in charts:
+            refuse(pictures / _picture_name(chart.title), option="--png")
     renderer()
     with ExitStack() as stack:
         for output, option in ((page, "--out"), (pictures, "--png")):
