@@ -52,7 +52,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PIP := -m pip install --quiet --disable-pip-version-check --no-compile
 install = install() { $(1)/bin/uv pip install --quiet --python $(1)/bin/python "$$@" || $(1)/bin/python $(PIP) "$$@"; }; install
 
-.PHONY: help demo quick test test-slow test-data test-s3 test-integrations test-verifiers test-vllm test-ray test-fla lint types imports \
+.PHONY: help demo quick test test-slow test-all test-data test-s3 test-integrations test-verifiers test-vllm test-ray test-fla lint types imports \
 	schemas docs site dist constraints clean $(ROOMS)
 .DEFAULT_GOAL := help
 
@@ -154,12 +154,18 @@ test: lint types imports  ## lint, types, import contracts and all tests that ne
 test-slow: $(VENV)/dev.stamp  ## the tests marked slow, and every property with more examples
 	$(BIN)/python -m pytest -n auto -m "slow or hypothesis" --hypothesis-profile thorough
 
+# Each property is tried once, and each worker imports the files of tests once.
+WITHOUT_PACKAGES := not s3 and not integrations and not vllm and not verifiers and not ray and not fla
+test-all: lint types imports  ## `make test` and `make test-slow` in one run, which is faster
+	$(BIN)/python -m pytest -n auto -m "$(WITHOUT_PACKAGES)" --hypothesis-profile thorough
+
 test-data: $(DATA)/stamp  ## the data half, without torch
 	$(DATA)/bin/python -m pytest -n auto $(addprefix tests/,$(DATA_ROOMS))
 
-# Against a real S3 server on this machine; without its packages these tests fail.
+# Against a real S3 server on this machine; without its packages these tests fail. Each worker would import all files of
+# tests to find the marked ones in seven of them.
 test-s3: $(VENV)/s3.stamp  ## against a real S3 server on this machine
-	$(BIN)/python -m pytest -n auto -m s3
+	$(BIN)/python -m pytest -n auto -m s3 $$(grep -rl --include='test_*.py' 'mark\.s3\b' tests)
 
 # The wheel of verl installs a package `tests`, and spawned processes look for the module of this test there.
 NOT_BESIDE_VERL := tests/model/test_first_batch.py::test_sharded_models_are_exact_or_refused_on_all_ranks

@@ -7,6 +7,8 @@ examples of each property, `make test-slow` 40. A property with a number of its 
 slow group would try the same examples again.
 """
 
+import atexit
+import gc
 import os
 import secrets
 from pathlib import Path
@@ -36,12 +38,24 @@ MISSING = [name for name in ("torch", "triton") if find_spec(name) is None]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out of a thorough run the properties that try as many examples under every profile."""
-    if config.getoption("--hypothesis-profile") != "thorough":
+    """Leave out of `make test-slow` the properties that try as many examples under every profile."""
+    if config.getoption("--hypothesis-profile") != "thorough" or "hypothesis" not in config.getoption("markexpr"):
         return
     repeated = [item for item in items if has_own_number(item) and item.get_closest_marker("slow") is None]
     config.hook.pytest_deselected(items=repeated)
     items[:] = [item for item in items if item not in repeated]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Leave modules and tests, which stay to the end, out of garbage collections; each took half a second."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+        atexit.register(gc.unfreeze)  # else packages that look for leaks at the exit report some
 
 
 @pytest.hookimpl(wrapper=True)

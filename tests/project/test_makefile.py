@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import tomllib
 from pathlib import Path
 
@@ -51,10 +52,26 @@ def test_no_room_has_the_name_of_another_target() -> None:
     assert named & rooms() == set()
 
 
+PYTEST = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
+
+
 def test_every_marker_of_a_test_group_has_a_target() -> None:
-    markers = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]["markers"]
-    groups = [marker.split(":")[0] for marker in markers]
+    groups = [marker.split(":")[0] for marker in PYTEST["markers"]]
     assert {f"test-{group}" for group in groups} <= targets()
+
+
+def test_one_run_of_both_groups_leaves_out_what_the_usual_one_does_but_the_slow_tests() -> None:
+    (usual,) = re.findall(r"-m '([^']+)'", PYTEST["addopts"])
+    (both,) = re.findall(r'-m "([^"]+)" --hypothesis-profile thorough$', dry_run("test-all"), re.MULTILINE)
+    assert f"not slow and {both}" == usual
+
+
+def test_the_target_of_s3_runs_the_files_with_its_mark() -> None:
+    (files,) = re.findall(r"-m s3 \$\((.+)\)$", dry_run("test-s3"), re.MULTILINE)
+    listed = subprocess.run(["bash", "-c", files], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    marked = [path for path in TESTS.rglob("test_*.py") if re.search(r"pytest\.mark\.s3\b", path.read_text())]
+    assert len(listed) > 3
+    assert sorted(map(ROOT.joinpath, listed)) == sorted(marked)
 
 
 def test_the_quick_tests_exist_in_most_rooms() -> None:
