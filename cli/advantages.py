@@ -49,7 +49,7 @@ def _distribution(values: Float64) -> dict[str, float | str]:
     # Quantiles 0, 1/2 and 1 are minimum, median and maximum.
     low, middle, high = np.quantile(values, [0, 0.5, 1]).tolist()
     return {
-        "mean": float(values.mean()),
+        "mean": round(float(values.mean()), 12) + 0.0,  # -7.6e-17 and -0.0 are 0
         "standard deviation": float(values.std()),
         "smallest": low,
         "median": middle,

@@ -49,6 +49,15 @@ def next_rollouts(queries: Any, more: str = "") -> str:
     return " ".join([command, *([more] if more else []), "--out ROLLOUTS.jsonl"])
 
 
+def next_training(packed: AnyPath, trie: AnyPath) -> str:
+    """Return the command that trains the directory `packed`, which a command has packed from `trie`."""
+    from treepack.files.manifest import read_manifest
+
+    # The default, sft, would train good and bad rollouts alike.
+    loss = "--loss grpo " if "advantages" in read_manifest(trie) else ""
+    return f"treepack train {quoted(packed)} --model MODEL {loss}--out TRAINED"
+
+
 def quoted(path: Any) -> str:
     """Return a path for a command of a shell: "my rows" -> "'my rows'"."""
     return shlex.quote(str(path))

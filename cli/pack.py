@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .option_groups import refuse_given
-from .output import quoted, reserve_directory, say, show_end, show_figures, show_notes
+from .output import next_training, reserve_directory, say, show_end, show_figures, show_notes
 from .paths import RATED_TRIE, READ, WRITE
 from .planning import REPLACED_BY_PLAN, chosen_options, model_options, pack_options
 from .progress import progress_bars, quiet_option
@@ -86,7 +86,7 @@ def pack(
                 progress=progress,
             )
     show_packing(summary, why, verbose=verbose)
-    show_end(out, save_plan, then=f"treepack train {quoted(out)} --model MODEL --out TRAINED")
+    show_end(out, save_plan, then=next_training(out, trie))
 
 
 def _pack_parts(
@@ -151,5 +151,6 @@ def _packing_notes(summary: PackSummary, why: str) -> list[str]:
         repeated = manifest["totals"]["repeated_tokens"]
         notes.append(f"{partitions:,} partitions, which repeat {repeated:,} tokens of prefixes that they share")
     if steps := training_steps(summary.path, manifest):
-        notes.append(f"rows of {len(steps):,} training steps, which train keeps in order, so it refuses --mix for them")
+        counted = "one training step" if len(steps) == 1 else f"{len(steps):,} training steps"
+        notes.append(f"rows of {counted}, which train keeps in order, so it refuses --mix for them")
     return notes

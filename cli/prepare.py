@@ -11,7 +11,7 @@ from treepack.rl.advantages.advantage_options import ESTIMATORS, FLAT, TREE, Adv
 from .advantages import show_advantages
 from .build_trie import show_build
 from .choices import WordChoice
-from .output import lock_until_end, quoted, show_end
+from .output import lock_until_end, next_training, show_end
 from .pack import show_packing
 from .paths import WRITE, refuse_missing
 from .planning import chosen_options, model_options, pack_options_without_workers
@@ -109,4 +109,4 @@ def prepare(
         show_advantages(trie, summary, advantage_options)
     click.echo()
     show_packing(rows, why, built=built.manifest)
-    show_end(trie, summary and source, packed, then=f"treepack train {quoted(packed)} --model MODEL --out TRAINED")
+    show_end(trie, summary and source, packed, then=next_training(packed, source))

@@ -111,7 +111,8 @@ def rollout(
         click.echo(orjson.dumps(_figures(summary, queries.num_unused)))
     else:
         _show(summary, queries.num_unused)
-    show_end(out, then=f"treepack build-trie {quoted(out)} --out TRIE")
+    rewarded = "" if summary.reward is None else "--advantages grpo "
+    show_end(out, then=f"treepack prepare {quoted(out)} {rewarded}--out DATA")
 
 
 def _check_engine(engine: EngineOptions) -> None:

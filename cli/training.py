@@ -252,7 +252,10 @@ def _next_command(out: AnyPath, options: TrainOptions, summary: dict[str, Any]) 
         return "the same command with --resume"
     if options.objective.loss == "value":
         return f"treepack critic TRIE --model {quoted(out)} --out VALUES"
-    return f"treepack rollout PROMPTS --engine {quoted(out)} --sampler independent --out ROLLOUTS.jsonl"
+    from treepack.files.remote.stored_files import is_stored
+
+    named = "" if is_stored(out / "tokenizer_config.json") else "--tokenizer TOKENIZER "  # none beside a config file
+    return f"treepack rollout PROMPTS --engine {quoted(out)} {named}--sampler independent --out ROLLOUTS.jsonl"
 
 
 def _check_early(
@@ -279,6 +282,9 @@ def _check_early(
         lock_until_end(out)
     _require_extras(run_options)
     headers, others = check_training(packed, model, options, held_out=held_out)
+    has_advantages = any("term_advantage" in each.term_columns for each in headers)
+    if has_advantages and options.objective.loss == "sft" and is_first_process():
+        _echo("note: the rows have advantages, which --loss sft does not use; --loss grpo and others do")
     if run_options.resume:
         check_resumed(headers, others, options, out)
 

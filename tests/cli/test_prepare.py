@@ -33,6 +33,7 @@ def test_the_bytes_are_those_of_the_commands_one_by_one(
     monkeypatch.chdir(tmp_path / "all")
     done = treepack("prepare", *TOKENS, "--advantages", "rloo", "--capacity", 2048, "--workers", 2, "--out", "d")
     assert done.status == 0, done.err
+    assert done.err.splitlines()[-1] == "next: treepack train d/packed --model MODEL --loss grpo --out TRAINED"
     assert contents(tmp_path / "all") == contents(tmp_path / "one")
     assert {"trie", "advantages", "packed"} == {path.name for path in (tmp_path / "all" / "d").iterdir()}
 
@@ -41,6 +42,7 @@ def test_without_options_rows_have_the_default_capacity(tmp_path: Path, treepack
     done = treepack("prepare", *CHAT, "--out", tmp_path / "d")
     assert done.status == 0, done.err
     assert read_manifest(tmp_path / "d" / "packed")["capacity"] == 16_384
+    assert done.err.endswith(f"next: treepack train {tmp_path / 'd' / 'packed'} --model MODEL --out TRAINED\n")
     assert not (tmp_path / "d" / "advantages").exists()
 
 
@@ -109,10 +111,13 @@ def test_a_model_chooses_the_capacity(tmp_path: Path, treepack: Run) -> None:
 
 
 def test_rows_of_training_steps_are_announced(tmp_path: Path, treepack: Run) -> None:
-    lines = [f'{{"id": "{i}", "step": {i % 2}, "tokens": [1, 2, {i}], "mask": [0, 1, 1]}}' for i in range(4)]
-    (tmp_path / "r.jsonl").write_text("\n".join(lines))
-    done = treepack("prepare", tmp_path / "r.jsonl", "--out", tmp_path / "d")
-    assert "- rows of 2 training steps, which train keeps in order, so it refuses --mix for them" in done.out
+    for num_steps, counted in ((2, "2 training steps"), (1, "one training step")):
+        lines = [
+            f'{{"id": "{i}", "step": {i % num_steps}, "tokens": [1, 2, {i}], "mask": [0, 1, 1]}}' for i in range(4)
+        ]
+        (tmp_path / "r.jsonl").write_text("\n".join(lines))
+        done = treepack("prepare", tmp_path / "r.jsonl", "--out", tmp_path / "d", "--overwrite")
+        assert f"- rows of {counted}, which train keeps in order, so it refuses --mix for them" in done.out
     plain = treepack("prepare", *CHAT, "--out", tmp_path / "plain")
     assert "training steps" not in plain.out
 

@@ -151,8 +151,10 @@ def test_parallelism_of_accelerate_is_refused_before_a_model_is_loaded(kind: str
 
 
 def test_samples_that_are_not_packed_are_refused(packed: PackedDataset, tmp_path: Path) -> None:
-    model = load_model(SAMPLE_DATA / "tiny-qwen3.json").model
+    datasets, model = pytest.importorskip("datasets"), load_model(SAMPLE_DATA / "tiny-qwen3.json").model
     with pytest.raises(TreepackError, match=r"expected train_dataset=PackedDataset\(...\), not list"):
         make_trainer(model, [{"text": "a"}], tmp_path)
     with pytest.raises(TreepackError, match=r"expected eval_dataset=PackedDataset\(...\), not list"):
         make_trainer(model, packed, tmp_path, [{"text": "a"}])
+    with pytest.raises(TreepackError, match=r"expected eval_dataset=PackedDataset\(...\), not Dataset"):
+        make_trainer(model, packed, tmp_path, datasets.Dataset.from_dict({"text": ["a"]}))

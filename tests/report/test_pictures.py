@@ -56,7 +56,7 @@ def test_a_printed_chart_needs_no_colour_or_size_of_a_page(
     for chart in charts(report[1]):
         spec = printed_spec(chart, colours)
         assert "var(" in str(chart.spec)
-        assert [word for word in ("var(", "inherit", "container") if word in str(spec)] == []
+        assert [word for word in ("var(", "system-ui", "container") if word in str(spec)] == []
         assert len(spec["data"]["values"]) == len(chart.spec["data"]["values"])
 
 

@@ -25,6 +25,7 @@ from treepack.model.collation import batch_loss_and_metrics, collate
 Trainer = TypeVar("Trainer")
 
 
+ROW_COLUMNS = ["source", "row"]  # of the dataset that TRL gets
 _FIELDS = ("_metrics", "_total_train_tokens", "accelerator", "model", "args")
 
 
@@ -146,7 +147,7 @@ class PackedSources:
             self.datasets.append(dataset)
         source = next(i for i, each in enumerate(self.datasets) if each is dataset)
         numbers = [*range(len(dataset)), *[-1] * (-len(dataset) % multiple)]
-        return Dataset.from_dict({"source": [source] * len(numbers), "row": numbers})
+        return Dataset.from_dict(dict(zip(ROW_COLUMNS, ([source] * len(numbers), numbers), strict=True)))
 
     def held_out(self, given: Any, args: Any) -> Any:
         """Return the rows of an `eval_dataset`: None, a `PackedDataset`, a dict of them, or a name that TRL knows.
@@ -157,7 +158,7 @@ class PackedSources:
             return given
         if isinstance(given, dict):
             return {name: self.held_out(each, args) for name, each in given.items()}
-        if hasattr(given, "column_names"):  # what this method has returned before
+        if getattr(given, "column_names", None) == ROW_COLUMNS:  # what this method has returned before
             return given
         return self.rows(given, "eval_dataset", multiple=args.eval_batch_size * args.world_size)
 

@@ -18,6 +18,7 @@ from treepack.report.words import percent, three_digits
 
 Spec = dict[str, Any]
 
+FONT = "system-ui, sans-serif"  # named, because Vega measures texts in a canvas, which cannot inherit a font
 HEIGHT = 210  # pixels: two rows of charts on a usual screen
 DATA, SECOND = "var(--data)", "var(--second)"
 MORE = tuple(f"var(--{name})" for name in ("assistant", "tool", "user", "system", "differs"))
@@ -284,12 +285,12 @@ def framed(title: str, spec: Spec) -> Spec:
         "titlePadding": 8,
         "labelFontSize": 11,
         "titleFontSize": 11.5,
-        "labelFont": "inherit",
-        "titleFont": "inherit",
+        "labelFont": FONT,
+        "titleFont": FONT,
     }
     config = {"axis": axis, "axisX": {"grid": False}, "view": {"stroke": None}, "background": "transparent"}
-    config |= {"text": {"font": "inherit", "fontSize": 12}}
-    config |= {"legend": {"labelColor": "var(--muted)", "titleColor": "var(--muted)", "labelFont": "inherit"}}
+    config |= {"text": {"font": FONT, "fontSize": 12}}
+    config |= {"legend": {"labelColor": "var(--muted)", "titleColor": "var(--muted)", "labelFont": FONT}}
     # The page sets the width; Vega fits the axes into it.
     size = {"width": "container", "height": HEIGHT, "autosize": {"type": "fit-x", "contains": "padding"}}
     return {"description": title, **size, **spec, "config": config}

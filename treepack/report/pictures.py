@@ -13,7 +13,7 @@ from typing import Any
 
 from treepack.files.directory import finished_file
 from treepack.files.remote.address import AnyPath
-from treepack.report.charts import ReportChart, Spec, charts, renderer
+from treepack.report.charts import FONT, ReportChart, Spec, charts, renderer
 from treepack.report.contents import PageContents
 from treepack.report.figures import ReportFigures, ReportSubject
 from treepack.report.page import page_file
@@ -90,7 +90,7 @@ def printed_spec(chart: ReportChart, colours: dict[str, str]) -> Spec:
 
 
 def _replaced(value: Any, colours: dict[str, str]) -> Any:
-    """Return a copy in which every CSS variable is its colour, every inherited font a font, and all text printable."""
+    """Return a copy in which every CSS variable is its colour, the font a common one, and all text printable."""
     if isinstance(value, dict):
         return {key: _replaced(each, colours) for key, each in value.items()}
     if isinstance(value, list):
@@ -98,4 +98,4 @@ def _replaced(value: Any, colours: dict[str, str]) -> Any:
     if not isinstance(value, str):
         return value
     variable = re.fullmatch(r"var\(--([\w-]+)\)", value)
-    return "sans-serif" if value == "inherit" else colours[variable[1]] if variable else printable(value)
+    return "sans-serif" if value == FONT else colours[variable[1]] if variable else printable(value)

@@ -205,6 +205,12 @@ def test_the_file_of_a_run_needs_nothing_else(
         "return [...document.querySelectorAll('.chart')].every((e) => e.querySelector('svg').getBBox().width > 100)"
     )
     assert drawn
+    cut_off = driver.execute_script(
+        "const left = (e) => e.getBoundingClientRect().left;"
+        "return [...document.querySelectorAll('.chart text')].filter((e) => left(e) < left(e.closest('svg')) - 0.5)"
+        ".map((e) => e.textContent)"
+    )
+    assert cut_off == []
     plan = driver.find_element(By.ID, "plan-rows").get_attribute("textContent")
     assert "chosen: pass tokens4096" in str(plan)
     # On a phone the numbers are on the first screen.

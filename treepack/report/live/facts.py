@@ -27,6 +27,7 @@ NUM_SLOWEST = 8
 RECENT = 100  # steps whose mean time gives the time left, and whose mean is the figure of a tile
 MAX_TEXT = 300  # characters of a value
 MAX_LINES = 80  # of the plan
+CHOICES = {"None": "off", "False": "no", "True": "yes"}  # words for values of the plan
 # Figures above the curves, in this order, if the run has them.
 TILES = ("loss", "eval_loss", "reward", "kl", "entropy", "clip_fraction_high", "accuracy", "tokens_per_second")
 FLAT = "tokens_flat_per_second"
@@ -209,13 +210,16 @@ def _short(value: float) -> str:
 def _plan(record: dict[str, Any], finished: dict[str, Any]) -> Iterator[Line]:
     """Yield what the run has chosen first, then its data, model and options; names and values."""
     if isinstance(record.get("chosen"), dict):
-        yield from _flat(record["chosen"], "chosen: ")
+        for name, chosen in _flat(record["chosen"], "chosen: "):
+            yield [name, CHOICES.get(chosen, chosen)]
     for name in ("packed", "model", "attention", "num_ranks", "treepack"):
         value = record.get(name, finished.get(name))
         if value is not None:
             yield [shown_text(name), shown_text(value)]
     options = {**_dict(finished.get("options")), **_dict(record.get("options"))}
     objective = _dict(options.pop("objective", None))
+    if objective.get("loss") == "sft":
+        objective = {"loss": "sft"}  # the other options are of other losses
     for name, value in _flat({**options, **objective}, ""):
         if value not in ("None", "0.0", "False", ""):
             yield [name, value]
@@ -244,7 +248,8 @@ def _slowest(series: RunSeries, seconds: Float64, rows: ScheduledRows | None) ->
     lines = []
     for i in order.tolist():
         wait, tokens, speed = (float(column[i]) for column in columns)
-        line = [f"{int(steps[i])}", f"{seconds[i]:.3g}", shown_number(wait), shown_number(tokens), shown_number(speed)]
+        numbers = [shown_number(each) for each in (round(wait, 2), tokens, speed)]
+        line = [f"{int(steps[i])}", f"{seconds[i]:.3g}", *numbers]
         lines.append([*line, _largest(rows, int(steps[i]))])
     return lines
 
@@ -267,7 +272,7 @@ def _largest(rows: ScheduledRows | None, step: int) -> str:
     if rows is None or not 1 <= step <= rows.num_steps:
         return "-"
     row = max(rows.of_step(step), key=lambda each: int(rows.num_tokens[each]))
-    return f"{int(rows.row_ids[row])} of {int(rows.num_tokens[row]):,} tokens"
+    return f"row {int(rows.row_ids[row])}, {int(rows.num_tokens[row]):,} tokens"
 
 
 def rows_fit(series: RunSeries, rows: ScheduledRows) -> bool:

@@ -26,6 +26,7 @@ function showFacts(facts) {
   since = page.live ? facts.since : null;
   showElapsed();
   page.hasRollouts = page.live ? facts.has_rollouts : page.hasRollouts;
+  byId("no-step")?.removeAttribute("hidden");
   byId("plan").hidden = !facts.plan.length && !facts.last_step;
   byId("start").hidden = !facts.start.length;
   byId("start").replaceChildren(...facts.start.map(([time, text]) => make("li", {}, make("span", {}, time), ` ${text}`)));

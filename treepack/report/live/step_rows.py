@@ -169,7 +169,7 @@ def _open(directories: list[Path], options: dict[str, Any]) -> ScheduledRows:
         num_tokens=table["num_tokens"].to_numpy().astype(np.int64),
         trained=trained,
         owners=np.array(owners, np.int64),
-        directory=None if several else str(directories[0]),
+        directory=None if several else str(directories[0].resolve()),
     )
 
 
