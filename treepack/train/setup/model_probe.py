@@ -1,6 +1,6 @@
 """Measurement of a model before its first step: bytes and seconds of passes over a few made-up sequences.
 
-model, a row --probe_model--> ModelProbe        whole rows, with every layer recomputed and with none
+model, a row --probe_model--> ModelProbe        whole rows, with every layer recomputed, with none, or both
 ModelProbe --agreed--> ModelProbe               the largest numbers of all ranks, so that all of them choose one plan
 
 Each length runs twice, because the first pass also compiles and asks the driver for memory. A longer pass runs only if
@@ -50,6 +50,7 @@ def probe_model(
     on_any: Callable[[bool], bool] = bool,
     lengths: Sequence[int] = LENGTHS,
     plain: ModelProbe | None = None,
+    counts: Sequence[int] | None = None,
     casts: int = 0,
 ) -> ModelProbe:
     """Measure forward and backward passes with every layer recomputed, and with none.
@@ -68,6 +69,7 @@ def probe_model(
         on_any: returns True if its argument is True on any rank.
         lengths: tokens of the passes, ascending; the first one is so short that it takes the time of a start.
         plain: the probe of the same layers without compilation; only the two longest passes that fit by it run.
+        counts: numbers of recomputed layers to measure, each a graph; by default all and 0, else `plain` replaces one.
         casts: as in `ModelProbe`.
 
     Raises:
@@ -75,10 +77,10 @@ def probe_model(
     """
     adapted = adapted_layers(loaded.causal)
     count = 0 if adapted is None else len(adapted.modules)
-    peaks: dict[int, dict[int, int]] = {count: {}, 0: {}}  # of each number of recomputed layers, by tokens
-    seconds: dict[int, dict[int, float]] = {count: {}, 0: {}}
+    peaks: dict[int, dict[int, int]] = {number: {} for number in counts or (count, 0)}  # by tokens
+    seconds: dict[int, dict[int, float]] = {number: {} for number in peaks}
     chosen = {number: lengths if plain is None else _longest(lengths, plain, number, fits) for number in peaks}
-    if plain is not None and count:
+    if plain is not None and len(peaks) > 1:
         chosen[0] = chosen[0][-1:]  # one pass beside the line of recomputed ones
     runner, training = WholeRows(loaded, chunk, autocast), loaded.model.training
     loaded.model.train()
@@ -91,26 +93,30 @@ def probe_model(
                 for recomputed, known in peaks.items():
                     if length not in chosen[recomputed]:
                         continue
-                    if plain is None and len(known) > 1 and not fits(_predicted(known, length)):
+                    if plain is None and len(known) > 1 and not fits(int(_line(known)[0] + length * _line(known)[1])):
                         continue
                     with recomputed_layers(loaded.causal, recomputed):
                         known[length], seconds[recomputed][length] = _measured(runner, batch, length, meter)
     finally:
         loaded.model.train(training)
-    fixed, recomputed_bytes = _line(peaks[count])
-    longest = max(peaks[0])
     best = {number: min(time / length for length, time in times.items()) for number, times in seconds.items()}
+    first = next(iter(peaks))
+    fixed = max(0, _line(peaks[first])[0] - (0 if first else casts))  # only kept layers keep their casts
+    rates = {count: 1.0, 0: 1.0} if plain is None else {count: plain.recomputed, 0: plain.kept}
+    for number, known in peaks.items():
+        rates[number] = max(1.0, (known[max(known)] - fixed - (0 if number else casts)) / max(known))
+    again = 1.0 if plain is None else plain.seconds_recomputed / plain.seconds_kept
     return ModelProbe(
         compiled=compiled,
         num_layers=count,
-        chunk=min(chunk, max(peaks[count])),
+        chunk=min(chunk, max(max(known) for known in peaks.values())),
         logits=_LOGIT_BYTES * int(loaded.causal.get_input_embeddings().weight.shape[0]),
         fixed=fixed,
-        kept=max(1.0, (peaks[0][longest] - fixed - casts) / longest),
-        recomputed=recomputed_bytes,
+        kept=rates[0],
+        recomputed=rates[count],
         # Memory may be too small for a pass of many tokens that are kept.
-        seconds_kept=min(best.values()),
-        seconds_recomputed=best[count],
+        seconds_kept=min(best.values()) if 0 in best else best[count] / again,
+        seconds_recomputed=best[count] if count in best else best[0] * again,
         launch=seconds[0][lengths[0]] if plain is None else plain.launch,
         casts=casts,
     )
@@ -147,11 +153,6 @@ def _longest(lengths: Sequence[int], plain: ModelProbe, recomputed: int, fits: C
     """Return the two longest passes that fit by an earlier probe; the two shortest if not even they do."""
     fitting = [length for length in lengths if fits(plain.pass_bytes(length, recomputed, plain.chunk))]
     return (fitting if len(fitting) > 1 else lengths[:2])[-2:]
-
-
-def _predicted(peaks: dict[int, int], length: int) -> int:
-    fixed, per_token = _line(peaks)
-    return int(fixed + length * per_token)
 
 
 def _line(peaks: dict[int, int]) -> tuple[int, float]:
