@@ -109,6 +109,19 @@ def test_compiled_layers_run_only_the_longest_passes_that_fit(loaded: LoadedMode
     assert result.launch == plain.launch
 
 
+@pytest.mark.parametrize("count", [0, LAYERS])
+def test_compiled_layers_run_one_graph_and_the_other_numbers_follow(loaded: LoadedModel, count: int) -> None:
+    plain = probe(loaded, SimulatedDevice(free=10**9, launch=0.001))
+    device = SimulatedDevice(free=10**9, kept=1_500.0, recomputed=400.0, seconds=0.5e-4)
+    result = probe(loaded, device, compiled=True, plain=plain, counts=(count,))
+    assert device.passes == 2 * 2 + 1
+    assert result.fixed == device.fixed
+    assert result.kept == pytest.approx(plain.kept if count else device.kept)
+    assert result.recomputed == pytest.approx(device.recomputed if count else plain.recomputed)
+    assert result.seconds_kept == pytest.approx(device.seconds)
+    assert result.seconds_recomputed == pytest.approx(1.25 * device.seconds)
+
+
 def test_a_pass_that_does_not_fit_by_the_shorter_ones_is_not_run(loaded: LoadedModel) -> None:
     # 128 tokens fit, and 256 only if layers are recomputed; a pass that does not fit would raise an error.
     device = SimulatedDevice(free=1_000_000 + 300_000)
@@ -174,6 +187,8 @@ def test_casts_are_no_bytes_of_a_token(loaded: LoadedModel) -> None:
     plain, fused = probe(loaded, device), probe(loaded, device, casts=128_000)
     assert plain.kept - fused.kept == pytest.approx(128_000 / 256)
     assert fused.pass_bytes(256, 0, 96) == plain.pass_bytes(256, 0, 96)
+    alone = probe(loaded, device, plain=plain, counts=(0,), casts=128_000)
+    assert alone.pass_bytes(256, 0, 96) == pytest.approx(plain.pass_bytes(256, 0, 96))
     assert fused.pass_bytes(10_000, 0, 96) < plain.pass_bytes(10_000, 0, 96)
 
 

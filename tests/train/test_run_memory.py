@@ -177,6 +177,31 @@ def test_compilation_that_pays_is_tried_and_measured(
     assert again.plan.options == fused.plan.options
 
 
+@pytest.mark.parametrize(("layers", "measured"), [(0, {0}), (2, {0, 2, 4}), (4, {4})])
+def test_only_graphs_that_the_run_uses_are_compiled(
+    plan: Plan, monkeypatch: pytest.MonkeyPatch, layers: int, measured: set[int]
+) -> None:
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    monkeypatch.setattr(run_memory, "pays", lambda *_: True)
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    device = device_for(min(layers, 3))
+    original, compiled = device.run, set[int]()
+
+    def faster(causal: Any, tokens: int) -> None:
+        device.seconds = 0.5e-4 if has_compiled_layers(causal) else 1e-4
+        adapted = adapted_layers(causal)
+        assert adapted is not None
+        compiled.update({adapted.recomputed} if has_compiled_layers(causal) else ())
+        original(causal, tokens)
+
+    monkeypatch.setattr(device, "run", faster)
+    changes: dict[str, Any] = {"checkpoint_layers": "all"} if layers == 4 else {}
+    fused, _ = plan(device, compile="auto", carry=None, **changes)
+    assert fused.plan.compile
+    assert fused.plan.checkpoint_layers == layers
+    assert compiled == measured
+
+
 def test_layers_are_as_before_if_the_compiler_fails(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     from torch._dynamo.exc import TorchDynamoException
 

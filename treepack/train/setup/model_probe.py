@@ -1,6 +1,6 @@
 """Measurement of a model before its first step: bytes and seconds of passes over a few made-up sequences.
 
-model, a row --probe_model--> ModelProbe        whole rows, with every layer recomputed, half of them, and none
+model, a row --probe_model--> ModelProbe        whole rows, with every layer recomputed, half of them, and none; or less
 ModelProbe --agreed--> ModelProbe               the cautious numbers of all ranks, so that all of them choose one plan
 
 Each length runs twice: with few logits at a time for its memory, then with a chunk of them for its time. Logits would
@@ -56,6 +56,7 @@ def probe_model(
     on_any: Callable[[bool], bool] = bool,
     lengths: Sequence[int] = LENGTHS,
     plain: ModelProbe | None = None,
+    counts: Sequence[int] | None = None,
     casts: int = 0,
 ) -> ModelProbe:
     """Measure forward and backward passes with every layer recomputed, with half of them, and with none.
@@ -74,6 +75,7 @@ def probe_model(
         on_any: returns True if its argument is True on any rank.
         lengths: tokens of the passes, ascending; the first one is so short that it takes the time of a start.
         plain: the probe of the same layers without compilation; only the two longest passes that fit by it run.
+        counts: numbers of recomputed layers to measure, each a graph; by default all and 0, else `plain` replaces one.
         casts: as in `ModelProbe`.
 
     Raises:
@@ -81,9 +83,9 @@ def probe_model(
     """
     adapted = adapted_layers(loaded.causal)
     count = 0 if adapted is None else len(adapted.modules)
-    known = {count: _Passes(), 0: _Passes()}  # of each number of recomputed layers
+    known = {number: _Passes() for number in counts or (count, 0)}  # of each number of recomputed layers
     chosen = {number: lengths if plain is None else _longest(lengths, plain, number, fits) for number in known}
-    if plain is not None and count:
+    if plain is not None and len(known) > 1:
         chosen[0] = chosen[0][-1:]  # one pass beside the line of recomputed ones
     few, training = min(chunk, FEW_LOGITS), loaded.model.training
     logits = _LOGIT_BYTES * int(loaded.causal.get_input_embeddings().weight.shape[0])
@@ -99,33 +101,39 @@ def probe_model(
                     if length not in chosen[recomputed]:
                         continue
                     more = (min(chunk, length) - few) * logits
-                    if plain is None and len(passes.bytes) > 1 and not fits(_predicted(passes.bytes, length) + more):
+                    if plain is None and len(passes.bytes) > 1 and not fits(passes.predicted(length) + more):
                         continue
                     with recomputed_layers(loaded.causal, recomputed):
                         passes.measure(runners, batch, length, meter)
-            longest, half = max(known[0].bytes), count // 2
-            with recomputed_layers(loaded.causal, half):
-                between, _ = _measured(runners[0], batch, longest, meter) if half else (known[0].bytes[longest], 0.0)
+            between, half = 0, count // 2 if len(known) > 1 else 0
+            if half:
+                with recomputed_layers(loaded.causal, half):
+                    between, _ = _measured(runners[0], batch, known[0].longest, meter)
     finally:
         loaded.model.train(training)
-    fixed, recomputed_bytes = _line(known[count].bytes)
-    # Casts of half of the layers are no bytes of a token either.
-    saved = known[0].bytes[longest] - between - casts * half / max(1, count)
-    kept = max(1.0, (known[0].bytes[longest] - fixed - casts) / longest)
+    first = next(iter(known))
+    fixed = max(0, known[first].line[0] - (0 if first else casts))  # only layers that keep activations keep casts
+    rates = {count: 1.0, 0: 1.0} if plain is None else {count: plain.recomputed, 0: plain.kept}
+    for number, each in known.items():
+        rates[number] = max(1.0, (each.bytes[each.longest] - fixed - (0 if number else casts)) / each.longest)
+    spared = rates[0] - rates[count] if plain is None or len(known) > 1 else plain.spared
+    if half:  # without the casts of half of the layers
+        spared = (known[0].bytes[known[0].longest] - between - casts * half / count) / known[0].longest / half
     best = {number: min(time / length for length, time in each.seconds.items()) for number, each in known.items()}
+    again = 1.0 if plain is None else plain.seconds_recomputed / plain.seconds_kept
     return ModelProbe(
         compiled=compiled,
         num_layers=count,
         chunk=few,
         logits=logits,
         fixed=fixed,
-        kept=kept,
-        spared=max(0.0, saved / longest / half) if half else max(0.0, kept - recomputed_bytes),
-        recomputed=recomputed_bytes,
-        covered=min(each.covered((min(chunk, max(each.bytes)) - few) * logits) for each in known.values()),
+        kept=rates[0],
+        spared=max(0.0, spared),
+        recomputed=rates[count],
+        covered=min(each.covered((min(chunk, each.longest) - few) * logits) for each in known.values()),
         # Memory may be too small for a pass of many tokens that are kept.
-        seconds_kept=min(best.values()),
-        seconds_recomputed=best[count],
+        seconds_kept=min(best.values()) if 0 in best else best[count] / again,
+        seconds_recomputed=best[count] if count in best else best[0] * again,
         launch=known[0].start if plain is None else plain.launch,
         casts=casts,
     )
@@ -143,6 +151,23 @@ class _Passes:
         """Seconds of the shortest pass."""
         return self.seconds[min(self.seconds)]
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest pass."""
+        return max(self.bytes)
+
+    @property
+    def line(self) -> tuple[int, float]:
+        """Bytes without tokens and bytes of each token, from the peaks of the two longest passes."""
+        # {1024: 2_048_000, 3072: 4_096_000} -> 1000 for each token, and 1_024_000 without tokens
+        short, long = sorted(self.bytes)[-2:]
+        per_token = max(1.0, (self.bytes[long] - self.bytes[short]) / (long - short))
+        return max(0, int(self.bytes[short] - short * per_token)), per_token
+
+    def predicted(self, length: int) -> int:
+        """Return the peak of a pass by the shorter ones."""
+        return int(self.line[0] + length * self.line[1])
+
     def measure(self, runners: Sequence[WholeRows], batch: Batch, length: int, meter: MemoryMeter) -> None:
         """Run passes of `length` tokens; `runners` have few logits in memory, and a chunk of them."""
         if not self.bytes:  # this pass compiles
@@ -152,8 +177,7 @@ class _Passes:
 
     def covered(self, logits: int) -> float:
         """Return how many of the bytes of more logits are free again when a layer needs most, per token."""
-        longest = max(self.bytes)
-        return max(0.0, (logits - max(0, self.with_logits - self.bytes[longest])) / longest)
+        return max(0.0, (logits - max(0, self.with_logits - self.bytes[self.longest])) / self.longest)
 
 
 def _measured(runner: WholeRows, batch: Batch, length: int, meter: MemoryMeter) -> tuple[int, float]:
@@ -184,19 +208,6 @@ def _longest(lengths: Sequence[int], plain: ModelProbe, recomputed: int, fits: C
     """Return the two longest passes that fit by an earlier probe; the two shortest if not even they do."""
     fitting = [length for length in lengths if fits(plain.pass_bytes(length, recomputed, plain.chunk))]
     return (fitting if len(fitting) > 1 else lengths[:2])[-2:]
-
-
-def _predicted(peaks: dict[int, int], length: int) -> int:
-    fixed, per_token = _line(peaks)
-    return int(fixed + length * per_token)
-
-
-def _line(peaks: dict[int, int]) -> tuple[int, float]:
-    """Return the bytes without tokens and the bytes of each token, from the peaks of the two longest passes."""
-    # {1024: 2_048_000, 3072: 4_096_000} -> 1000 for each token, and 1_024_000 without tokens
-    short, long = sorted(peaks)[-2:]
-    per_token = max(1.0, (peaks[long] - peaks[short]) / (long - short))
-    return max(0, int(peaks[short] - short * per_token)), per_token
 
 
 def chains(batch: Batch, length: int) -> Batch:

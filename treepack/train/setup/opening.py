@@ -42,7 +42,7 @@ from treepack.train.saving.run_record import is_finished
 from treepack.train.setup.compute import choose_compute
 from treepack.train.setup.memory_input import MemoryInput
 from treepack.train.setup.rank_choice import choose_ranks
-from treepack.train.setup.run_data import open_data, open_held_out
+from treepack.train.setup.run_data import RunData, open_data, open_held_out
 from treepack.train.setup.run_memory import choose_memory
 from treepack.train.setup.run_model import NO_ROOM, check_fit, load_run_model
 from treepack.train.setup.run_teacher import load_teacher
@@ -105,23 +105,17 @@ def open_run(
         teacher=teacher,
     )
     return make(
-        dataset=data.dataset,
-        schedule=data.schedule,
-        table=data.table,
-        division=data.division,
+        **_rows_of(data),
         tokenizer=fit.tokenizer,
         notes=(*fit.notes, *chosen, *memory.lines, *memory.notes),
         rewards=fit.rewards,
         balance=balance,
-        held_out=None
-        if evaluated is None
-        else make(
-            dataset=evaluated.dataset,
-            schedule=evaluated.schedule,
-            table=evaluated.table,
-            division=evaluated.division,
-        ),
+        held_out=None if evaluated is None else make(**_rows_of(evaluated)),
     )
+
+
+def _rows_of(data: RunData) -> dict[str, Any]:
+    return {name: getattr(data, name) for name in ("dataset", "schedule", "table", "division")}
 
 
 def resume_run(

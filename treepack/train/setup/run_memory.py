@@ -42,14 +42,7 @@ from treepack.train.setup.host_memory import host_room, moved_tensors, reserve_h
 from treepack.train.setup.memory_input import MemoryInput
 from treepack.train.setup.model_probe import FEW_LOGITS, agreed, cast_bytes, probe_model
 from treepack.train.setup.plan_forecast import PlanForecast
-from treepack.train.setup.run_plan import (
-    ModelProbe,
-    PieceProbe,
-    RunRoom,
-    RunRows,
-    choose_plan,
-    pieces_may_win,
-)
+from treepack.train.setup.run_plan import ModelProbe, PieceProbe, RunRoom, RunRows, choose_plan, pieces_may_win
 from treepack.train.sharding import adapt, summing_gradients, whole_weights
 
 _log = logging.getLogger("treepack")
@@ -286,7 +279,7 @@ class _Planner:
         fused, problem = None, ""
         try:
             adapt(given.loaded.causal, replace(given.options, compile=True), given.loaded.device)
-            fused = self._probe(plain)
+            fused = self._needed_probe(plain)
         except compiler_errors() as error:
             problem = str(error).strip().partition("\n")[0]
         if given.ranks.any(fused is None):
@@ -294,7 +287,19 @@ class _Planner:
             return None, problem or "on another rank", 0.0
         return fused, "", self.meter.clock() - start
 
-    def _probe(self, plain: ModelProbe | None = None) -> ModelProbe:
+    def _needed_probe(self, plain: ModelProbe) -> ModelProbe:
+        """Measure compiled layers that keep their activations, or run again; both, two graphs, only if the run does."""
+        count = 0 if 0 <= self._recomputed(plain) < plain.num_layers else plain.num_layers
+        fused = self._probe(plain, counts=(count,))
+        return fused if self._recomputed(fused) == count else self._probe(plain)
+
+    def _recomputed(self, probe: ModelProbe) -> int:
+        """Return the recomputed layers of the plan of whole rows, -1 if none fits."""
+        with suppress(TreepackError):
+            return choose_plan([probe], self.rows, self._room(), self.given.options).checkpoint_layers
+        return -1
+
+    def _probe(self, plain: ModelProbe | None = None, *, counts: tuple[int, ...] | None = None) -> ModelProbe:
         given = self.given
 
         # With bf16 sent between ranks, the weights of layers are the casts themselves, and are dropped after the layer.
@@ -314,6 +319,7 @@ class _Planner:
                 fits=fits,
                 on_any=given.ranks.any,
                 plain=plain,
+                counts=counts,
                 casts=cast_bytes(given.loaded.causal) if lower and plain is not None else 0,
             )
         return agreed(probe, given.ranks)

@@ -79,9 +79,7 @@ def load_run_model(model: str | Path, options: TrainOptions, compute: ComputeSet
             loaded = replace(loaded, source=str(model), notes=(*loaded.notes, initial.note))
             if has_rest(loaded.causal, model):
                 with without_value_head(loaded.causal):
-                    check_savable(
-                        loaded.causal, model
-                    )  # the names in its files may differ from the names of the weights
+                    check_savable(loaded.causal, model)  # names in its files may differ from names of the weights
     return loaded
 
 
