@@ -91,7 +91,7 @@ def _process(rank: int, folder: Path, environment: dict[str, str]) -> None:
 
 
 def _compare(rank: int, recomputed: bool) -> Comparison:
-    from functorch.compile import make_boxed_func
+    from functorch.compile import make_boxed_func  # type: ignore[import-untyped]
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 

@@ -147,15 +147,14 @@ def _attend(
 ) -> tuple[Tensor, None]:
     """Call `attention_forward`, or the operator if a compiled layer may contain it."""
     tree_pass = options.get("tree_pass")
-    packed = tree_pass.packed if isinstance(tree_pass, TreePass) else None
-    if packed is None or not is_compiling():
+    if not isinstance(tree_pass, TreePass) or tree_pass.packed is None or not is_compiling():
         return launched(module, query, key, value, attention_mask, **options)
     check_request(module, None if isinstance(attention_mask, KeyReach) else attention_mask, options)
     query, key, value = _in_autocast_dtype(query, key, value)
     sinks, share = options.get("s_aux"), tree_pass.share
     attention = functools.partial(
         kernel_attention,
-        packed=packed,
+        packed=tree_pass.packed,
         reach=_reach_of(attention_mask, options),
         scale=options.get("scaling"),
         sinks=sinks if share is None else share.part_of_heads(sinks),

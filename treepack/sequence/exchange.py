@@ -35,7 +35,7 @@ _LIBRARY.define(
 
 def _exchange(x: Tensor, tokens: int, heads: int, gathers_tokens: bool, group: str, after: Tensor | None) -> Tensor:
     """Send blocks [t, h, ...] of own tokens and heads of each rank, or blocks of tokens of each rank and own heads."""
-    ranks, inner = distributed.distributed_c10d._resolve_process_group(group), x.shape[2:]
+    ranks, inner = distributed.distributed_c10d._resolve_process_group(group), x.shape[2:]  # type: ignore[attr-defined, arg-type]
     rank, size = distributed.get_rank(ranks), distributed.get_world_size(ranks)
     whole = (tokens, x.shape[1]) if gathers_tokens else (len(x), heads)
     sizes, widths = ([end - begin for begin, end in pairwise(split_evenly(count, size))] for count in whole)
@@ -44,7 +44,8 @@ def _exchange(x: Tensor, tokens: int, heads: int, gathers_tokens: bool, group: s
     by_tokens = [each * widths[rank] * width for each in sizes]  # numbers of own heads, by the rank of the tokens
     blocks, result = x.new_empty(sum(by_heads)), x.new_empty(tokens, heads, *inner)
     # Of each rank that has heads: its block of the flat numbers, and its heads of the own tokens
-    pairs = zip(torch.split(blocks, by_heads), (x if gathers_tokens else result)[:own].split(widths, 1), strict=True)
+    parts = torch.split((x if gathers_tokens else result)[:own], widths, 1)
+    pairs = zip(torch.split(blocks, by_heads), parts, strict=True)
     if gathers_tokens:
         for block, part in pairs:
             block.view_as(part).copy_(part)

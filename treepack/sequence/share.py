@@ -152,7 +152,7 @@ class TokenShare:
         parts = [self._repeated(x).permute(2, 1, 0, 3) for x in (query, key, value)]
         flat = [x.reshape(own, size, x.shape[1] // size * x.shape[2] * x.shape[3]) for x in parts]
         joined = exchange(torch.cat(flat, 2), tokens, 1, self.sequence.group, gathers_tokens=True)
-        rows = joined.view(tokens, -1).split([x.shape[2] for x in flat], 1)
+        rows = torch.split(joined.view(tokens, -1), [x.shape[2] for x in flat], 1)
         whole = [
             row.view(tokens, x.shape[1] // size, *x.shape[2:]).permute(2, 1, 0, 3)
             for row, x in zip(rows, parts, strict=True)
