@@ -147,20 +147,21 @@ def _attend(
 ) -> tuple[Tensor, None]:
     """Call `attention_forward`, or the operator if a compiled layer may contain it."""
     tree_pass = options.get("tree_pass")
-    if not isinstance(tree_pass, TreePass) or tree_pass.packed is None or not is_compiling():
+    packed = tree_pass.packed if isinstance(tree_pass, TreePass) else None
+    if packed is None or not is_compiling():
         return launched(module, query, key, value, attention_mask, **options)
     check_request(module, None if isinstance(attention_mask, KeyReach) else attention_mask, options)
     query, key, value = _in_autocast_dtype(query, key, value)
-    sinks, share = options.get("s_aux"), tree_pass.share
-    attention = functools.partial(
-        kernel_attention,
-        packed=tree_pass.packed,
-        reach=_reach_of(attention_mask, options),
+    out = kernel_attention(
+        query,
+        key,
+        value,
+        packed,
+        _reach_of(attention_mask, options),
         scale=options.get("scaling"),
-        sinks=sinks if share is None else share.part_of_heads(sinks),
+        sinks=options.get("s_aux"),
         softcap=options.get("softcap") or None,
     )
-    out = attention(query, key, value) if share is None else share.attend(query, key, value, attention)
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -191,34 +192,33 @@ def attention_forward(
     if options.get("record") is not None:
         options["record"].append(AttentionCall(module, layer, query.dtype))
     tree_pass = options.get("tree_pass") or TreePass()
-    share = tree_pass.share
-    sinks = sinks if share is None else share.part_of_heads(sinks)
-
-    def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        carry, first = tree_pass.carry, 0
-        joined: AbstractContextManager[tuple[Tensor, Tensor]] = nullcontext((key, value))
-        if carry is not None:
-            # The keys and values of the path, then of the piece; its first query is token `first` of them.
-            first, joined = carry.first, carry.joined(module, key, value)
-        chosen, start, schedule = _schedule_of(layer, query, impl, options, first)
-        with joined as (keys, values):
-            return tree_attention(
-                query,
-                keys,
-                values,
-                options["subtree_end"],
-                scale=options.get("scaling"),
-                impl=chosen,
-                schedule=schedule,
-                kept=None if tree_pass.kept is None else (tree_pass.kept, module),
-                start=start,
-                sinks=sinks,
-                softcap=softcap,
-                first=first,
-            )
-
-    out = attention(query, key, value) if share is None else share.attend(query, key, value, attention)
-    return out.transpose(1, 2).contiguous(), None
+    carry, share, first = tree_pass.carry, tree_pass.share, 0
+    if share is not None:
+        # From own tokens of all heads to all tokens of this rank's heads
+        query, key, value = share.attend(query, key, value)
+        sinks = share.part_of_heads(sinks)
+    joined: AbstractContextManager[tuple[Tensor, Tensor]] = nullcontext((key, value))
+    if carry is not None:
+        # The keys and values of the path, then of the piece; its first query is token `first` of them.
+        first, joined = carry.first, carry.joined(module, key, value)
+    impl, start, schedule = _schedule_of(layer, query, impl, options, first)
+    with joined as (keys, values):
+        out = tree_attention(
+            query,
+            keys,
+            values,
+            options["subtree_end"],
+            scale=options.get("scaling"),
+            impl=impl,
+            schedule=schedule,
+            kept=None if tree_pass.kept is None else (tree_pass.kept, module),
+            start=start,
+            sinks=sinks,
+            softcap=softcap,
+            first=first,
+        )
+    out = out.transpose(1, 2)
+    return (out if share is None else share.tokens_of(out)).contiguous(), None
 
 
 def _in_autocast_dtype(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -75,7 +75,7 @@ def prepare_batch(loaded: LoadedModel, batch: Batch) -> Batch:
         kind.reach: schedules.of(loaded.attention, kind.reach, varlen=loaded.varlen and kind.is_plain)[1]
         for kind in sorted(set(loaded.kinds), key=str)
     }
-    if takes_packed(loaded.causal):
+    if takes_packed(loaded.causal) and loaded.sequence is None:
         schedules.pack(made)
     return replace(batch.to(loaded.device), schedule=schedules)
 

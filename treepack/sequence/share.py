@@ -3,7 +3,7 @@
     share_rows(causal, group)          from now on the ranks of the process group share every row of the model
     group.share(num_tokens)            --> TokenShare: which tokens this rank computes
     share.cut(column)                  the own tokens of a column: what the model gets
-    share.attend(.., attention)        around attention: all tokens of a part of the heads, and back
+    share.heads_of, tokens_of          around attention: all tokens of a part of the heads, and back
     share.recurrent(functions)         the same around the functions of recurrent layers
     share.own_targets, whole, total    around the output layer: values about targets belong to the rank of their parent
 
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import gcd
 from typing import Any, NamedTuple
 
 import torch
@@ -41,7 +42,7 @@ class SequenceGroup:
 
     def share(self, num_tokens: int, num_rows: int = 1) -> TokenShare:
         """Return the share of this rank in `num_rows` rows of `num_tokens` tokens each, padding included."""
-        return TokenShare(self, num_tokens, num_rows)
+        return TokenShare(self, split_evenly(num_tokens, self.size), num_rows)
 
     def smallest(self, number: float) -> float:
         """Return the smallest `number` of all ranks."""
@@ -100,26 +101,29 @@ def _indivisible(source: str, heads: int, size: int, option: str = "--sequence-r
     )
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True)
 class TokenShare:
     """The tokens of a pass that a rank computes: in each of `num_rows` rows the tokens begin .. end - 1.
 
-    Rows of `num_tokens` tokens on all ranks stand side by side. Not frozen, as `attention.tree_pass.TreePass`.
+    Attributes:
+        sequence: the ranks.
+        edges: of the tokens of each rank.
+        num_rows: rows of equal length, side by side.
     """
 
     sequence: SequenceGroup
-    num_tokens: int
+    edges: list[int]
     num_rows: int = 1
 
     @property
     def begin(self) -> int:
         """The first own token of a row."""
-        return split_evenly(self.num_tokens, self.sequence.size)[self.sequence.rank]
+        return self.edges[self.sequence.rank]
 
     @property
     def end(self) -> int:
         """One past the last own token of a row."""
-        return split_evenly(self.num_tokens, self.sequence.size)[self.sequence.rank + 1]
+        return self.edges[self.sequence.rank + 1]
 
     def cut(self, column: Tensor, dim: int = 0) -> Tensor:
         """Return the own tokens of a column of T tokens along `dim`; its first token if this rank has none."""
@@ -136,40 +140,30 @@ class TokenShare:
         """Return the own tokens [B t, ...] of a column [B T, ...] of B rows."""
         return self.cut(column.view(self.num_rows, -1, *column.shape[1:]), 1).flatten(0, 1)
 
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, attention: Callable[[Tensor, Tensor, Tensor], Tensor]
-    ) -> Tensor:
-        """Return the attention of own tokens [B, H, t, D_v], by `attention` of all tokens and this rank's heads.
+    def heads_of(self, x: Tensor) -> Tensor:
+        """Return all tokens of this rank's heads, of own tokens with all heads: [B, H, t, D] -> [B, h, T, D].
 
-        Query [B, H, t, D], key and value travel as one tensor, because a compiler could exchange three in any order.
+        Heads that are fewer than the ranks, or not divisible by their number, are repeated first.
+        """
+        size, heads = self.sequence.size, x.shape[1]
+        copies = size // gcd(size, heads)
+        # 2 heads a b on 4 ranks -> a a b b, one for each rank
+        x = x.repeat_interleave(copies, 1) if copies > 1 else x
+        return self._to_heads(x.permute(2, 1, 0, 3)).permute(2, 1, 0, 3)
+
+    def tokens_of(self, x: Tensor) -> Tensor:
+        """Return own tokens with all heads, of all tokens with this rank's heads: [B, T, h, D] -> [B, t, H, D]."""
+        return self._to_tokens(x.permute(1, 2, 0, 3), x.shape[2] * self.sequence.size).permute(2, 0, 1, 3)
+
+    def query_heads_of(self, x: Tensor) -> Tensor:
+        """Return `heads_of` for heads that must not be repeated.
 
         Raises:
-            TreepackError: the ranks cannot share the heads.
+            TreepackError: the ranks cannot share them.
         """
-        self._check(query.shape[1])
-        size, own, tokens = self.sequence.size, query.shape[2], self.num_tokens
-        # [B, H, t, D] -> [t, H, B, D] -> [t, ranks, h B D]
-        parts = [self._repeated(x).permute(2, 1, 0, 3) for x in (query, key, value)]
-        flat = [x.reshape(own, size, x.shape[1] // size * x.shape[2] * x.shape[3]) for x in parts]
-        joined = exchange(torch.cat(flat, 2), tokens, 1, self.sequence.group, gathers_tokens=True)
-        rows = torch.split(joined.view(tokens, -1), [x.shape[2] for x in flat], 1)
-        whole = [
-            row.view(tokens, x.shape[1] // size, *x.shape[2:]).permute(2, 1, 0, 3)
-            for row, x in zip(rows, parts, strict=True)
-        ]
-        out = attention(*whole).permute(2, 1, 0, 3)
-        back = exchange(out, own, query.shape[1], self.sequence.group, gathers_tokens=False, after=joined)
-        return back.permute(2, 1, 0, 3)
-
-    def _check(self, heads: int) -> None:
-        if heads % self.sequence.size:
-            raise _indivisible("a layer", heads, self.sequence.size)
-
-    def _repeated(self, x: Tensor) -> Tensor:
-        size, heads = self.sequence.size, x.shape[1]
-        # 2 heads a b on 4 ranks -> a a b b, one for each rank. After the loop, `size` is no symbol of torch.compile.
-        copies = next(n for n in range(1, size + 1) if heads * n % size == 0)
-        return x.repeat_interleave(copies, 1) if copies > 1 else x
+        if x.shape[1] % self.sequence.size:
+            raise _indivisible("a layer", x.shape[1], self.sequence.size)
+        return self.heads_of(x)
 
     def part_of_heads(self, x: Tensor | None) -> Tensor | None:
         """Return the entries of this rank's heads, of a parameter with one entry per head, such as sinks [H]."""
@@ -182,15 +176,24 @@ class TokenShare:
         """Return the functions of recurrent layers on own tokens, by `functions` on whole rows."""
         return SharedRecurrence(self, functions)
 
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the arguments of attention for whole rows and this rank's heads.
+
+        Raises:
+            TreepackError: the ranks cannot share the heads.
+        """
+        return self.query_heads_of(query), self.heads_of(key), self.heads_of(value)
+
     def _to_heads(self, x: Tensor) -> Tensor:
         """Exchange [t, H, ...] for [T, h, ...]."""
-        edges, rank = split_evenly(x.shape[1], self.sequence.size), self.sequence.rank
-        heads = edges[rank + 1] - edges[rank]
-        return exchange(x, self.num_tokens, heads, self.sequence.group, gathers_tokens=True)
+        own, heads = x[: self.end - self.begin], split_evenly(x.shape[1], self.sequence.size)
+        return exchange(own, self.edges, heads, self.sequence.group, gathers_tokens=True)
 
     def _to_tokens(self, x: Tensor, heads: int) -> Tensor:
         """Exchange [T, h, ...] for [t, H, ...], with H = `heads`."""
-        return exchange(x, max(self.end - self.begin, 1), heads, self.sequence.group, gathers_tokens=False)
+        edges = split_evenly(heads, self.sequence.size)
+        own = exchange(x, self.edges, edges, self.sequence.group, gathers_tokens=False)
+        return own if len(own) else own.new_zeros(1, *own.shape[1:]) + own.sum()
 
     def own_targets(self, targets: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
         """Return the targets whose parents this rank has: their numbers among all, and themselves.
@@ -203,7 +206,7 @@ class TokenShare:
             index among the own tokens, which has no meaning for a token of a different rank.
         """
         tokens, input_ids, parent = targets
-        length, own = self.num_tokens, max(self.end - self.begin, 1)
+        length, own = self.edges[-1], max(self.end - self.begin, 1)
         above = parent.index_select(0, tokens)
         offset = above % length
         places = ((above >= 0) & (offset >= self.begin) & (offset < self.end)).nonzero().squeeze(-1)
@@ -244,16 +247,15 @@ class SharedRecurrence(NamedTuple):
             TreepackError: the ranks cannot share the heads.
         """
         share, shape = self.share, v.shape
-        share._check(v.shape[1])
 
-        def rows_of(x: Tensor) -> Tensor:
-            # [B t, H, K] -> [B, H, t, K] -> [t, H, B, K] -> [T, h, B, K] -> [B T, h, K]; [N, H] has K = 1
+        def rows_of(x: Tensor, of: Callable[[Tensor], Tensor]) -> Tensor:
+            # [B t, H, K] -> [B, H, t, K] -> [B, h, T, K] -> [B T, h, K]; [N, H] has K = 1
             rows = x.reshape(share.num_rows, -1, x.shape[1], x[0, 0].numel()).transpose(1, 2)
-            whole = share._to_heads(share._repeated(rows).permute(2, 1, 0, 3)).permute(2, 0, 1, 3)
+            whole = of(rows).transpose(1, 2)
             return whole.reshape(-1, whole.shape[2], *x.shape[2:])
 
-        rate = None if beta is None else rows_of(beta)
-        out = self.functions.scan(rows_of(q), rows_of(k), rows_of(v), rows_of(g), rate)
-        # [B T, h, V] -> [T, h, B, V] -> [t, H, B, V]
-        tokens = out.view(share.num_rows, -1, *out.shape[1:]).permute(1, 2, 0, 3)
-        return share._to_tokens(tokens, shape[1]).permute(2, 0, 1, 3).reshape(shape)
+        values = rows_of(v, share.query_heads_of)
+        keys = (rows_of(q, share.heads_of), rows_of(k, share.heads_of))
+        rate = None if beta is None else rows_of(beta, share.query_heads_of)
+        out = self.functions.scan(*keys, values, rows_of(g, share.query_heads_of), rate)
+        return share.tokens_of(out.view(share.num_rows, -1, *out.shape[1:])).reshape(shape)
