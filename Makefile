@@ -52,7 +52,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PIP := -m pip install --quiet --disable-pip-version-check --no-compile
 install = install() { $(1)/bin/uv pip install --quiet --python $(1)/bin/python "$$@" || $(1)/bin/python $(PIP) "$$@"; }; install
 
-.PHONY: help demo quick test test-slow test-all test-data test-s3 test-integrations test-verifiers test-vllm test-ray test-fla lint types imports \
+.PHONY: help demo quick test test-slow test-data test-s3 test-integrations test-verifiers test-vllm test-ray test-fla lint types imports \
 	schemas docs site dist constraints clean $(ROOMS)
 .DEFAULT_GOAL := help
 
@@ -153,11 +153,6 @@ test: lint types imports  ## lint, types, import contracts and all tests that ne
 
 test-slow: $(VENV)/dev.stamp  ## the tests marked slow, and every property with more examples
 	$(BIN)/python -m pytest -n auto -m "slow or hypothesis" --hypothesis-profile thorough
-
-# Each property is tried once, and each worker imports the files of tests once.
-WITHOUT_PACKAGES := not s3 and not integrations and not vllm and not verifiers and not ray and not fla
-test-all: lint types imports  ## `make test` and `make test-slow` in one run, which is faster
-	$(BIN)/python -m pytest -n auto -m "$(WITHOUT_PACKAGES)" --hypothesis-profile thorough
 
 test-data: $(DATA)/stamp  ## the data half, without torch
 	$(DATA)/bin/python -m pytest -n auto $(addprefix tests/,$(DATA_ROOMS))
