@@ -9,7 +9,7 @@ import functools
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,8 @@ CPU = TrainOptions(device="cpu", lr=1e-2, rows_per_step=5, clip=0.5)
 class Case:
     """A training run in the directory `out`, by default one named after it; `changes` are to the options `CPU`.
 
-    It is resumed if possible, and stops after the step `until`. `held_out` are rows to evaluate on.
+    It is resumed if possible, and stops after the step `until`. `held_out` are rows to evaluate on. `differences` are
+    changes on all ranks but the first.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Case:
     teacher: Path | None = None
     memory: ScriptedMemory | None = None  # to plan with, as on GPUs
     shortage: ScriptedShortage | None = None
+    differences: dict[str, Any] = field(default_factory=dict)
 
 
 def train_over(size: int, folder: Path, cases: list[Case]) -> dict[str, dict[str, Any]]:
@@ -106,7 +108,7 @@ def _train(ranks: Ranks, case: Case, out: Path) -> None:
         run = open_run(
             case.packed,
             case.model,
-            replace(CPU, objective=objective, **case.changes),
+            replace(CPU, objective=objective, **case.changes, **(case.differences if ranks.rank else {})),
             ranks,
             held_out=case.held_out,
             meter=None if case.memory is None else case.memory.meter(ranks.rank, records),

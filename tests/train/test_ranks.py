@@ -17,8 +17,10 @@ from support.oracle_model import packed_directory, tiny_config
 from support.passes import rows_alone
 from support.rank_processes import Case, train_over
 from support.strategies import make
+from treepack.errors import TreepackError
 from treepack.model.weights.files import weight_files
 from treepack.train.passes import deal
+from treepack.train.ranks import Ranks
 from treepack.trajectory import Trajectory
 
 # Times and rates, and the number of graphs that torch.compile has traced so far in the process.
@@ -131,3 +133,27 @@ def test_the_most_expensive_row_goes_to_the_rank_with_the_smallest_sum() -> None
     # Order of rows by cost: 0 3 2 1 4. Sums after the first micro-batch 9 and 8, after the second 13 and 13.
     shares = deal([0, 1, 2, 3, 4], np.array([9.0, 4.0, 5.0, 8.0, 2.0]), 2, rows_alone(5))
     assert shares == [[(0,), (1,), (4,)], [(3,), (2,), ()]]
+
+
+def test_ranks_with_other_options_are_refused(packed: Path, tmp_path: Path) -> None:
+    case = Case("run", packed, tiny_config(tmp_path / "tiny.json"), {"steps": 1}, differences={"lr": 2e-2})
+    with pytest.raises(Exception, match=r"this is not one run, because .* differ"):
+        train_over(2, tmp_path, [case])
+    assert not (tmp_path / "2" / "run").exists()
+
+
+class _Second(Ranks):
+    """The second of two ranks, whose first one has a learning rate of 1."""
+
+    def lead(self, function: Any) -> Any:
+        return {**function(), "lr": 1}
+
+    def any(self, flag: bool) -> bool:
+        return flag
+
+
+def test_a_rank_names_what_it_has_of_its_own() -> None:
+    message = "this is not one run, because rank 1 and rank 0 differ: lr is 2 and 1; start all ranks with the same "
+    with pytest.raises(TreepackError, match=message):
+        _Second(1, 2).require_same({"seed": 0, "lr": 2})
+    _Second(1, 2).require_same({"seed": 0, "lr": 1})

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, distributed
@@ -106,6 +106,18 @@ class Ranks:
         if self.grouped:
             distributed.broadcast_object_list(result, src=0, device=torch.device("cpu"))  # by gloo
         return result[0]  # type: ignore[return-value]
+
+    def require_same(self, values: dict[str, Any]) -> None:
+        """Refuse values that are not those of the first rank; all ranks must call this.
+
+        Raises:
+            TreepackError: on a rank with other values their names, on the other ranks that there is such a rank.
+        """
+        first = self.lead(lambda: values)
+        different = [f"{name} is {value} and {first[name]}" for name, value in values.items() if value != first[name]]
+        if self.any(bool(different)):
+            found = f"rank {self.rank} and rank 0 differ: {'; '.join(different)}" if different else "its ranks differ"
+            raise TreepackError(f"this is not one run, because {found}; start all ranks with the same command and data")
 
 
 def join_ranks(device: torch.device) -> Ranks:

@@ -38,7 +38,7 @@ from treepack.train.ranks import Ranks, find_device
 from treepack.train.run import Packed, TrainingRun
 from treepack.train.saving.choices import recorded_memory, with_recorded
 from treepack.train.saving.run_directory import is_same_finished_run
-from treepack.train.saving.run_record import is_finished
+from treepack.train.saving.run_record import files_sha256, is_finished
 from treepack.train.setup.compute import choose_compute
 from treepack.train.setup.memory_input import MemoryInput
 from treepack.train.setup.rank_choice import choose_ranks
@@ -82,8 +82,9 @@ def open_run(
     data = open_data(packed, options, ranks)
     evaluated = None if held_out is None else open_held_out(held_out, options, ranks, blocks=data.blocks)
     # A machine that has opened the data before waits here for one that has not, by gloo, which waits 30 minutes. The
-    # first collective of NCCL would wait 10 minutes.
-    ranks.any(False)
+    # first collective of NCCL would wait 10 minutes. Each rank may name its own device.
+    same = {name: value for name, value in options.as_record().items() if name != "device"}
+    ranks.require_same({**same, "data": files_sha256(data.dataset.manifest["files"])})
     if meter is None and compute.device.type == "cuda":
         meter = gpu_meter(compute.device)
     options = replace(options, dtype=compute.dtype, blocks=data.blocks)
