@@ -52,8 +52,9 @@ def tree_trainer(
     given: Any = base
     if not isinstance(given, type):
         kind = type(given).__name__
+        named = kind if "Trainer" in kind else "GRPOTrainer"  # somebody may give the model
         raise TreepackError(
-            f"tree_trainer: expected a class, and got an object of {kind}; make the trainer with tree_trainer({kind})"
+            f"tree_trainer: expected a class, and got an object of {kind}; make the trainer with tree_trainer({named})"
         )
     names = {kind.__name__ for kind in base.__mro__}
     if names & _DISTILLATION:  # first, because some are subclasses of SFTTrainer
