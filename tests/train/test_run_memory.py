@@ -148,6 +148,17 @@ def test_options_with_values_measure_nothing(plan: Plan) -> None:
     assert adapted.recomputed == 4
 
 
+def test_a_plan_that_needs_the_margin_is_better_than_none(plan: Plan) -> None:
+    options: dict[str, Any] = {"carry": None, "offload_checkpoints": False}
+    device = device_for(3, total=4_000_000)  # a margin of 320,000 bytes
+    choices, _ = plan(device, **options)
+    assert choices.plan.checkpoint_layers == 3
+    assert device.free - 320_000 < choices.plan.num_bytes <= device.free
+    with pytest.raises(TreepackError, match=r"^a row of 1,408 tokens needs at least .* of GPU memory"):
+        plan(replace(device, free=device.free - 400_000), **options)
+
+
+
 def test_compilation_that_pays_is_tried_and_measured(
     plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

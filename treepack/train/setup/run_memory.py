@@ -208,7 +208,18 @@ class _Planner:
         return plan, lines, memory
 
     def _choose(self, probes: list[ModelProbe]) -> tuple[RunPlan, RunRoom, tuple[PieceProbe, ...]]:
-        given, room = self.given, self._room()
+        room = self._room()
+        try:
+            return self._choose_within(room, probes)
+        except TreepackError:
+            # The margin may do: a step that lacks memory all the same runs again with a smaller plan.
+            room = replace(room, gpu=room.gpu + self.given.ranks.smallest(self.memory.margin))
+            return self._choose_within(room, probes)
+
+    def _choose_within(
+        self, room: RunRoom, probes: list[ModelProbe]
+    ) -> tuple[RunPlan, RunRoom, tuple[PieceProbe, ...]]:
+        given = self.given
         plan, problem = None, None
         try:
             plan = choose_plan(probes, self.rows, room, given.options)
