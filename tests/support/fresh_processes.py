@@ -11,8 +11,10 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
+from collections.abc import Mapping
 from importlib.metadata import entry_points
 from pathlib import Path
+from types import MappingProxyType
 
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(
@@ -28,8 +30,12 @@ PROCESSES.set_forkserver_preload(
 )
 
 
-def run_command(arguments: list[str], folder: Path) -> None:
-    """Run `treepack` with `arguments`; what it writes goes to the files `stdout` and `stderr` of `folder`."""
+def run_command(arguments: list[str], folder: Path, environment: Mapping[str, object] = MappingProxyType({})) -> None:
+    """Run `treepack` with `arguments`; what it writes goes to the files `stdout` and `stderr` of `folder`.
+
+    `environment` is added to that of the server, which is the one of its own start.
+    """
+    os.environ.update({name: str(value) for name, value in environment.items()})
     for descriptor, name in ((1, "stdout"), (2, "stderr")):
         os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
     sys.argv = ["treepack", *arguments]

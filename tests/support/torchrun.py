@@ -1,4 +1,4 @@
-"""The command of the docs for several machines, as a command for one process per machine on this one."""
+"""Processes of torchrun: the documented command for several machines, as one for this machine alone, and its ranks."""
 
 from __future__ import annotations
 
@@ -17,6 +17,14 @@ def documented_launch(node: int, port: int) -> list[str]:
     launch, _, _ = line.replace("--nproc-per-node 8", "--nproc-per-node 1").partition(" treepack train ")
     treepack = Path(sys.executable).parent / "treepack"
     return [sys.executable, "-m", "torch.distributed.run", *shlex.split(launch)[1:], str(treepack), "train"]
+
+
+def pid_of_rank(rank: int, launcher: int) -> int:
+    """Return the process of a rank that torchrun, the process `launcher`, has started on this machine."""
+    children = [pid for path in Path(f"/proc/{launcher}/task").glob("*/children") for pid in path.read_text().split()]
+    variable = f"RANK={rank}".encode()
+    (found,) = [pid for pid in children if variable in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")]
+    return int(found)
 
 
 def free_port() -> int:

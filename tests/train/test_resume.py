@@ -5,8 +5,12 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
+import subprocess
+import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -20,9 +24,11 @@ from support.fresh_processes import PROCESSES, run_command
 from support.oracle_model import packed_directory, tiny_config
 from support.rank_processes import Case, train_over
 from support.strategies import make
+from support.torchrun import free_port, pid_of_rank
 from treepack.errors import TreepackError
 from treepack.train.loop import train
 from treepack.train.options import TrainOptions
+from treepack.train.saving.checkpoint import latest
 from treepack.train.saving.run_record import is_finished
 from treepack.train.setup.opening import open_run
 from treepack.train.step import StepMetrics
@@ -254,16 +260,16 @@ def command(packed: Path, config: Path, out: Path) -> list[str]:
     return ["train", str(packed), *words, "--device", "cpu", "--checkpoint-every", "1", "--resume"]
 
 
-def start(arguments: list[str], folder: Path) -> BaseProcess:
-    process = PROCESSES.Process(target=run_command, args=(arguments, folder), daemon=True)
+def start(arguments: list[str], folder: Path, **environment: object) -> BaseProcess:
+    process = PROCESSES.Process(target=run_command, args=(arguments, folder, environment), daemon=True)
     process.start()
     return process
 
 
-def wait_for_lines(out: Path, count: int, process: BaseProcess) -> None:
+def wait_for_lines(out: Path, count: int, runs: Callable[[], bool]) -> None:
     """Wait until the run has written that many lines, or ends."""
     log = out / "metrics.jsonl"
-    while process.is_alive() and not (log.exists() and log.read_bytes().count(b"\n") >= count):
+    while runs() and not (log.exists() and log.read_bytes().count(b"\n") >= count):
         time.sleep(0.002)
 
 
@@ -279,7 +285,7 @@ def test_a_run_killed_at_random_moments_and_stopped_by_sigterm_ends_bit_for_bit(
     for sign in (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGKILL):
         before = len(lines(out)) if out.exists() else 0
         process = start(command(packed, config, out), tmp_path)  # the same command each time, always with --resume
-        wait_for_lines(out, before + generator.randint(3, 8), process)
+        wait_for_lines(out, before + generator.randint(3, 8), process.is_alive)
         time.sleep(generator.random() * 0.05)
         assert process.pid is not None
         os.kill(process.pid, sign)
@@ -295,3 +301,70 @@ def test_a_run_killed_at_random_moments_and_stopped_by_sigterm_ends_bit_for_bit(
     assert "resumed after step" in (tmp_path / "stderr").read_text()
     assert_equal_runs(out, whole)
     assert not [path.name for path in (out / "checkpoints").iterdir() if path.name.startswith(".")]
+
+
+def lose_a_rank(arguments: list[str], out: Path, victim: int) -> str:
+    """Train over two ranks of torchrun, kill one after step 3 and the checkpoint of step 2; return stderr."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*launch, "-m", "treepack", *arguments]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as launcher:
+        wait_for_lines(out, 3, lambda: launcher.poll() is None)
+        while launcher.poll() is None and not (out / "checkpoints" / "step-00000002").exists():
+            time.sleep(0.002)  # step 4 saves the next one, and waits for this one before
+        os.kill(pid_of_rank(victim, launcher.pid), signal.SIGKILL)
+        # The other rank must not wait for the lost one: torchrun would never end.
+        _, errors = launcher.communicate(timeout=60)
+        assert launcher.returncode == 1
+    return errors
+
+
+def run_in_ranks(arguments: list[str], folder: Path, size: int) -> None:
+    """Run the command in so many processes with the environment that torchrun gives them; 1: alone, without it."""
+    port, ranks = free_port(), []
+    for rank in range(size):
+        own = folder / f"{size}-{rank}"
+        own.mkdir()
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        ranks.append(start(arguments, own, **(place | meeting if size > 1 else {})))
+    for process in ranks:
+        process.join()
+    errors = [(folder / f"{size}-{rank}" / "stderr").read_text() for rank in range(size)]
+    assert [process.exitcode for process in ranks] == [0] * size, errors
+    assert "resumed after step" in errors[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("option", "victim"), [("--sequence-ranks", 0), ("--expert-ranks", 1)])
+def test_a_run_that_lost_a_rank_goes_on_alone_and_over_four_ranks(
+    packed: Path, tmp_path: Path, option: str, victim: int
+) -> None:
+    fields: dict[str, Any] = {}
+    if option == "--expert-ranks":
+        fields = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    config = tiny_config(tmp_path / "tiny.json", **fields)
+    whole, alone, shared = (tmp_path / name for name in ("whole", "alone", "shared"))
+
+    def arguments(out: Path, *more: str) -> list[str]:
+        steps = ["--steps", "6", "--checkpoint-every", "2", "--rows-per-step", "2", "--lr", "0.01"]
+        return ["train", str(packed), "--model", str(config), "--device", "cpu", *steps, "--out", str(out), *more]
+
+    undisturbed = start(arguments(whole), tmp_path)
+    undisturbed.join()
+    assert undisturbed.exitcode == 0
+    errors = lose_a_rank(arguments(alone, option, "2"), alone, victim)
+    assert "Signal 9 (SIGKILL) received" in errors
+    assert "stopped by a fault of its own" not in errors  # the other rank has no fault to report
+    assert not is_finished(alone)
+    newest, damaged = latest(alone / "checkpoints")
+    assert newest is not None
+    assert (newest.world_size, damaged) == (2, ())
+    shutil.copytree(alone, shared)
+    run_in_ranks(arguments(alone, "--resume"), tmp_path, 1)
+    run_in_ranks(arguments(shared, "--resume", option, "2"), tmp_path, 4)
+    for out in (alone, shared):
+        for record, reference in zip(lines(out), lines(whole), strict=True):
+            assert record.keys() == reference.keys()
+            for name, value in reference.items():
+                assert record[name] == pytest.approx(value, rel=2e-5, abs=1e-6), (out, name)
+        assert all(path.name.startswith("step-") for path in (out / "checkpoints").iterdir())
