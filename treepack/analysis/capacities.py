@@ -16,12 +16,10 @@ from treepack.analysis.forecast import (
     TRAJECTORIES,
     TURNS,
     ForecastLine,
-    TrainedTokens,
     append_only_line,
     flat_work,
     once_work,
     plan_work,
-    trained_of,
     tree_work,
     turns_work,
     usable_conversations,
@@ -132,13 +130,10 @@ def forecast_lines(
     left out. Whole trajectories are derived from turns only if all turns fit. A turn that several paths of a search
     tree have counts once.
     """
-    trained = trained_of(trie)
     name, *others = ways_to_cut(trie)
     baseline, work_alone = (TURNS, once_work) if name == "turns" else (SAMPLES, flat_work)
-    works = [
-        rows_work(each, trained if each.packed_nodes is trie else trained_of(each.packed_nodes)) for each in planned
-    ]
-    lines = [ForecastLine(name, None, work_alone(trie), tree_work(trie, trained), baseline=baseline)]
+    works = [rows_work(each) for each in planned]
+    lines = [ForecastLine(name, None, work_alone(trie), tree_work(trie), baseline=baseline)]
     lines += [
         ForecastLine(name, each.plan.capacity, work_alone(each.trie), work, each.num_too_long, baseline)
         for each, work in zip(planned, works, strict=True)
@@ -149,7 +144,7 @@ def forecast_lines(
     if known is not None:
         lines += [append_only_line(line, known) for line in whole]
     if "trajectories" in others:
-        flat = whole_work(trie, trained)
+        flat = whole_work(trie)
         # A rollout of token ids whose turns continue each other is one append-only sequence.
         alone = TRAJECTORIES if conversations is not None else APPEND_ONLY
         lines += [replace(line, samples="trajectories", flat=flat, baseline=alone) for line in whole]
@@ -157,7 +152,7 @@ def forecast_lines(
         turns = turns_of(trie)
         cut = cut_to_turns(trie, turns)
         flat = turns_work(trie, turns.distinct(trie))
-        lines.append(ForecastLine("turns", None, flat, tree_work(cut, trained_of(cut)), baseline=TURNS))
+        lines.append(ForecastLine("turns", None, flat, tree_work(cut), baseline=TURNS))
         lines += [
             _turns_line(trie, turns, (each, work), method=method, search=search)
             for each, work in zip(planned, works, strict=True)
@@ -165,11 +160,11 @@ def forecast_lines(
     return lines
 
 
-def rows_work(planned: PlannedCapacity, trained: TrainedTokens) -> FlopCount:
-    """Return the work of the rows of a plan; `trained` belongs to its `packed_nodes`."""
+def rows_work(planned: PlannedCapacity) -> FlopCount:
+    """Return the work of the rows of a plan."""
     totals = planned.totals
     tokens, pairs = totals.tokens_packed, int(totals.row_pairs.sum())
-    return plan_work(trained, planned.plan.row_of, num_tokens=tokens, num_pairs=pairs)
+    return plan_work(planned.packed_nodes, planned.plan.row_of, num_tokens=tokens, num_pairs=pairs)
 
 
 def _turns_line(
@@ -182,7 +177,7 @@ def _turns_line(
     cut = cut_to_turns(trie, fitting)
     if cut is not planned.trie:
         (planned,) = plan_capacities(cut, [capacity], method=method, too_long="error", search=search)
-        work = rows_work(planned, trained_of(planned.packed_nodes))
+        work = rows_work(planned)
     distinct = turns.distinct(trie)
     once = distinct.within(capacity)
     left_out = len(distinct.ends) - len(once.ends)
