@@ -25,8 +25,9 @@ from treepack import PackOptions, StatsOptions, TreepackError, build_trie_direct
 from treepack.analysis import forecast
 from treepack.analysis.forecast import whole_work
 from treepack.analysis.lost_sharing import added_tokens
+from treepack.files.column_views import ChunkedRows
 from treepack.pack import expected
-from treepack.pack.expected import ChunkedRows, IdIndex
+from treepack.pack.expected import IdIndex
 from treepack.trajectory import Tokens, Trajectory
 from treepack.trie import storage, token_ranges
 from treepack.trie.builders.in_memory import build_trie
