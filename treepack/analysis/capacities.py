@@ -31,9 +31,10 @@ from treepack.costs.model_cost import FlopCount
 from treepack.ingest.conversations import Conversations
 from treepack.pack.capacity import fit_capacity
 from treepack.pack.options import PackOptions
+from treepack.pack.packing import plan_within
 from treepack.pack.plan.check import check_plan
 from treepack.pack.plan.plan import Plan, PlanTotals
-from treepack.pack.plan.planning import packed_trie, plan_rows
+from treepack.pack.plan.planning import packed_trie
 from treepack.pack.plan.problem import RowLimits, SearchOptions
 from treepack.pack.totals import packed_totals
 from treepack.processes import ReportProgress
@@ -88,15 +89,8 @@ def plan_capacity(
     """
     num_too_long = int((trie.lengths > capacity).sum())
     fitted, _ = fit_capacity(trie, capacity, too_long=options.too_long)
-    plan = plan_rows(
-        fitted,
-        capacity=RowLimits(capacity, options.pairs_budget, options.terms_budget),
-        method=options.method,
-        search=SearchOptions(options.effort, options.time_limit),
-        multiple_of=options.balance,
-        token_pairs=options.token_pairs,
-        progress=_named(progress, f"for {capacity:,}"),
-    )
+    limits = RowLimits(capacity, options.pairs_budget, options.terms_budget)
+    plan = plan_within(fitted, limits, options, progress=_named(progress, f"for {capacity:,}"))
     nodes = packed_trie(fitted, options.method)
     return PlannedCapacity(fitted, nodes, plan, check_plan(nodes, plan), num_too_long)
 
