@@ -241,7 +241,7 @@ def spans_of_mask(weights: Float64) -> tuple[Int32, Int32, Float64]:
     )
 
 
-def positions(starts: Int32, ends: Int32) -> Int64:
+def positions(starts: Int32 | Int64, ends: Int32 | Int64) -> Int64:
     """Return the positions in the spans `[starts[i], ends[i])`, in order, int64 [sum of their sizes]."""
     if len(starts) == 1:  # the usual case: a prompt and its response
         return np.arange(starts[0], ends[0], dtype=np.int64)

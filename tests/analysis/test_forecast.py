@@ -26,7 +26,6 @@ from treepack.analysis.forecast import (
     ForecastLine,
     RowCounter,
     flat_work,
-    trained_of,
     tree_work,
     turns_work,
     whole_work,
@@ -98,7 +97,7 @@ def test_turns_are_forecast_as_if_each_were_made(rollouts: list[Trajectory], lim
     assume(made)
     real, cut = build_trie(made), cut_to_turns(trie, turns)
     assert turns_work(trie, turns) == flat_work(real)
-    assert tree_work(cut, trained_of(cut)) == tree_work(real, trained_of(real))
+    assert tree_work(cut) == tree_work(real)
 
 
 @given(strategies.trajectories(steps=False))
@@ -175,7 +174,7 @@ def test_single_turns_that_share_a_prompt_have_one_line() -> None:
 def test_samples_that_no_other_continues_train_the_trained_tokens_of_their_path() -> None:
     _, turns = turns_of_chats(1)
     trie = build_trie(turns)
-    assert whole_work(trie, trained_of(trie)) == FlopCount(7, 28, 3)
+    assert whole_work(trie) == FlopCount(7, 28, 3)
 
 
 def test_devices_have_names_or_rates() -> None:

@@ -23,10 +23,11 @@ from support.trie_files import saved
 from support.written_rollouts import write_rollouts
 from treepack import PackOptions, StatsOptions, TreepackError, build_trie_directory, check, pack_trie, stats
 from treepack.analysis import forecast
-from treepack.analysis.forecast import trained_of, whole_work
+from treepack.analysis.forecast import whole_work
 from treepack.analysis.lost_sharing import added_tokens
+from treepack.files.column_views import ChunkedRows
 from treepack.pack import expected
-from treepack.pack.expected import ChunkedRows, IdIndex
+from treepack.pack.expected import IdIndex
 from treepack.trajectory import Tokens, Trajectory
 from treepack.trie import storage, token_ranges
 from treepack.trie.builders.in_memory import build_trie
@@ -124,7 +125,7 @@ def test_a_path_trains_the_tokens_of_all_samples_above_its_end() -> None:
     spans = [(2, 3, 1.0)], [(3, 5, 1.0)], [(4, 5, 1.0)]
     paths = [1, 2, 3], [1, 2, 3, 6, 7], [1, 2, 3, 9, 8]
     trie = build_trie([make(f"t{i}", path, spans=own) for i, (path, own) in enumerate(zip(paths, spans, strict=True))])
-    work = whole_work(trie, trained_of(trie))
+    work = whole_work(trie)
     assert (work.tokens, work.targets) == (10, (1 + 2) + (1 + 1))
 
 

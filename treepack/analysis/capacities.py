@@ -16,12 +16,10 @@ from treepack.analysis.forecast import (
     TRAJECTORIES,
     TURNS,
     ForecastLine,
-    TrainedTokens,
     append_only_line,
     flat_work,
     once_work,
     plan_work,
-    trained_of,
     tree_work,
     turns_work,
     usable_conversations,
@@ -33,9 +31,10 @@ from treepack.costs.model_cost import FlopCount
 from treepack.ingest.conversations import Conversations
 from treepack.pack.capacity import fit_capacity
 from treepack.pack.options import PackOptions
+from treepack.pack.packing import plan_within
 from treepack.pack.plan.check import check_plan
 from treepack.pack.plan.plan import Plan, PlanTotals
-from treepack.pack.plan.planning import packed_trie, plan_rows
+from treepack.pack.plan.planning import packed_trie
 from treepack.pack.plan.problem import RowLimits, SearchOptions
 from treepack.pack.totals import packed_totals
 from treepack.processes import ReportProgress
@@ -90,15 +89,8 @@ def plan_capacity(
     """
     num_too_long = int((trie.lengths > capacity).sum())
     fitted, _ = fit_capacity(trie, capacity, too_long=options.too_long)
-    plan = plan_rows(
-        fitted,
-        capacity=RowLimits(capacity, options.pairs_budget, options.terms_budget),
-        method=options.method,
-        search=SearchOptions(options.effort, options.time_limit),
-        multiple_of=options.balance,
-        token_pairs=options.token_pairs,
-        progress=_named(progress, f"for {capacity:,}"),
-    )
+    limits = RowLimits(capacity, options.pairs_budget, options.terms_budget)
+    plan = plan_within(fitted, limits, options, progress=_named(progress, f"for {capacity:,}"))
     nodes = packed_trie(fitted, options.method)
     return PlannedCapacity(fitted, nodes, plan, check_plan(nodes, plan), num_too_long)
 
@@ -132,13 +124,10 @@ def forecast_lines(
     left out. Whole trajectories are derived from turns only if all turns fit. A turn that several paths of a search
     tree have counts once.
     """
-    trained = trained_of(trie)
     name, *others = ways_to_cut(trie)
     baseline, work_alone = (TURNS, once_work) if name == "turns" else (SAMPLES, flat_work)
-    works = [
-        rows_work(each, trained if each.packed_nodes is trie else trained_of(each.packed_nodes)) for each in planned
-    ]
-    lines = [ForecastLine(name, None, work_alone(trie), tree_work(trie, trained), baseline=baseline)]
+    works = [rows_work(each) for each in planned]
+    lines = [ForecastLine(name, None, work_alone(trie), tree_work(trie), baseline=baseline)]
     lines += [
         ForecastLine(name, each.plan.capacity, work_alone(each.trie), work, each.num_too_long, baseline)
         for each, work in zip(planned, works, strict=True)
@@ -149,7 +138,7 @@ def forecast_lines(
     if known is not None:
         lines += [append_only_line(line, known) for line in whole]
     if "trajectories" in others:
-        flat = whole_work(trie, trained)
+        flat = whole_work(trie)
         # A rollout of token ids whose turns continue each other is one append-only sequence.
         alone = TRAJECTORIES if conversations is not None else APPEND_ONLY
         lines += [replace(line, samples="trajectories", flat=flat, baseline=alone) for line in whole]
@@ -157,7 +146,7 @@ def forecast_lines(
         turns = turns_of(trie)
         cut = cut_to_turns(trie, turns)
         flat = turns_work(trie, turns.distinct(trie))
-        lines.append(ForecastLine("turns", None, flat, tree_work(cut, trained_of(cut)), baseline=TURNS))
+        lines.append(ForecastLine("turns", None, flat, tree_work(cut), baseline=TURNS))
         lines += [
             _turns_line(trie, turns, (each, work), method=method, search=search)
             for each, work in zip(planned, works, strict=True)
@@ -165,11 +154,11 @@ def forecast_lines(
     return lines
 
 
-def rows_work(planned: PlannedCapacity, trained: TrainedTokens) -> FlopCount:
-    """Return the work of the rows of a plan; `trained` belongs to its `packed_nodes`."""
+def rows_work(planned: PlannedCapacity) -> FlopCount:
+    """Return the work of the rows of a plan."""
     totals = planned.totals
     tokens, pairs = totals.tokens_packed, int(totals.row_pairs.sum())
-    return plan_work(trained, planned.plan.row_of, num_tokens=tokens, num_pairs=pairs)
+    return plan_work(planned.packed_nodes, planned.plan.row_of, num_tokens=tokens, num_pairs=pairs)
 
 
 def _turns_line(
@@ -182,7 +171,7 @@ def _turns_line(
     cut = cut_to_turns(trie, fitting)
     if cut is not planned.trie:
         (planned,) = plan_capacities(cut, [capacity], method=method, too_long="error", search=search)
-        work = rows_work(planned, trained_of(planned.packed_nodes))
+        work = rows_work(planned)
     distinct = turns.distinct(trie)
     once = distinct.within(capacity)
     left_out = len(distinct.ends) - len(once.ends)

@@ -24,7 +24,7 @@ from treepack.analysis.carried_cost import (
     plan_trunks,
     trie_trunks,
 )
-from treepack.analysis.forecast import MFU, ForecastLine, TrainingDevice, trained_of, tree_work
+from treepack.analysis.forecast import MFU, ForecastLine, TrainingDevice, tree_work
 from treepack.costs.model_cost import FlopCount, ModelShape, operations
 from treepack.errors import TreepackError
 from treepack.memory.model_memory import ModelMemory, NoPieces
@@ -79,15 +79,13 @@ def sizes_of_pieces(carry: int | None) -> tuple[int, ...]:
 
 def rows_of_plans(trie: Trie, planned: Sequence[PlannedCapacity], pieces: Sequence[int]) -> list[RowsToCarry]:
     """Return the rows of whole trees, and of each plan."""
-    trained, num_trees = trained_of(trie), int((trie.parent < 0).sum())
     longest, trunks = int(trie.lengths.max()), trie_trunks(trie, pieces)
-    rows = [RowsToCarry(None, 0, tree_work(trie, trained), largest_tree(trie), longest, trunks, num_trees)]
+    rows = [RowsToCarry(None, 0, tree_work(trie), largest_tree(trie), longest, trunks, trie.num_trees)]
     for each in planned:
-        work = rows_work(each, trained if each.packed_nodes is trie else trained_of(each.packed_nodes))
         trunks = plan_trunks(each.packed_nodes, each.plan.row_of, pieces)
         row_tokens, longest = int(each.totals.row_tokens.max()), int(each.trie.lengths.max())
         capacity, left_out = each.plan.capacity, each.num_too_long
-        rows.append(RowsToCarry(capacity, left_out, work, row_tokens, longest, trunks, each.totals.num_rows))
+        rows.append(RowsToCarry(capacity, left_out, rows_work(each), row_tokens, longest, trunks, each.totals.num_rows))
     return rows
 
 

@@ -125,16 +125,17 @@ def _pairs(lengths: Int64) -> int:
     return int((lengths * (lengths + 1) // 2).sum())
 
 
-def tree_work(trie: Trie, trained: TrainedTokens) -> FlopCount:
+def tree_work(trie: Trie) -> FlopCount:
     """Return the work of `trie` without a capacity: every token is computed once."""
     # The tokens of a node at depths d .. e - 1 see d + 1 .. e tokens, so their pairs are pairs(e) - pairs(d).
     pairs = _pairs(trie.path_length) - _pairs(trie.depth)
-    return plan_work(trained, np.zeros(trie.num_trajectories, np.int64), num_tokens=trie.tokens_tree, num_pairs=pairs)
+    return plan_work(trie, np.zeros(trie.num_trajectories, np.int64), num_tokens=trie.tokens_tree, num_pairs=pairs)
 
 
-def plan_work(trained: TrainedTokens, row_of: Int64, *, num_tokens: int, num_pairs: int) -> FlopCount:
-    """Return the work of rows with known numbers of tokens and score pairs; `trained` belongs to their trie."""
-    return FlopCount(num_tokens, num_pairs, trained.num_in_rows(row_of))
+def plan_work(trie: Trie, row_of: Int64, *, num_tokens: int, num_pairs: int) -> FlopCount:
+    """Return the work of rows with known numbers of tokens and score pairs; trajectory i is in row `row_of[i]`."""
+    # A trained token is one target in each row.
+    return FlopCount(num_tokens, num_pairs, sum(int(part.new_in_rows(row_of).sum()) for part in _trained_parts(trie)))
 
 
 def flat_work(trie: Trie) -> FlopCount:
@@ -164,12 +165,15 @@ def _append_only_work(conversations: Conversations) -> FlopCount:
     return FlopCount(sums.tokens, sums.pairs, sums.targets)
 
 
-def whole_work(trie: Trie, trained: TrainedTokens) -> FlopCount:
+def whole_work(trie: Trie) -> FlopCount:
     """Return the work, one by one, of the samples that no other one continues.
 
     They train every trained token on their path.
     """
-    new = trained.in_nodes()
+    # Trained tokens of each node: in one row, every token counts once.
+    new = np.zeros(trie.num_nodes, np.int64)
+    for part in _trained_parts(trie):
+        np.add.at(new, part.node, part.new_in_rows(np.zeros(trie.num_trajectories, np.int64)))
     # Nodes up to each one, without nodes whose subtree ended before it, are its path. New tokens [3, 1, 2] of a root
     # and its children: [3, 4, 6] up to each; node 1 ends before node 2 -> [3, 4, 5].
     ended = np.bincount(trie.node_end, weights=new, minlength=trie.num_nodes + 1).astype(np.int64)
@@ -186,32 +190,13 @@ def _num_trained(trie: Trie) -> Int64:
     return np.where(trie.trajectories["weight"].to_numpy() > 0, sizes, 0).astype(np.int64)
 
 
-@dataclass(frozen=True, slots=True)
-class TrainedTokens:
-    """Trained tokens of a trie, as parts of whole trees that are made whenever they are needed, to bound memory."""
-
-    trie: Trie
-
-    def parts(self) -> Iterator[TrainedPieces]:
-        """Yield the pieces of all trees; about `TRAJECTORIES_AT_ONCE` trajectories at a time, but whole trees."""
-        trie = self.trie
-        # Trajectories before each tree: roots [0, 3], ends [1, 2, 4] -> [0, 2, 3].
-        begins = np.append(np.searchsorted(trie.end_node, np.flatnonzero(trie.parent < 0)), trie.num_trajectories)
-        for first, end in ranges(begins, TRAJECTORIES_AT_ONCE):
-            yield _pieces(trie, int(begins[first]), int(begins[end]))
-            trie.storage.release()
-
-    def num_in_rows(self, row_of: Int64) -> int:
-        """Return the targets of rows: trained tokens, counted once in each row. Trajectory i is in row `row_of[i]`."""
-        return sum(int(part.new_in_rows(row_of).sum()) for part in self.parts())
-
-    def in_nodes(self) -> Int64:
-        """Return the number of tokens of each node that any trajectory trains, int64 [num_nodes]."""
-        new = np.zeros(self.trie.num_nodes, np.int64)
-        one_row = np.zeros(self.trie.num_trajectories, np.int64)
-        for part in self.parts():
-            np.add.at(new, part.node, part.new_in_rows(one_row))
-        return new
+def _trained_parts(trie: Trie) -> Iterator[TrainedPieces]:
+    """Yield the trained pieces of whole trees, about `TRAJECTORIES_AT_ONCE` trajectories at a time to bound memory."""
+    # Trajectories before each tree: roots [0, 3], ends [1, 2, 4] -> [0, 2, 3].
+    begins = np.append(np.searchsorted(trie.end_node, np.flatnonzero(trie.parent < 0)), trie.num_trajectories)
+    for first, end in ranges(begins, TRAJECTORIES_AT_ONCE):
+        yield _pieces(trie, int(begins[first]), int(begins[end]))
+        trie.storage.release()
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,11 +225,6 @@ class TrainedPieces:
         new = np.zeros(len(order), np.int64)
         new[order] = np.maximum(reached - np.maximum(base + self.start[order], before), 0)
         return new
-
-
-def trained_of(trie: Trie) -> TrainedTokens:
-    """Return the trained tokens of all trajectories of positive weight."""
-    return TrainedTokens(trie)
 
 
 def _pieces(trie: Trie, first: int, end: int) -> TrainedPieces:

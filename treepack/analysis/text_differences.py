@@ -20,7 +20,6 @@ from difflib import SequenceMatcher
 
 RETOKENISED, _WHITESPACE, _IDS, _TEMPLATE = "retokenisation", "whitespace", "random ids", "template"
 _EDITED, _OTHER, _REWRITTEN = "prompt edit", "other prompt", "rewritten history"
-_CAUSES = (RETOKENISED, _WHITESPACE, _IDS, _TEMPLATE, _EDITED, _OTHER, _REWRITTEN)
 
 # The ids, dates and times that serving engines, agents and prompts contain; each pattern would rather miss an id than
 # take a word for one, because a cause may only be named if nothing else differs.

@@ -21,10 +21,11 @@ from treepack.files.remote.address import AnyPath
 from treepack.pack.capacity import NO_TOKEN_WITHIN, TOO_LONG_DROPPED, fit_capacity
 from treepack.pack.leaf_weights import weigh_leaves
 from treepack.pack.options import PackOptions
+from treepack.pack.packing import plan_within
 from treepack.pack.plan.balance import steps_of
 from treepack.pack.plan.check import check_plan
-from treepack.pack.plan.planning import ExcessTrajectories, bound_of_slice, excesses, packed_trie, plan_rows
-from treepack.pack.plan.problem import RowLimits, SearchOptions
+from treepack.pack.plan.planning import ExcessTrajectories, bound_of_slice, excesses, packed_trie
+from treepack.pack.plan.problem import RowLimits
 from treepack.pack.plan.unions import RowSizes
 from treepack.pack.weights import has_weights, times_trained, trained_weights
 from treepack.trajectory import Int32, Int64
@@ -108,15 +109,7 @@ def plan_slice(job: PackJob, part: TrieSlice) -> tuple[pa.Table, SlicePlan]:
         return nothing, SlicePlan(counts=counts, excesses=tuple(too_long))
     options = job.options
     _refuse_small_steps(trie, job)
-    plan = plan_rows(
-        trie,
-        capacity=job.limits,
-        method=options.method,
-        search=SearchOptions(options.effort, options.time_limit),
-        multiple_of=options.balance,
-        token_pairs=options.token_pairs,
-        workers=options.workers,
-    )
+    plan = plan_within(trie, job.limits, options)
     totals = check_plan(packed_trie(trie, plan.method), plan)
     num_chain = len(part.chain)
     sums = {

@@ -2,6 +2,7 @@
 
 ListView(column)[i]          the list of row i as an array, or the lists of numbers of row i; without a copy
 FilledView(lists, scalars)   the same, with a number for rows that have no list
+ChunkedRows(table).take(rows)  some rows of a table
 ColumnView(column)           texts or numbers of some rows
 """
 
@@ -145,6 +146,29 @@ class NoValues(Sequence[None]):
 View = ListView | FilledView | NoValues
 
 
+class ChunkedRows:
+    """Single rows of a table of many chunks, which may be a mapped file; `Table.take` would copy whole columns."""
+
+    def __init__(self, table: pa.Table) -> None:
+        self._batches = table.to_batches()
+        self._schema = table.schema
+        # Batches of 3 and 2 rows -> [0, 3, 5].
+        self._offsets = np.concatenate([[0], np.cumsum([batch.num_rows for batch in self._batches])]).astype(np.int64)
+
+    def take(self, rows: Int64) -> pa.Table:
+        """Return the rows `rows`, in this order."""
+        batches = np.searchsorted(self._offsets, rows, side="right") - 1
+        order = np.argsort(batches, kind="stable")
+        # Rows [4, 0, 3] -> batches [1, 0, 1], order [1, 0, 2]: row 0 of batch 0, then rows 1 and 0 of batch 1.
+        bounds = np.flatnonzero(np.diff(batches[order], prepend=-1, append=-1)).tolist()
+        parts = [
+            self._batches[batches[order[a]]].take(pa.array(rows[order[a:b]] - self._offsets[batches[order[a]]]))
+            for a, b in pairwise(bounds)
+        ]
+        table = pa.Table.from_batches(parts, self._schema)
+        return table if len(parts) < 2 else table.take(pa.array(np.argsort(order)))
+
+
 class ColumnView:
     """A column of texts or numbers, of which few rows are read at a time, without an object for every row."""
 
@@ -152,6 +176,7 @@ class ColumnView:
         """View all chunks of `column`."""
         self._chunks = column.chunks
         self._starts = np.cumsum([0, *(len(chunk) for chunk in column.chunks)]).tolist()
+        self._rows = ChunkedRows(pa.table({"values": column}))
 
     def value(self, row: int) -> Any:
         """Return the value of one row."""
@@ -162,12 +187,5 @@ class ColumnView:
         """Return the values of `rows`, in this order."""
         if len(rows) <= FEW_ROWS:
             return [self.value(row) for row in rows.tolist()]
-        # ChunkedArray.take may first join all chunks. Starts 0 2 5, rows 4 0 3 -> chunks 1 0 1.
-        chunk_of = np.searchsorted(self._starts, rows, side="right") - 1
-        result: list[Any] = [None] * len(rows)
-        for chunk in np.unique(chunk_of).tolist():
-            places = np.flatnonzero(chunk_of == chunk)
-            values = self._chunks[chunk].take(pa.array(rows[places] - self._starts[chunk])).to_pylist()
-            for place, value in zip(places.tolist(), values, strict=True):
-                result[place] = value
-        return result
+        values: list[Any] = self._rows.take(rows)["values"].to_pylist()
+        return values

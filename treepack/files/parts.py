@@ -104,18 +104,14 @@ class PartWriter:
         if self.writer is not None:
             self.writer.close()
             self.writer = None
-            entry = _entry(self.path, self.rows)
-            entry["name"] = publish(self.path, entry["sha256"])
-            self.finished.append(entry)
+            size, sha256 = self.path.stat().st_size, file_sha256(self.path)
+            name = publish(self.path, sha256)
+            self.finished.append({"name": name, "rows": self.rows, "bytes": size, "sha256": sha256})
 
     def entries(self) -> list[FileEntry]:
         """Finish the last part and return the manifest's entry of each."""
         self.close()
         return self.finished
-
-
-def _entry(path: Path, rows: int) -> FileEntry:
-    return {"name": path.name, "rows": rows, "bytes": path.stat().st_size, "sha256": file_sha256(path)}
 
 
 def token_slices(sizes: Int64, limit: int) -> Iterator[tuple[int, int]]:

@@ -80,7 +80,8 @@ class ReadLog:
                 lost.append(sample)
             else:
                 self.counts.update(sample.notes)
-                self._name_control(sample)
+                named = [(sample.source, note) for note in sample.notes if note.endswith(TRAINED)]
+                self.trained_control += named[: _MAX_NAMED - len(self.trained_control)]
                 self.totals.update(sample.totals)
                 num_samples += 1
                 yield sample
@@ -98,10 +99,6 @@ class ReadLog:
         """Count trajectories whose id is not unique."""
         if number:
             self.counts[_RENAMED_NOTE] += number
-
-    def _name_control(self, sample: Trajectory) -> None:
-        named = [(sample.source, note) for note in sample.notes if note.endswith(TRAINED)]
-        self.trained_control += named[: _MAX_NAMED - len(self.trained_control)]
 
     def _lose(self, skipped: Skipped) -> None:
         self.num_skipped += 1

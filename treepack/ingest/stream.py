@@ -42,7 +42,8 @@ def read(
         TreepackError: bad input; text without a tokenizer.
     """
     parts, job = parts_and_job(inputs, options, tokenizer, input_hash)
-    for trajectories in in_order(_ReadWork, job, parts, workers=options.workers, min_tasks=_min_parts(job)):
+    min_parts = -(-min_bytes(job) // PART_BYTES)
+    for trajectories in in_order(_ReadWork, job, parts, workers=options.workers, min_tasks=min_parts):
         yield from trajectories
 
 
@@ -106,10 +107,6 @@ def min_bytes(job: TokenisationJob) -> int:
 def num_bytes(part: Part) -> int:
     """Return the bytes of the input of a part, or an estimate."""
     return part.block.size if isinstance(part, UnreadPart) and isinstance(part.block, Range) else PART_BYTES
-
-
-def _min_parts(job: TokenisationJob) -> int:
-    return -(-min_bytes(job) // PART_BYTES)
 
 
 class _ReadWork:

@@ -29,6 +29,7 @@ from treepack.columns import (
 )
 from treepack.errors import TreepackError, quoted_value
 from treepack.files import schema
+from treepack.files.column_views import ChunkedRows, ColumnView
 from treepack.files.manifest import Manifest
 from treepack.pack.row import Row, RowTerms, term_field
 from treepack.pack.weights import stored_times_trained, trajectory_factors
@@ -46,7 +47,7 @@ class IdIndex:
     """Numbers of the trajectories of a trie by their ids; 12 bytes for each."""
 
     def __init__(self, ids: pa.ChunkedArray) -> None:
-        self._ids = ChunkedRows(pa.table({"id": ids}))
+        self._ids = ColumnView(ids)
         hashes = np.concatenate([np.zeros(0, np.uint64), *(_hashes(chunk) for chunk in ids.chunks)])
         self._order = np.argsort(hashes, kind="stable").astype(np.int32)
         self._hashes = hashes[self._order]
@@ -57,7 +58,7 @@ class IdIndex:
         hashes = _hashes(pa.array(names, pa.string()))
         places = np.searchsorted(self._hashes, hashes, side="right") - 1
         numbers = np.where(self._hashes[places] == hashes, self._order[places], -1).astype(np.int64)
-        texts = self._texts(np.maximum(numbers, 0))
+        texts = self._ids.values(np.maximum(numbers, 0))
         if texts == names and (numbers >= 0).all():
             return numbers
         for i, (name, text) in enumerate(zip(names, texts, strict=True)):
@@ -66,40 +67,13 @@ class IdIndex:
                 place -= 1
                 is_equal = place >= 0 and self._hashes[place] == hashes[i]
                 numbers[i] = self._order[place] if is_equal else -1
-                (text,) = self._texts(np.maximum(numbers[i : i + 1], 0))
+                (text,) = self._ids.values(np.maximum(numbers[i : i + 1], 0))
         return numbers
-
-    def _texts(self, numbers: Int64) -> list[str]:
-        texts: list[str] = self._ids.take(numbers)["id"].to_pylist()
-        return texts
 
 
 def _hashes(texts: pa.Array) -> NDArray[np.uint64]:
     """Return a hash of each text, the same for equal texts of one process."""
     return pl.Series(pl.from_arrow(texts)).hash().to_numpy()
-
-
-class ChunkedRows:
-    """Single rows of a table of many chunks, which may be a mapped file; `Table.take` would copy whole columns."""
-
-    def __init__(self, table: pa.Table) -> None:
-        self._batches = table.to_batches()
-        self._schema = table.schema
-        # Batches of 3 and 2 rows -> [0, 3, 5].
-        self._offsets = np.concatenate([[0], np.cumsum([batch.num_rows for batch in self._batches])]).astype(np.int64)
-
-    def take(self, rows: Int64) -> pa.Table:
-        """Return the rows `rows`, in this order."""
-        batches = np.searchsorted(self._offsets, rows, side="right") - 1
-        order = np.argsort(batches, kind="stable")
-        # Rows [4, 0, 3] -> batches [1, 0, 1], order [1, 0, 2]: row 0 of batch 0, then rows 1 and 0 of batch 1.
-        bounds = np.flatnonzero(np.diff(batches[order], prepend=-1, append=-1)).tolist()
-        parts = [
-            self._batches[batches[order[a]]].take(pa.array(rows[order[a:b]] - self._offsets[batches[order[a]]]))
-            for a, b in pairwise(bounds)
-        ]
-        table = pa.Table.from_batches(parts, self._schema)
-        return table if len(parts) < 2 else table.take(pa.array(np.argsort(order)))
 
 
 class ExpectedTrajectories:

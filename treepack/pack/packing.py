@@ -93,7 +93,7 @@ def plan_packing(
     limits = _limits(trie, options, plan_file)
     fitted, counts = fit_capacity(trie, limits.longest, too_long=options.too_long)
     counts += left_out
-    plan = plan_of_file(fitted, plan_file) if plan_file else _plan(fitted, limits, options, progress)
+    plan = plan_of_file(fitted, plan_file) if plan_file else plan_within(fitted, limits, options, progress=progress)
     nodes = packed_trie(fitted, plan.method)
     totals = trie_totals(fitted) | packed_totals(fitted, plan, check_plan(nodes, plan))
     totals["tiles_partial_unordered"] = unordered_tiles(nodes, plan)
@@ -129,7 +129,8 @@ def _limits(trie: Trie, options: PackOptions, plan_file: PlanFile | None) -> Row
     return RowLimits(capacity, options.pairs_budget, options.terms_budget)
 
 
-def _plan(trie: Trie, limits: RowLimits, options: PackOptions, progress: ReportProgress | None) -> Plan:
+def plan_within(trie: Trie, limits: RowLimits, options: PackOptions, *, progress: ReportProgress | None = None) -> Plan:
+    """Return a plan of `trie` within `limits` by the method, the search and the balance of `options`."""
     return plan_rows(
         trie,
         capacity=limits,

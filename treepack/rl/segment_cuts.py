@@ -28,7 +28,7 @@ from treepack.errors import TreepackError
 from treepack.files.metadata import parse_metadata
 from treepack.ingest.readers.fields.rollout_facts import METADATA_DICTS, SEGMENT_IDS, SEGMENTS
 from treepack.rl.group_tree import NodePaths, TrajectoryOrigins, find_origins, group_tree
-from treepack.trajectory import Int64
+from treepack.trajectory import Int64, positions
 from treepack.trie.trie import Trie
 
 METHODS = ("auto", "recorded", "turn", "node")
@@ -128,14 +128,18 @@ def _turn_cuts(trie: Trie, paths: NodePaths, members: Int64, group: Int64) -> tu
 def _trained_runs(trie: Trie, members: Int64) -> tuple[Int64, Int64]:
     """Return owner and first token of each run of trained tokens, ascending."""
     spans = SpanView.of(trie.trajectories)
-    span_owner = np.repeat(np.arange(trie.num_trajectories), np.diff(spans.offsets))
+    owner = span_owners(trie, spans, members)
     # Spans of different weight may adjoin. [3, 5) and [5, 6) are one run, [3, 5) and [6, 8) are two.
-    is_start = np.ones(len(span_owner), bool)
-    is_start[1:] = (span_owner[1:] != span_owner[:-1]) | (spans.starts[1:] != spans.ends[:-1])
+    is_start = owner >= 0
+    is_start[1:] &= (owner[1:] != owner[:-1]) | (spans.starts[1:] != spans.ends[:-1])
+    return owner[is_start], spans.starts[is_start].astype(np.int64)
+
+
+def span_owners(trie: Trie, spans: SpanView, members: Int64) -> Int64:
+    """Return the index into `members` of the trajectory of each span, -1 for other trajectories; int64 [num_spans]."""
     index = np.full(trie.num_trajectories, -1)
     index[members] = np.arange(len(members))
-    is_start &= index[span_owner] >= 0
-    return index[span_owner[is_start]], spans.starts[is_start].astype(np.int64)
+    return np.repeat(index, np.diff(spans.offsets))
 
 
 def _inherited_cuts(owner: Int64, start: Int64, origins: TrajectoryOrigins) -> tuple[Int64, Int64]:
@@ -174,10 +178,8 @@ def _slices(parts: list[tuple[Int64, Int64, Int64]]) -> tuple[Int64, Int64]:
     """Return the values [start[i], stop[i]) of each of several arrays, after the i of each value."""
     owners, values = [], []
     for array, start, stop in parts:
-        size = stop - start
-        owners.append(np.repeat(np.arange(len(start)), size))
-        # start [0, 5], size [2, 1]: arange [0, 1, 2] + shift [0, 0, 3] -> indices [0, 1, 5]
-        values.append(array[np.arange(size.sum()) + np.repeat(start - np.cumsum(size) + size, size)])
+        owners.append(np.repeat(np.arange(len(start)), stop - start))
+        values.append(array[positions(start, stop)])
     return np.concatenate(owners), np.concatenate(values)
 
 

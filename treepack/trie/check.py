@@ -56,9 +56,9 @@ def _check_trained(trie: Trie) -> None:
     """Refuse spans that are outside their trajectory or overlap, and per-token lists of a wrong length."""
     lengths, names = trie.lengths, trie.trajectories["trajectory_id"]
     for first, end in ranges_of_trajectories(trie):
-        check_trained(trie.trajectories.slice(first, end - first), lengths[first:end])
-    for first, end in ranges_of_trajectories(trie):
-        impossible = _impossible_temperatures(trie.trajectories.slice(first, end - first))
+        table = trie.trajectories.slice(first, end - first)
+        check_trained(table, lengths[first:end])
+        impossible = _impossible_temperatures(table)
         if impossible.any():
             name = names[first + int(impossible.argmax())]
             raise TreepackError(f"trajectory {name}: has an impossible temperature; build the trie again")
@@ -136,13 +136,11 @@ def _refuse_equal_siblings(trie: Trie) -> None:
 
     Two siblings may have different recorded routes for the token.
     """
-    if trie.routes is not None:
-        letters = route_symbols(trie.tokens[trie.node_start[:-1]], trie.routes[trie.node_start[:-1]])
-    else:
-        letters = trie.tokens[:0]
     first = np.zeros(trie.num_nodes, np.int64)
     for a, b in ranges_of_nodes(trie):
-        first[a:b] = trie.tokens[trie.node_start[a:b]] if trie.routes is None else letters[a:b]
+        first[a:b] = trie.tokens[trie.node_start[a:b]]
+    if trie.routes is not None:
+        first = route_symbols(first.astype(np.int32), trie.routes[trie.node_start[:-1]]).astype(np.int64)
     # Parent and first token as one number: (3, 5) -> 3 * 2^32 + 5.
     below = trie.parent >= 0
     pairs = np.sort((trie.parent[below].astype(np.int64) << 32) | (first[below] & 0xFFFFFFFF))

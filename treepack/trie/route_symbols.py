@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from treepack.trajectory import Int32, Int64, Routes, is_recorded, missing_route
+from treepack.trajectory import Int32, Int64, Routes, is_recorded, missing_route, positions
 from treepack.trie.nodes import NodeArrays, paths
 from treepack.trie.storage import ArrayStorage, PageReleaser
 
@@ -96,10 +96,7 @@ def splits_by_routes(trie: Trie) -> bool:
 def new_positions(offsets: Int64, order: list[int], shared: array[int]) -> Int64:
     """Return the flat position of each tree token, which its trajectory does not share with the one before it."""
     # offsets [0, 4, 9], order [1, 0], shared [0, 3] -> 4 5 6 7 8, 3
-    starts, ends = offsets[:-1][order] + np.array(shared), offsets[1:][order]
-    sizes = ends - starts
-    begins = np.concatenate([[0], np.cumsum(sizes)[:-1]])
-    return np.repeat(starts - begins, sizes) + np.arange(sizes.sum())
+    return positions(offsets[:-1][order] + np.array(shared), offsets[1:][order])
 
 
 def shared_routes(

@@ -32,6 +32,7 @@ from treepack.rl.advantages.tree import of_trajectories, tree_grpo, tree_grpo_se
 from treepack.rl.group_tree import group_codes
 from treepack.rl.leaf_weights import LeafWeights, required_leaf_weights
 from treepack.rl.rollouts import TrieRollouts, refuse_split, rollouts_of
+from treepack.rl.segment_cuts import span_owners
 from treepack.rl.segments import SegmentTree, segment_tree
 from treepack.trajectory import Float64, Int32, Int64, positions
 from treepack.trie.builders.in_memory import build_trie
@@ -263,28 +264,18 @@ def _trained_tokens(trie: Trie, kept: Int64) -> tuple[Int64, Int64]:
     """Return index into `kept` and position of every trained token, in order."""
     # kept [0, 2] with the spans [2, 5) and [2, 4) -> owner [0 0 0 1 1], position [2 3 4 2 3]
     spans = SpanView.of(trie.trajectories)
-    owner = _span_owners(trie, spans, kept)
+    owner = span_owners(trie, spans, kept)
     is_kept = owner >= 0
-    sizes = spans.sizes[is_kept]
-    if len(sizes) == 0:
-        return np.zeros(0, np.int64), np.zeros(0, np.int64)
-    return np.repeat(owner[is_kept], sizes), positions(spans.starts[is_kept], spans.ends[is_kept])
+    return np.repeat(owner[is_kept], spans.sizes[is_kept]), positions(spans.starts[is_kept], spans.ends[is_kept])
 
 
 def _loss_weights(trie: Trie, kept: Int64) -> Float64:
     """Return weight of the trajectory times weight of the span of every trained token, in the same order."""
     spans = SpanView.of(trie.trajectories)
-    owner = _span_owners(trie, spans, kept)
+    owner = span_owners(trie, spans, kept)
     is_kept = owner >= 0
     weight = trie.trajectories["weight"].to_numpy()[kept[owner[is_kept]]] * spans.weights[is_kept]
     return np.repeat(weight, spans.sizes[is_kept])
-
-
-def _span_owners(trie: Trie, spans: SpanView, kept: Int64) -> Int64:
-    """Return the index into `kept` of the trajectory of each span, -1 if it is not kept; int64 [num_spans]."""
-    index = np.full(trie.num_trajectories, -1)
-    index[kept] = np.arange(len(kept))
-    return np.repeat(index, np.diff(spans.offsets))
 
 
 def with_advantages(trie: Trie, estimates: AdvantageEstimates, *, rejected: str = "drop") -> Trie:

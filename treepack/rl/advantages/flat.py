@@ -70,10 +70,10 @@ def reinforce_pp(reward: Float64, scope: Int64, *, weight: Float64 | None = None
     return grpo(reward, scope, weight=weight, epsilon=epsilon)
 
 
-def means(values: Float64, part: Int64, weight: Float64 | None = None, *, num_parts: int = 0) -> Float64:
-    """Mean of the `values` of each part, float64 [at least num_parts]; 0 for a part without values."""
-    count = np.bincount(part, weight, minlength=num_parts)
-    total = np.bincount(part, values if weight is None else weight * values, minlength=num_parts)
+def means(values: Float64, part: Int64, weight: Float64 | None = None) -> Float64:
+    """Mean of the `values` of each part, float64 [num_parts]; 0 for a part without values."""
+    count = np.bincount(part, weight)
+    total = np.bincount(part, values if weight is None else weight * values)
     return np.divide(total, count, out=np.zeros(len(count)), where=count > 0)
 
 

@@ -17,10 +17,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from treepack.columns import SpanView, list_content
+from treepack.columns import list_content
 from treepack.errors import TreepackError
 from treepack.rl.advantages.advantage_options import AdvantageOptions
 from treepack.rl.rollouts import TrieRollouts
+from treepack.rl.segment_cuts import first_trained
 from treepack.trajectory import Float64, Int64
 from treepack.trie.trie import Trie
 
@@ -55,19 +56,11 @@ def shape_rewards(trie: Trie, rollouts: TrieRollouts, options: AdvantageOptions)
     if options.overlong is not None:
         limit, buffer = options.overlong
         longest = np.zeros(count)
-        np.maximum.at(longest, of, trie.lengths - _first_trained(SpanView.of(trie.trajectories)))
+        np.maximum.at(longest, of, trie.lengths - first_trained(trie, np.arange(trie.num_trajectories)))
         punished = np.clip((longest - (limit - buffer)) / buffer, 0, 1)
         num_overlong = int((punished > 0).sum())
         reward = reward - punished[of]
     return ShapedRewards(reward, costs, num_overlong)
-
-
-def _first_trained(spans: SpanView) -> Float64:
-    """Return the place of the first trained token of each trajectory, infinity without one."""
-    first = np.full(len(spans.offsets) - 1, np.inf)
-    has = np.diff(spans.offsets) > 0
-    first[has] = spans.starts[spans.offsets[:-1][has]]
-    return first
 
 
 def _divergences(trie: Trie, estimator: str) -> tuple[Float64, Int64]:

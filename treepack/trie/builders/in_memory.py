@@ -99,16 +99,15 @@ def _forest(sequences: Sequences, share: str, *, splits: bool = False) -> tuple[
     With `splits`, tokens with other recorded routes are not shared.
     """
     partition, _ = partitions(sequences.table, share=share)
+    by_id = _by_id(sequences.table)
     if splits and sequences.routes is not None:
         given = RoutedTokens(sequences.tokens, sequences.offsets, sequences.routes, partition)
-        order, shared = routed_order(given, _by_id(sequences.table), shares_last=share != "none")
-        if share == "none":
-            shared = array("q", [0]) * len(order)
-        return order, shared, forest_of(shared, array("q", np.diff(sequences.offsets)[order].tobytes()))
-    order = _sorted_order(sequences, partition)
+        order, shared = routed_order(given, by_id, shares_last=share != "none")
+    else:
+        order = sorted_by_tokens(sequences.tokens, sequences.offsets, partition, by_id)
+        shared = shared_with_previous(sequences.tokens, sequences.offsets, partition, order)
     if share == "none":
-        partition = np.arange(len(partition))
-    shared = shared_with_previous(sequences.tokens, sequences.offsets, partition, order)
+        shared = array("q", [0]) * len(order)
     return order, shared, forest_of(shared, array("q", np.diff(sequences.offsets)[order].tobytes()))
 
 
@@ -126,12 +125,8 @@ def partitions(table: pa.Table, *, share: str) -> tuple[Int64, list[Partition]]:
     return np.array([rank[key] for key in keys], np.int64), distinct
 
 
-def _sorted_order(sequences: Sequences, partition: Int64) -> list[int]:
-    """Return the order of the trajectories by partition, tokens, id and source."""
-    return sorted_by_tokens(sequences.tokens, sequences.offsets, partition, _by_id(sequences.table))
-
-
 def _by_id(table: pa.Table) -> list[int]:
+    """Return the trajectories by id and source: the order of trajectories with equal tokens."""
     ids = list(zip(table["trajectory_id"].to_pylist(), table["source"].to_pylist(), strict=True))
     return sorted(range(len(ids)), key=ids.__getitem__)
 

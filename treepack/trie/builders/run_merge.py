@@ -89,10 +89,6 @@ def read_into(values: NDArray[Any], descriptor: int, offset: int) -> None:
         rest, at = rest[count:], at + count
 
 
-def _integers() -> array[int]:
-    return array("i")
-
-
 @dataclass(frozen=True, slots=True)
 class MergedOrder:
     """Sequences in order: the run and row of each, its length, and how many tokens it shares with the one before.
@@ -100,10 +96,10 @@ class MergedOrder:
     `equal` is 1 for sequences with the same tokens and partition as the one before.
     """
 
-    run: array[int] = field(default_factory=_integers)
-    row: array[int] = field(default_factory=_integers)
-    lengths: array[int] = field(default_factory=_integers)
-    shared: array[int] = field(default_factory=_integers)
+    run: array[int] = field(default_factory=lambda: array("i"))
+    row: array[int] = field(default_factory=lambda: array("i"))
+    lengths: array[int] = field(default_factory=lambda: array("i"))
+    shared: array[int] = field(default_factory=lambda: array("i"))
     equal: array[int] = field(default_factory=lambda: array("b"))
 
     def extend(self, other: MergedOrder) -> None:

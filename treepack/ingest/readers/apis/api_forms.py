@@ -268,15 +268,12 @@ def _said(message: Message, source: str) -> Message:
 def _check_calls(response: Sequence[Message], source: str) -> None:
     """Refuse a response whose tool calls the logger has put elsewhere, such as into its text."""
     reason = response[-1].get("finish_reason") if response else None
-    parts = [part for each in response for part in each["content"]] if _in_parts(response) else []
+    in_parts = all(isinstance(each.get("content"), list) for each in response)
+    parts = [part for each in response for part in each["content"]] if in_parts else []
     has_calls = any(each.get("tool_calls") or each.get("function_call") for each in response)
     has_blocks = any(isinstance(part, dict) and part.get("type") == "tool_use" for part in parts)
     if reason in _CALLING and not has_calls and not has_blocks:
         raise TreepackError(f"{source}: {_NO_CALLS}; log its tool calls as tool_calls of the message")
-
-
-def _in_parts(response: Sequence[Message]) -> bool:
-    return all(isinstance(each.get("content"), list) for each in response)
 
 
 def _responses_of_object(value: dict[str, Any], source: str) -> list[list[Message]] | None:

@@ -21,10 +21,10 @@ from treepack.ingest.readers.fields.values import shown
 from treepack.trajectory import Int32, as_token_ids
 
 
-def before(nodes: Sequence[dict[str, Any]], *, source: str, start: int = 0) -> list[list[int]]:
+def before(nodes: Sequence[dict[str, Any]], *, source: str) -> list[list[int]]:
     """Return for each node the indices of the nodes before it on its path, from the root. O(sum of path lengths).
 
-    `start` is the number that the file gives to the first node. The parent of a node must be an earlier node.
+    The parent of a node must be an earlier node.
 
     Raises:
         TreepackError: a parent is not an earlier node.
@@ -36,12 +36,11 @@ def before(nodes: Sequence[dict[str, Any]], *, source: str, start: int = 0) -> l
         if parent is None or (parent == -1 and type(parent) is int):
             paths.append([])
             continue
-        if type(parent) is not int or not start <= parent < start + number:
+        if type(parent) is not int or not 0 <= parent < number:
             raise TreepackError(
-                f"{source}: node {start + number} has the parent {shown(parent)}; expected null or an earlier node"
+                f"{source}: node {number} has the parent {shown(parent)}; expected null or an earlier node"
             )
-        # start 1, node 4 with parent 2: paths[1] is [0], so the path is [0, 1].
-        paths.append([*paths[parent - start], parent - start])
+        paths.append([*paths[parent], parent])
     return paths
 
 

@@ -109,11 +109,6 @@ class TrajectoryTexts:
         if isinstance(item, Trajectory):
             self._add(list(_texts_of(item)))
 
-    def _collect(self) -> None:
-        for item in self._items:
-            self.add(item)
-        self._items.clear()
-
     def _add(self, value: Any) -> None:
         if isinstance(value, str):
             self._texts.add(value)
@@ -127,8 +122,9 @@ class TrajectoryTexts:
 
     def has(self, text: str, *, is_declared: bool = True) -> bool:
         """Return whether the trajectories contain `text`, or each of its lines, or if it is declared, its JSON."""
-        if self._items:
-            self._collect()
+        for item in self._items:
+            self.add(item)
+        self._items.clear()
         if text in self._texts:
             return True
         # Readers cut texts into thought and call, or take off white space: "I look.\n<call>\n" -> "I look.", "<call>"

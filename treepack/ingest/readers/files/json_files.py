@@ -8,7 +8,6 @@ read one by one.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import orjson
@@ -58,14 +57,19 @@ def json_blocks(stream: Any, path: str, how: RecordLimits) -> Iterator[RecordBlo
         # Lists as arrays: as objects of Python, the numbers of a large line need twenty times its bytes.
         value = LineParser(list_fields(first) if len(first) > LARGE else ()).parse(first)[0]
     except orjson.JSONDecodeError:
-        value = _parse_start(first, stream, path=path, number=number, how=how)
-    if isinstance(value, _Document):
-        yield from blocks_of_value(value.value, path)
-    elif isinstance(value, _DamagedArray):
-        yield from _blocks_of_elements(value.data, path)
-    elif isinstance(value, _DamagedLines):
-        yield from _line_blocks(first, as_buffer(stream, value.rest), path, number, how)
-    elif isinstance(value, list):
+        blocks = _lenient_blocks(first, stream, path, number, how)
+    else:
+        blocks = _blocks_from(value, first, stream, path, number, how)
+        del value
+    del first
+    yield from blocks
+
+
+def _blocks_from(
+    value: Any, first: bytes, stream: Any, path: str, number: int, how: RecordLimits
+) -> Iterator[RecordBlock]:
+    """Yield the blocks of a file whose `first` line is `value`: an array is the whole file, an object is JSONL."""
+    if isinstance(value, list):
         if not how.skip_bad:
             _refuse_more(stream, path, number)
         yield from blocks_of_value(value, path)
@@ -129,35 +133,21 @@ def too_long(path: str, number: int, max_size: int) -> TooLargeError:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Document:
-    """A JSON document of several lines."""
-
-    value: Any
-
-
-@dataclass(frozen=True, slots=True)
-class _DamagedArray:
-    """The text of a JSON array of which some elements are damaged."""
-
-    data: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class _DamagedLines:
-    """JSONL whose first line is damaged; `rest` are the bytes after this line that have been read."""
-
-    rest: bytes
-
-
-def _parse_start(first: bytes, stream: Any, *, path: str, number: int, how: RecordLimits) -> Any:
-    """Parse the first line leniently, or else the first line and the rest of the stream as one `_Document`.
+def _lenient_blocks(first: bytes, stream: Any, path: str, number: int, how: RecordLimits) -> Iterator[RecordBlock]:
+    """Return the blocks of a file by parsing its first line leniently, or else the whole file as one document.
 
     If both fail, the error is about the line if the file looks like JSONL: no second line, or an object on it. With
-    `skip_bad`, a damaged array or damaged lines are returned instead of an error.
+    `skip_bad`, the elements of a damaged array or the lines after a damaged one are read instead.
     """
     try:
-        return parse_leniently(first, path=path, line=number, remedy="fix or remove the line")
+        return _blocks_from(
+            parse_leniently(first, path=path, line=number, remedy="fix or remove the line"),
+            first,
+            stream,
+            path,
+            number,
+            how,
+        )
     except TreepackError as error:
         of_line = error
     if is_csv(first, path):
@@ -168,15 +158,15 @@ def _parse_start(first: bytes, stream: Any, *, path: str, number: int, how: Reco
     is_lines = second is None or _is_object(second)
     if len(rest) > how.max_size:
         if how.skip_bad and is_lines and not is_array:
-            return _DamagedLines(rest)
+            return _line_blocks(first, as_buffer(stream, rest), path, number, how)
         raise of_line if is_lines else _too_large(path, how.max_size)
     try:
-        return _Document(parse_leniently(first + rest, path=path, line=number, remedy="fix the document"))
+        return blocks_of_value(parse_leniently(first + rest, path=path, line=number, remedy="fix the document"), path)
     except TreepackError as of_document:
         if how.skip_bad and is_array:
-            return _DamagedArray(first + rest)
+            return _blocks_of_elements(first + rest, path)
         if how.skip_bad and is_lines:
-            return _DamagedLines(rest)
+            return _line_blocks(first, as_buffer(stream, rest), path, number, how)
         raise (of_line if is_lines else of_document) from None
 
 
