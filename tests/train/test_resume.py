@@ -312,8 +312,10 @@ def lose_a_rank(arguments: list[str], out: Path, victim: int) -> str:
         while launcher.poll() is None and not (out / "checkpoints" / "step-00000002").exists():
             time.sleep(0.002)  # step 4 saves the next one, and waits for this one before
         os.kill(pid_of_rank(victim, launcher.pid), signal.SIGKILL)
-        # The other rank must not wait for the lost one: torchrun would never end.
-        _, errors = launcher.communicate(timeout=60)
+        try:
+            _, errors = launcher.communicate(timeout=60)
+        finally:
+            launcher.terminate()  # if it has not ended, because a rank waits for the lost one; torchrun ends its ranks
         assert launcher.returncode == 1
     return errors
 
