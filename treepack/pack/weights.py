@@ -22,7 +22,6 @@ from treepack.columns import (
     list_values,
     ragged_values,
     temperatures_of,
-    text_codes,
 )
 from treepack.errors import TreepackError
 from treepack.files import schema
@@ -30,6 +29,7 @@ from treepack.files.column_views import View
 from treepack.pack.placement import PlacedNodes
 from treepack.pack.row import RowTerms
 from treepack.ragged import RaggedArray, join_lists
+from treepack.rl.group_tree import group_codes
 from treepack.rl.rollout_parts import rollout_codes, rollout_parts, rollout_places
 from treepack.trajectory import Float64, Int32, Int64, positions
 from treepack.trie.nodes import paths
@@ -86,9 +86,7 @@ def trajectory_factors(trie: Trie, *, normalize: str, group_weights: Float64 | N
     elif group_weights is not None:
         factors = _ratio(weight, group_weights)
     else:
-        # Steps [0, 0, 1] and groups [0, 1, 0] of 2 -> [0, 1, 2].
-        codes = text_codes(trie.trajectories["group_id"])
-        group = np.unique(trie.step_rank * (codes.max(initial=0) + 1) + codes, return_inverse=True)[1]
+        group = group_codes(trie)
         factors = _ratio(weight, np.bincount(group, weights=weight * sums).astype(np.float64)[group])
     if not np.isfinite(factors * sums).all():
         name = trie.trajectories["trajectory_id"][int((~np.isfinite(factors * sums)).argmax())].as_py()

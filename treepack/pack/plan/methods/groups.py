@@ -7,12 +7,10 @@ Groups in one row share their common prefixes, but common prefixes are not a rea
 
 from __future__ import annotations
 
-import numpy as np
-
-from treepack.columns import text_codes
 from treepack.errors import TreepackError
 from treepack.pack.plan.problem import RowLimits
 from treepack.pack.plan.unions import row_sizes
+from treepack.rl.group_tree import group_codes
 from treepack.trajectory import Int64
 from treepack.trie.trie import Trie
 
@@ -23,11 +21,7 @@ def whole_groups(trie: Trie, limits: RowLimits) -> Int64:
     Raises:
         TreepackError: a group exceeds a limit.
     """
-    names = trie.trajectories["group_id"]
-    groups = text_codes(names)
-    # steps [0, 0, 1], groups [1, 0, 1] -> columns (0, 1), (0, 0), (1, 1) -> items [1, 0, 2]
-    _, items = np.unique(np.stack([trie.step_rank.astype(np.int64), groups]), axis=1, return_inverse=True)
-    items = items.reshape(-1).astype(np.int64)
+    items = group_codes(trie)
     sizes = row_sizes(trie, items, int(items.max(initial=-1)) + 1)
     checked = (
         (sizes.tokens, "tokens", "the capacity", limits.capacity),
@@ -37,7 +31,7 @@ def whole_groups(trie: Trie, limits: RowLimits) -> Int64:
     for values, unit, name, limit in checked:
         if limit is not None and (values > limit).any():
             worst = int(values.argmax())
-            group = names[int((items == worst).argmax())].as_py()
+            group = trie.trajectories["group_id"][int((items == worst).argmax())].as_py()
             raise TreepackError(
                 f"group {group} has {values[worst]} {unit} and {name} is {limit} ({int((values > limit).sum())} such "
                 "groups); raise it, or use a --method that splits groups"
