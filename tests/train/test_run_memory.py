@@ -158,7 +158,6 @@ def test_a_plan_that_needs_the_margin_is_better_than_none(plan: Plan) -> None:
         plan(replace(device, free=device.free - 400_000), **options)
 
 
-
 def test_compilation_that_pays_is_tried_and_measured(
     plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
