@@ -105,32 +105,38 @@ def probe_model(
                         continue
                     with recomputed_layers(loaded.causal, recomputed):
                         passes.measure(runners, batch, length, meter)
-            between, half = 0, count // 2 if len(known) > 1 else 0
-            if half:
-                with recomputed_layers(loaded.causal, half):
+            between = 0
+            if len(known) > 1 and count > 1:
+                with recomputed_layers(loaded.causal, count // 2):
                     between, _ = _measured(runners[0], batch, known[0].longest, meter)
     finally:
         loaded.model.train(training)
-    first = next(iter(known))
+    probe = _probe_of(known, count, between, casts, plain)
+    covered = min(each.covered((min(chunk, each.longest) - few) * logits) for each in known.values())
+    return replace(probe, compiled=compiled, chunk=few, logits=logits, covered=covered)
+
+
+def _probe_of(known: dict[int, _Passes], count: int, between: int, casts: int, plain: ModelProbe | None) -> ModelProbe:
+    """Return the bytes and seconds of a token; `between` is the peak with half of the layers recomputed, if it ran."""
+    first, half = next(iter(known)), count // 2
     fixed = max(0, known[first].line[0] - (0 if first else casts))  # only layers that keep activations keep casts
     rates = {count: 1.0, 0: 1.0} if plain is None else {count: plain.recomputed, 0: plain.kept}
     for number, each in known.items():
         rates[number] = max(1.0, (each.bytes[each.longest] - fixed - (0 if number else casts)) / each.longest)
     spared = rates[0] - rates[count] if plain is None or len(known) > 1 else plain.spared
-    if half:  # without the casts of half of the layers
+    if between:  # without the casts of half of the layers
         spared = (known[0].bytes[known[0].longest] - between - casts * half / count) / known[0].longest / half
     best = {number: min(time / length for length, time in each.seconds.items()) for number, each in known.items()}
     again = 1.0 if plain is None else plain.seconds_recomputed / plain.seconds_kept
     return ModelProbe(
-        compiled=compiled,
+        compiled=False,
         num_layers=count,
-        chunk=few,
-        logits=logits,
+        chunk=0,
+        logits=0,
         fixed=fixed,
         kept=rates[0],
         spared=max(0.0, spared),
         recomputed=rates[count],
-        covered=min(each.covered((min(chunk, each.longest) - few) * logits) for each in known.values()),
         # Memory may be too small for a pass of many tokens that are kept.
         seconds_kept=min(best.values()) if 0 in best else best[count] / again,
         seconds_recomputed=best[count] if count in best else best[0] * again,

@@ -208,41 +208,29 @@ class _Planner:
         return plan, lines, memory
 
     def _choose(self, probes: list[ModelProbe]) -> tuple[RunPlan, RunRoom, tuple[PieceProbe, ...]]:
-        room = self._room()
         try:
-            return self._choose_within(room, probes)
+            return self._choose_within(self._room(self.memory.margin), probes)
         except TreepackError:
             # The margin may do: a step that lacks memory all the same runs again with a smaller plan.
-            room = replace(room, gpu=room.gpu + self.given.ranks.smallest(self.memory.margin))
-            return self._choose_within(room, probes)
+            return self._choose_within(self._room(0), probes)
 
     def _choose_within(
         self, room: RunRoom, probes: list[ModelProbe]
     ) -> tuple[RunPlan, RunRoom, tuple[PieceProbe, ...]]:
-        given = self.given
-        plan, problem = None, None
-        try:
-            plan = choose_plan(probes, self.rows, room, given.options)
-        except TreepackError as error:
-            problem = error
-        limit = given.options.carry
-        wanted = isinstance(limit, int) and self.rows.longest_of_all > limit
-        pieces: tuple[PieceProbe, ...] = ()
-        if wanted or (limit == "auto" and pieces_may_win(plan, probes, self.rows) and self._can_carry()):
-            self.rows = replace(self.rows, longest_path=given.longest_path())
-            likely = min(probes, key=lambda probe: probe.seconds_kept)
-            pieces = self._pieces(likely)
-            plan = choose_plan(probes, self.rows, room, given.options, pieces)
-        if plan is None:
-            assert problem is not None
-            raise problem
-        return plan, room, pieces
+        options, plan, pieces = self.given.options, None, tuple[PieceProbe, ...]()
+        with suppress(TreepackError):
+            plan = choose_plan(probes, self.rows, room, options)
+        wanted = isinstance(options.carry, int) and self.rows.longest_of_all > options.carry
+        if wanted or (options.carry == "auto" and pieces_may_win(plan, probes, self.rows) and self._can_carry()):
+            self.rows = replace(self.rows, longest_path=self.given.longest_path())
+            plan, pieces = None, self._pieces(min(probes, key=lambda probe: probe.seconds_kept))
+        return plan or choose_plan(probes, self.rows, room, options, pieces), room, pieces
 
-    def _room(self) -> RunRoom:
-        """Return the free memory of the smallest rank, while gradients exist."""
+    def _room(self, margin: int) -> RunRoom:
+        """Return the free memory of the smallest rank, while gradients exist, without a margin."""
         given, loaded = self.given, self.given.loaded
         _release(loaded.device)
-        gpu = self.meter.free() - coming_bytes(loaded, given.options) - self.memory.margin
+        gpu = self.meter.free() - coming_bytes(loaded, given.options) - margin
         if given.options.whole_weights is True and may_keep_whole(given):
             gpu -= 2 * whole_bytes(loaded)
         lower = given.compute.dtype == "bf16"
@@ -307,7 +295,7 @@ class _Planner:
     def _recomputed(self, probe: ModelProbe) -> int:
         """Return the recomputed layers of the plan of whole rows, -1 if none fits."""
         with suppress(TreepackError):
-            return choose_plan([probe], self.rows, self._room(), self.given.options).checkpoint_layers
+            return choose_plan([probe], self.rows, self._room(self.memory.margin), self.given.options).checkpoint_layers
         return -1
 
     def _probe(self, plain: ModelProbe | None = None, *, counts: tuple[int, ...] | None = None) -> ModelProbe:
