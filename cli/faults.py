@@ -33,10 +33,10 @@ def describe_fault(error: Exception) -> str:
         with suppress(OSError, ValueError):
             sys.stderr.write(text if text.endswith("\n") else f"{text}\n")
     message = _message(error)
-    what = f"({message}{_place(error)})"
     if LOST_RANK.search(message):
-        return f"stopped because another rank of the run ended or does not answer {what}; see the error of that rank"
-    problem = f"stopped by a fault of its own {what}"
+        cause = message.partition(". ")[0]  # gloo adds advice for its own developers
+        return f"stopped because another rank of the run ended or does not answer ({cause}); see the error of that rank"
+    problem = f"stopped by a fault of its own ({message}{_place(error)})"
     try:
         descriptor, name = tempfile.mkstemp(prefix="treepack-fault-", suffix=".txt")
         with os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:

@@ -100,6 +100,7 @@ def test_a_rank_that_loses_another_one_does_not_ask_for_a_report(tmp_path: Path)
     sentence, _ = [each.communicate(timeout=120)[0] for each in ranks]
     assert sentence.startswith("stopped because another rank of the run ended or does not answer (RuntimeError: ")
     assert sentence.endswith("); see the error of that rank\n")
+    assert ". " not in sentence
     assert not [*tmp_path.glob("treepack-fault-*")]
 
 
