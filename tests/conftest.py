@@ -38,8 +38,8 @@ MISSING = [name for name in ("torch", "triton") if find_spec(name) is None]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out of `make test-slow` the properties that try as many examples under every profile."""
-    if config.getoption("--hypothesis-profile") != "thorough" or "hypothesis" not in config.getoption("markexpr"):
+    """Leave out of a thorough run the properties that try as many examples under every profile."""
+    if config.getoption("--hypothesis-profile") != "thorough":
         return
     repeated = [item for item in items if has_own_number(item) and item.get_closest_marker("slow") is None]
     config.hook.pytest_deselected(items=repeated)
