@@ -31,9 +31,9 @@ PROCESSES.set_forkserver_preload(
 
 
 def run_command(arguments: list[str], folder: Path, environment: Mapping[str, object] = MappingProxyType({})) -> None:
-    """Run `treepack` with `arguments`; what it writes goes to the files `stdout` and `stderr` of `folder`.
+    """Run `treepack` with `arguments`, and write its output to the files `stdout` and `stderr` of `folder`.
 
-    `environment` is added to that of the server, which is the one of its own start.
+    `environment` has more variables; a forkserver has those of its own start.
     """
     os.environ.update({name: str(value) for name, value in environment.items()})
     for descriptor, name in ((1, "stdout"), (2, "stderr")):

@@ -1,6 +1,6 @@
 """Measurement of a model before its first step: bytes and seconds of passes over a few made-up sequences.
 
-model, a row --probe_model--> ModelProbe        whole rows, with every layer recomputed, half of them, and none; or less
+model, a row --probe_model--> ModelProbe        whole rows, with every layer recomputed, half of them, and none
 ModelProbe --agreed--> ModelProbe               the cautious numbers of all ranks, so that all of them choose one plan
 
 Each length runs twice: with few logits at a time for its memory, then with a chunk of them for its time. Logits would
@@ -111,13 +111,21 @@ def probe_model(
                     between, _ = _measured(runners[0], batch, known[0].longest, meter)
     finally:
         loaded.model.train(training)
-    probe = _probe_of(known, count, between, casts, plain)
-    covered = min(each.covered((min(chunk, each.longest) - few) * logits) for each in known.values())
-    return replace(probe, compiled=compiled, chunk=few, logits=logits, covered=covered)
+    return ModelProbe(
+        compiled=compiled,
+        num_layers=count,
+        chunk=few,
+        logits=logits,
+        covered=min(each.covered((min(chunk, each.longest) - few) * logits) for each in known.values()),
+        casts=casts,
+        **_numbers_of(known, count, between, casts, plain),
+    )
 
 
-def _probe_of(known: dict[int, _Passes], count: int, between: int, casts: int, plain: ModelProbe | None) -> ModelProbe:
-    """Return the bytes and seconds of a token; `between` is the peak with half of the layers recomputed, if it ran."""
+def _numbers_of(
+    known: dict[int, _Passes], count: int, between: int, casts: int, plain: ModelProbe | None
+) -> dict[str, Any]:
+    """Return the bytes and seconds of a probe; `between` is the peak with half of the layers recomputed, or 0."""
     first, half = next(iter(known)), count // 2
     fixed = max(0, known[first].line[0] - (0 if first else casts))  # only layers that keep activations keep casts
     rates = {count: 1.0, 0: 1.0} if plain is None else {count: plain.recomputed, 0: plain.kept}
@@ -128,21 +136,16 @@ def _probe_of(known: dict[int, _Passes], count: int, between: int, casts: int, p
         spared = (known[0].bytes[known[0].longest] - between - casts * half / count) / known[0].longest / half
     best = {number: min(time / length for length, time in each.seconds.items()) for number, each in known.items()}
     again = 1.0 if plain is None else plain.seconds_recomputed / plain.seconds_kept
-    return ModelProbe(
-        compiled=False,
-        num_layers=count,
-        chunk=0,
-        logits=0,
-        fixed=fixed,
-        kept=rates[0],
-        spared=max(0.0, spared),
-        recomputed=rates[count],
+    return {
+        "fixed": fixed,
+        "kept": rates[0],
+        "spared": max(0.0, spared),
+        "recomputed": rates[count],
         # Memory may be too small for a pass of many tokens that are kept.
-        seconds_kept=min(best.values()) if 0 in best else best[count] / again,
-        seconds_recomputed=best[count] if count in best else best[0] * again,
-        launch=known[0].start if plain is None else plain.launch,
-        casts=casts,
-    )
+        "seconds_kept": min(best.values()) if 0 in best else best[count] / again,
+        "seconds_recomputed": best[count] if count in best else best[0] * again,
+        "launch": known[0].start if plain is None else plain.launch,
+    }
 
 
 class _Passes:
