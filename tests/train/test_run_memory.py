@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,11 +18,11 @@ from treepack.errors import TreepackError
 from treepack.model.layers import adapted_layers, has_compiled_layers
 from treepack.train.options import TrainOptions
 from treepack.train.ranks import Ranks
-from treepack.train.setup import compile_choice, model_probe, run_memory
+from treepack.train.setup import model_probe, probe_record, run_memory
 from treepack.train.setup.choice_lines import choice_lines
-from treepack.train.setup.compile_choice import CompilationRecord, keep_compilation, known_compilation, pays
 from treepack.train.setup.compute import choose_compute
 from treepack.train.setup.memory_input import MemoryInput
+from treepack.train.setup.probe_record import ProbeRecord, keep_probes, known_probes, pays
 from treepack.train.setup.run_data import open_data
 from treepack.train.setup.run_memory import MemoryChoices, choose_memory
 from treepack.train.setup.run_model import check_fit, load_run_model
@@ -31,6 +30,7 @@ from treepack.train.setup.run_plan import ModelProbe, RunRoom, gib
 
 OPTIONS = TrainOptions(device="cpu", rows_per_step=2, compile=False, loss_chunk=64)
 PLAIN = ModelProbe(False, 4, 64, 12, 1000, 200.0, 100.0, 1e-4, 1.25e-4, 1e-3)
+FUSED = replace(PLAIN, compiled=True, seconds_kept=0.5e-4)
 Plan = Callable[..., tuple[MemoryChoices, MemoryInput]]
 
 
@@ -158,10 +158,16 @@ def test_a_plan_that_needs_the_margin_is_better_than_none(plan: Plan) -> None:
         plan(replace(device, free=device.free - 400_000), **options)
 
 
-def test_compilation_that_pays_is_tried_and_measured(
-    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+def test_compilation_that_pays_is_tried_and_measured(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    record: ProbeRecord | None = None
+
+    def keep(_: MemoryInput, chunk: int, measured: ProbeRecord) -> None:
+        nonlocal record
+        assert chunk == 64
+        record = measured
+
+    monkeypatch.setattr(run_memory, "keep_probes", keep)
+    monkeypatch.setattr(run_memory, "known_probes", lambda *_: record)
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     short, given = plan(device_for(0), compile="auto", carry=None)
     assert not has_compiled_layers(given.loaded.causal)
@@ -179,12 +185,23 @@ def test_compilation_that_pays_is_tried_and_measured(
     assert fused.plan.compile
     assert has_compiled_layers(given.loaded.causal)
     assert any(line.startswith("compile on: 50.0 us for a token instead of 100.0, after ") for line in fused.lines)
-    # With the record of this machine, layers without compilation are not measured again.
+    # With the record of this machine nothing is measured again, also if an option names a part of the plan.
     before = device.passes
     again, _ = plan(device, compile="auto", carry=None)
-    assert "compile on: 50.0 us for a token instead of 100.0 in an earlier run" in again.lines
-    assert device.passes - before < before
-    assert again.plan.options == fused.plan.options
+    assert "compile on: 50.0 us for a token instead of 100.0, in an earlier run" in again.lines
+    by_hand, given = plan(device, compile=True, carry=None)
+    without, _ = plan(device, compile=False, carry=None)
+    assert device.passes == before
+    assert again.plan == by_hand.plan == fused.plan
+    assert has_compiled_layers(given.loaded.causal)
+    assert without.plan.seconds == pytest.approx(2 * fused.plan.seconds)
+    # A run with recomputed layers needs a graph that was not measured.
+    assert record is not None
+    assert record.only == 0
+    device.free = device_for(2).free
+    fewer, _ = plan(device, compile="auto", carry=None)
+    assert fewer.plan.checkpoint_layers == 2
+    assert record.only is None
 
 
 @pytest.mark.parametrize(("layers", "measured"), [(0, {0}), (2, {0, 2, 4}), (4, {4})])
@@ -193,7 +210,6 @@ def test_only_graphs_that_the_run_uses_are_compiled(
 ) -> None:
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     monkeypatch.setattr(run_memory, "pays", lambda *_: True)
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     device = device_for(min(layers, 3))
     original, compiled = device.run, set[int]()
 
@@ -223,38 +239,54 @@ def test_layers_are_as_before_if_the_compiler_fails(plan: Plan, monkeypatch: pyt
 
     monkeypatch.setattr(torch, "compile", fails)
     monkeypatch.setattr(run_memory, "pays", lambda *_: True)
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     choices, given = plan(device_for(0), compile="auto", carry=None)
     assert not choices.plan.compile
     assert not has_compiled_layers(given.loaded.causal)
     assert "compile off: torch.compile failed (no compiler)" in choices.lines
 
 
-def test_a_machine_remembers_the_saving(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_remembers_measurements(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _, given = plan(device_for(0), carry=None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", str)
+    given = replace(given, loaded=replace(given.loaded, device=torch.device("cuda", 0)))
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-    keep_compilation(given.loaded, "fp32", CompilationRecord(0.4, PLAIN))
-    assert known_compilation(given.loaded, "fp32") is None
+    record = ProbeRecord(PLAIN, FUSED, only=4)
+    keep_probes(given, 64, record)
+    assert known_probes(given, 64) is None
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    assert known_compilation(given.loaded, "fp32") is None
-    keep_compilation(given.loaded, "fp32", CompilationRecord(0.4, PLAIN))
-    assert known_compilation(given.loaded, "fp32") == CompilationRecord(0.4, PLAIN)
-    assert known_compilation(given.loaded, "bf16") is None
+    assert known_probes(given, 64) is None
+    keep_probes(given, 64, record)
+    assert known_probes(given, 64) == record
+    # Whatever changes bytes or seconds has a record of its own.
+    assert known_probes(given, 128) is None
+    for others in (
+        {"compute": replace(given.compute, dtype="bf16")},
+        {"options": replace(given.options, gather_dtype="bf16")},
+        {"ranks": Ranks(size=2)},
+        {"loaded": replace(given.loaded, attention="flex")},
+        {"loaded": replace(given.loaded, device=torch.device("cuda", 1))},  # its name differs here
+        {"loaded": replace(given.loaded, device=torch.device("cpu"))},
+    ):
+        assert known_probes(replace(given, **others), 64) is None
+    given.loaded.causal.lm_head.requires_grad_(False)
+    assert known_probes(given, 64) is None
+    given.loaded.causal.lm_head.requires_grad_(True)
     (path,) = (tmp_path / "treepack").iterdir()
-    path.write_text(json.dumps([]))
-    assert known_compilation(given.loaded, "fp32") is None
+    for broken in ("[]", "{", '{"plain": {}, "fused": null, "only": null}'):
+        path.write_text(broken)
+        assert known_probes(given, 64) is None
 
 
 @pytest.mark.parametrize(
     ("seconds", "known", "expected"),
     [
-        (compile_choice.COLD / compile_choice.USUAL_SAVING + 1, None, True),
-        (compile_choice.COLD / compile_choice.USUAL_SAVING - 1, None, False),
-        (compile_choice.WARM / 0.5 + 1, CompilationRecord(0.5, PLAIN), True),
-        (1e9, CompilationRecord(-0.1, PLAIN), False),
+        (probe_record.COLD / probe_record.USUAL_SAVING + 1, None, True),
+        (probe_record.COLD / probe_record.USUAL_SAVING - 1, None, False),
+        (probe_record.COLD / probe_record.USUAL_SAVING - 1, ProbeRecord(PLAIN), False),
+        (probe_record.WARM / 0.5 + 1, ProbeRecord(PLAIN, FUSED), True),
+        (probe_record.WARM / 0.5 - 1, ProbeRecord(PLAIN, FUSED), False),
+        (1e9, ProbeRecord(FUSED, PLAIN), False),
     ],
 )
-def test_compilation_pays_if_the_run_is_long_enough(
-    seconds: float, known: CompilationRecord | None, expected: bool
-) -> None:
+def test_compilation_pays_if_the_run_is_long_enough(seconds: float, known: ProbeRecord | None, expected: bool) -> None:
     assert pays(seconds, known) == expected

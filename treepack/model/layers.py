@@ -122,6 +122,8 @@ def compile_layers(model: Any) -> None:
     # Otherwise numbers such as the epsilon of a norm are tensors on the CPU, and the compiler makes C++ code to convert
     # them; with an empty cache that takes a minute on the machine of an H100.
     torch._dynamo.config.specialize_float = True
+    # Otherwise the sizes at which fused norms pay are guards, and each of them compiles the layers again for long rows.
+    torch._inductor.config.triton.mix_order_reduction_non_strict_mode = True
     for layer in layers:
         layer.forward = torch.compile(layer.forward, dynamic=True)
     setattr(model, _COMPILED, True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from treepack.carry.smaller_plan import RunPlan
 from treepack.memory.device_memory import update_bytes
+from treepack.train.options import CHUNK
 from treepack.train.setup.memory_input import MemoryInput
 from treepack.train.setup.run_plan import ModelProbe, RunRoom, RunRows, gib
 
@@ -43,7 +44,7 @@ def choice_lines(
     if options.offload_checkpoints == "auto" and plan.offload_checkpoints:
         chosen.append(f"offload-checkpoints on: nothing fits without it{_smaller_states(given)}")
     if options.loss_chunk == "auto":
-        why = "the default fits" if plan.loss_chunk == probe.chunk else "the default does not fit"
+        why = "the default fits" if plan.loss_chunk == CHUNK else "the default does not fit"
         chosen.append(f"loss-chunk {plan.loss_chunk}: {why}")
     if options.whole_weights == "auto" and plan.whole_weights:
         why = "all weights and gradients fit on each rank, so ranks exchange them once a step"

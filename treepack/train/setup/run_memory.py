@@ -37,11 +37,11 @@ from treepack.model.layers import adapted_layers, compiler_errors, find_layers, 
 from treepack.model.loaded import LoadedModel
 from treepack.train.options import CHUNK, TrainOptions
 from treepack.train.setup.choice_lines import choice_lines
-from treepack.train.setup.compile_choice import CompilationRecord, keep_compilation, known_compilation, pays
 from treepack.train.setup.host_memory import host_room, moved_tensors, reserve_host
 from treepack.train.setup.memory_input import MemoryInput
 from treepack.train.setup.model_probe import FEW_LOGITS, agreed, cast_bytes, probe_model
 from treepack.train.setup.plan_forecast import PlanForecast
+from treepack.train.setup.probe_record import ProbeRecord, keep_probes, known_probes, pays
 from treepack.train.setup.run_plan import ModelProbe, PieceProbe, RunRoom, RunRows, choose_plan, pieces_may_win
 from treepack.train.sharding import adapt, summing_gradients, whole_weights
 
@@ -187,13 +187,12 @@ class _Planner:
     def plan(self) -> tuple[RunPlan, tuple[str, ...], StepMemory]:
         """Return the plan, a line for every choice, and the memory of the plan."""
         given = self.given
-        _log.info("measuring memory and time of a pass")
         try:
             probes, about_compilation = self._probes()
             plan, room, pieces = self._choose(probes)
         finally:
             given.loaded.model.zero_grad(set_to_none=True)
-            _release(given.loaded.device)
+            torch.cuda.empty_cache()
         probe = next(each for each in probes if each.compiled == plan.compile)
         whole, wanted = 2 * whole_bytes(given.loaded), given.options.whole_weights is True
         if wanted and may_keep_whole(given):
@@ -229,7 +228,7 @@ class _Planner:
     def _room(self, margin: int) -> RunRoom:
         """Return the free memory of the smallest rank, while gradients exist, without a margin."""
         given, loaded = self.given, self.given.loaded
-        _release(loaded.device)
+        torch.cuda.empty_cache()
         gpu = self.meter.free() - coming_bytes(loaded, given.options) - margin
         if given.options.whole_weights is True and may_keep_whole(given):
             gpu -= 2 * whole_bytes(loaded)
@@ -239,58 +238,65 @@ class _Planner:
         return RunRoom(given.ranks.smallest(max(0, gpu)), given.ranks.smallest(host_room()), moved)
 
     def _probes(self) -> tuple[list[ModelProbe], str]:
-        """Measure layers as they are, compiled, or both; and return the reason."""
-        given = self.given
-        if given.options.compile is False:
-            return [self._probe()], ""
-        if given.options.compile is True:
-            adapt(given.loaded.causal, replace(given.options, compile=False), given.loaded.device)
-            fused, problem, spent = self._compiled_probe(self._probe())
-            if fused is None:
-                raise TreepackError(f"torch.compile failed ({problem}); train with --no-compile")
-            return [fused], ""
-        # The first rank decides, because machines have caches of their own.
-        known = given.ranks.lead(lambda: known_compilation(given.loaded, given.compute.dtype))
-        if known is not None and pays(given.tokens * known.plain.seconds_kept, known):
-            fused, problem, spent = self._compiled_probe(known.plain)
-            if fused is not None:
-                rate, before = 1e6 * fused.seconds_kept, 1e6 * known.plain.seconds_kept
-                return [fused], f"{rate:.1f} us for a token instead of {before:.1f} in an earlier run"
-            return [self._probe()], f"off: torch.compile failed ({problem})"
-        eager = self._probe()
-        if not eager.num_layers:
-            return [eager], "off: the model has no layers to compile"
-        seconds = given.tokens * eager.seconds_kept
-        if not given.ranks.lead(lambda: pays(seconds, known)):
-            return [eager], f"off: it would take longer than the run, which needs about {seconds:.0f} s without it"
-        fused, problem, spent = self._compiled_probe(eager)
+        """Return layers as they are, compiled, or both, measured now or in an earlier run, and the reason."""
+        given, wanted = self.given, self.given.options.compile
+        # The first rank decides, because machines have records of their own.
+        known = given.ranks.lead(lambda: known_probes(given, self.chunk))
+        plain = self._plain_probe() if known is None else known.plain
+        seconds = given.tokens * plain.seconds_kept
+        if wanted is False:
+            return [plain], ""
+        if not plain.num_layers and wanted == "auto":
+            return [plain], "off: the model has no layers to compile"
+        if wanted == "auto" and not given.ranks.lead(lambda: pays(seconds, known)):
+            return [plain], f"off: it would take longer than the run, which needs about {seconds:.0f} s without it"
+        fused, about = None if known is None else known.fused, "in an earlier run"
+        if known is None or fused is None or not self._has_graphs(fused, known.only):
+            fused, about = self._compiled_probe(plain)
         if fused is None:
-            return [eager], f"off: torch.compile failed ({problem})"
-        record = CompilationRecord(1 - fused.seconds_kept / eager.seconds_kept, eager)
-        keep_compilation(given.loaded, given.compute.dtype, record)
-        rates = f"{1e6 * fused.seconds_kept:.1f} us for a token instead of {1e6 * eager.seconds_kept:.1f}"
-        return [eager, fused], f"{rates}, after {spent:.0f} s of compilation and measurement"
+            if wanted is True:
+                raise TreepackError(f"torch.compile failed ({about}); train with --no-compile")
+            return [plain], f"off: torch.compile failed ({about})"
+        rates = f"{1e6 * fused.seconds_kept:.1f} us for a token instead of {1e6 * plain.seconds_kept:.1f}"
+        return [fused] if wanted is True else [plain, fused], f"{rates}, {about}"
 
-    def _compiled_probe(self, plain: ModelProbe) -> tuple[ModelProbe | None, str, float]:
-        """Compile and measure the layers; return the probe or a problem on any rank, and the seconds."""
+    def _plain_probe(self) -> ModelProbe:
+        """Measure layers as they are, and keep the numbers."""
+        given = self.given
+        _log.info("measuring memory and time of a pass")
+        if has_compiled_layers(given.loaded.causal):
+            adapt(given.loaded.causal, replace(given.options, compile=False), given.loaded.device)
+        probe = self._probe()
+        keep_probes(given, self.chunk, ProbeRecord(probe))
+        return probe
+
+    def _compiled_probe(self, plain: ModelProbe) -> tuple[ModelProbe | None, str]:
+        """Compile and measure the layers; return the probe and its time in words, or None and the problem of a rank."""
         given, start = self.given, self.meter.clock()
         _log.info("compiling the layers")
-        fused, problem = None, ""
+        record, problem = None, ""
         try:
             adapt(given.loaded.causal, replace(given.options, compile=True), given.loaded.device)
-            fused = self._needed_probe(plain)
+            record = self._fused_record(plain)
         except compiler_errors() as error:
             problem = str(error).strip().partition("\n")[0]
-        if given.ranks.any(fused is None):
+        if given.ranks.any(record is None) or record is None:
             adapt(given.loaded.causal, replace(given.options, compile=False), given.loaded.device)
-            return None, problem or "on another rank", 0.0
-        return fused, "", self.meter.clock() - start
+            return None, problem or "on another rank"
+        keep_probes(given, self.chunk, record)
+        return record.fused, f"after {self.meter.clock() - start:.0f} s of compilation and measurement"
 
-    def _needed_probe(self, plain: ModelProbe) -> ModelProbe:
+    def _fused_record(self, plain: ModelProbe) -> ProbeRecord:
         """Measure compiled layers that keep their activations, or run again; both, two graphs, only if the run does."""
         count = 0 if 0 <= self._recomputed(plain) < plain.num_layers else plain.num_layers
         fused = self._probe(plain, counts=(count,))
-        return fused if self._recomputed(fused) == count else self._probe(plain)
+        if self._has_graphs(fused, count):
+            return ProbeRecord(plain, fused, count)
+        return ProbeRecord(plain, self._probe(plain))
+
+    def _has_graphs(self, probe: ModelProbe, only: int | None) -> bool:
+        """Return True if the plan by this probe uses no graph that was not measured."""
+        return only is None or self._recomputed(probe) == only
 
     def _recomputed(self, probe: ModelProbe) -> int:
         """Return the recomputed layers of the plan of whole rows, -1 if none fits."""
@@ -390,8 +396,3 @@ def _carry_memory(given: MemoryInput, plan: RunPlan) -> CarryMemory | None:
     if device.type != "cuda" or plan.carry is None or given.rows().longest_of_all <= plan.carry:
         return None
     return spare_memory(device) if plan.pieces is None else CarryMemory(device, plan.pieces.budget)
-
-
-def _release(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.empty_cache()

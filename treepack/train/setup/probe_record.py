@@ -1,0 +1,91 @@
+"""Measurements of a model that are kept for later runs on this machine, and the choice of compilation from them.
+
+    MemoryInput --known_probes--> ProbeRecord           nothing is measured again
+    seconds of the run without compilation, ProbeRecord --pays--> True
+
+The record is a small file in torch's cache of compiled code (`TORCHINDUCTOR_CACHE_DIR`), so it is lost with the code.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from treepack import __version__
+from treepack.train.setup.memory_input import MemoryInput
+from treepack.train.setup.run_plan import ModelProbe
+
+# Seconds that the first steps of a model take longer with compiled layers, without cached code and with it: 27 s less
+# from the command to the second step (`benchmarks/first_minute.py`).
+COLD, WARM = 45.0, 15.0
+# Share of a step that compiled layers save on an H100, at least, from 0.6 to 8 billion weights.
+USUAL_SAVING = 0.25
+
+
+@dataclass(frozen=True)
+class ProbeRecord:
+    """Measurements of a model in an earlier run on this machine.
+
+    Attributes:
+        plain: the layers as they are.
+        fused: compiled layers; None if no run was long enough for them.
+        only: recomputed layers of the passes that measured `fused`, if passes with the others would be another graph,
+            which no run used; None if both were measured.
+    """
+
+    plain: ModelProbe
+    fused: ModelProbe | None = None
+    only: int | None = None
+
+
+def pays(seconds: float, known: ProbeRecord | None) -> bool:
+    """Return True if compilation saves more time than it takes, in a run of `seconds` without it."""
+    if known is None or known.fused is None:
+        return seconds * USUAL_SAVING > COLD
+    return seconds * (1 - known.fused.seconds_kept / known.plain.seconds_kept) > WARM
+
+
+def known_probes(given: MemoryInput, chunk: int) -> ProbeRecord | None:
+    """Return the record of a model with logits of `chunk` targets; None if it was not measured on this machine."""
+    path = _path(given, chunk)
+    with suppress(OSError, ValueError, TypeError, KeyError):
+        if path is not None:
+            record = json.loads(path.read_text())
+            fused = None if record["fused"] is None else ModelProbe(**record["fused"])
+            return ProbeRecord(ModelProbe(**record["plain"]), fused, record["only"])
+    return None
+
+
+def keep_probes(given: MemoryInput, chunk: int, record: ProbeRecord) -> None:
+    """Write the record of a model; without a cache of compiled code there is none."""
+    path = _path(given, chunk)
+    with suppress(OSError):
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(asdict(record)))
+
+
+def _path(given: MemoryInput, chunk: int) -> Path | None:
+    loaded, options, ranks = given.loaded, given.options, given.ranks
+    folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    if folder is None or loaded.device.type != "cuda":  # a CPU measures nothing, except in simulations
+        return None
+    weights = list(loaded.model.parameters())
+    # An adapter has gradients of few weights, and a base of 4 bits fewer bytes.
+    trained = sum(weight.numel() for weight in weights if weight.requires_grad)
+    values = (
+        loaded.causal.config.get_text_config().to_json_string(use_diff=False),
+        (__version__, torch.__version__),
+        torch.cuda.get_device_name(loaded.device),
+        (given.compute.dtype, loaded.attention, chunk),
+        (trained, sum(weight.nbytes for weight in weights)),
+        (ranks.size, ranks.sequence, options.ranks_of_experts, options.gather_dtype, options.cpu_offload),
+    )
+    name = hashlib.sha256("\n".join(map(str, values)).encode()).hexdigest()[:16]
+    return Path(folder) / "treepack" / f"{name}.json"
