@@ -13,16 +13,20 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.lfm2 import modeling_lfm2
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 from support.hybrid_models import HARD, load_hybrid, write_config
 from support.tiny_families import HAS_RECURRENT, family_config
+from treepack.attention.interface import IMPLEMENTATIONS
 from treepack.errors import TreepackError
 from treepack.model.accept.observation import ForwardObservation, check_observed_attention, observe
+from treepack.model.forward import hidden_states
+from treepack.model.layers import adapt_layers, find_layers
 from treepack.model.load import load_model
 from treepack.model.verify.gradients import verify_gradients
-from treepack.recurrent.entry import enter, model_obstacle
+from treepack.recurrent.entry import enter, is_recurrent, model_obstacle
 from treepack.recurrent.interface import convolution, gated_delta_rule, state_space_scan
 
 pytestmark = pytest.mark.skipif(not HAS_RECURRENT, reason="this version of transformers has other recurrent layers")
@@ -69,6 +73,36 @@ def test_only_calls_with_subtree_end_are_replaced(tmp_path: Path, monkeypatch: p
     path = [0, 2, 3]
     torch.testing.assert_close(on_tree[:, path], plain(*(x[:, path] for x in inputs))[0], rtol=1e-5, atol=1e-6)
     assert modeling_lfm2.causal_conv1d_fn is another
+
+
+# granitemoehybrid has no layer with both; in falcon_h1 attention and a scan share every layer.
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "lfm2", "granitemoehybrid", "falcon_h1"])
+def test_only_layers_without_attention_are_not_tried_as_one_graph(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    loaded = load_hybrid(tmp_path, kind)
+    attended: list[nn.Module] = []
+    attend = ALL_ATTENTION_FUNCTIONS[IMPLEMENTATIONS[loaded.attention]]
+
+    def recorded(module: nn.Module, *arguments: Any, **options: Any) -> Any:
+        attended.append(module)
+        return attend(module, *arguments, **options)
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, IMPLEMENTATIONS[loaded.attention], recorded)
+    with torch.no_grad():
+        hidden_states(loaded, HARD)
+    layers = find_layers(loaded.causal)
+    with_attention = [any(each in attended for each in layer.modules()) for layer in layers]
+    assert [not is_recurrent(layer) for layer in layers] == with_attention
+    whole: list[Any] = []
+
+    def compile_(function: Any, *, fullgraph: bool = False, **_: Any) -> Any:
+        whole.extend([function] if fullgraph else [])
+        return function
+
+    monkeypatch.setattr(torch, "compile", compile_)
+    adapt_layers(loaded.model, checkpointing=True, compiled=True)
+    assert len(whole) == sum(with_attention) > 0
 
 
 @pytest.mark.parametrize("kind", ["qwen3_next", pytest.param("nemotron_h", marks=pytest.mark.slow)])

@@ -28,6 +28,7 @@ from treepack.attention import TreePass
 from treepack.attention.operator import keep_attention
 from treepack.errors import TreepackError
 from treepack.memory.offload import LayerOffload
+from treepack.recurrent.entry import is_recurrent
 
 _log = logging.getLogger("treepack")
 
@@ -44,7 +45,7 @@ class AdaptedLayers:
     """The layers of a model, of which the first `recomputed` run again in the backward pass.
 
     With `offload`, their inputs and attention outputs wait in host memory until then. `are_graphs` becomes False when
-    the compiler meets a layer that is not one graph, for example with experts or a recurrence.
+    the compiler meets a layer with attention that is not one graph, for example because of experts.
     """
 
     modules: tuple[nn.Module, ...]
@@ -102,8 +103,9 @@ def adapt_layers(
     for number, (layer, forward) in enumerate(zip(layers, plain, strict=True)):
         # Around the compiled function: a graph break inside a checkpoint region, which is where transformers' own
         # checkpointing would put it, leaves the whole region uncompiled. Only a layer that is one graph may have the
-        # checkpoint in it, so the compiler refuses another one.
-        inside = torch.compile(recomputed_forward(forward), dynamic=True, fullgraph=True) if compiled else None
+        # checkpoint in it, so the compiler refuses another one. A recurrence breaks it, and has no attention to keep.
+        whole = compiled and not is_recurrent(layer)
+        inside = torch.compile(recomputed_forward(forward), dynamic=True, fullgraph=True) if whole else None
         layer.forward = adapted_forward(layer, number, adapted, inside)
 
 

@@ -42,6 +42,7 @@ _ON_TREES: dict[str, Callable[..., Any]] = {
 }
 # Functions of transformers that have no form on trees: the selective scan of Mamba-1.
 _WITHOUT_FORM = ("mamba_inner_fn", "mamba_selective_scan")
+_ATTENTION = "ALL_ATTENTION_FUNCTIONS"  # transformers' table of them, which every attention reads
 _GLOBAL = "LOAD_GLOBAL"  # the instruction that reads a name of the module
 # transformers calls functions of its modules from 5.17 on, and passes the caller's arguments to them from 5.22 on.
 _VERSION = "5.22"
@@ -107,6 +108,11 @@ def recurrent_modules(model: nn.Module) -> list[nn.Module]:
     modules = list(model.modules())
     classes = {each for each in {type(module) for module in modules} if _globals_of(each) & _ON_TREES.keys()}
     return [module for module in modules if type(module) in classes]
+
+
+def is_recurrent(layer: nn.Module) -> bool:
+    """Return True if a layer of a model calls functions on trees and no attention; its graph breaks at them."""
+    return bool(recurrent_modules(layer)) and not any(_ATTENTION in _globals_of(type(each)) for each in layer.modules())
 
 
 def enter(model: nn.Module) -> None:

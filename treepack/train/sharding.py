@@ -2,7 +2,8 @@
 
     source, ranks --load_sharded--> LoadedModel, its `root` a module that gathers weights when they are needed
 
-    root            embeddings, final norm, output layer: gathered for a whole row, forward and backward
+    root            final norm, output layer: gathered for a whole row, forward and backward
+      embedding     gathered for its lookup only, unless it is the output layer too
       layer 0       the weights of each layer are gathered before it runs and dropped after it
       layer 1 ...
 
@@ -183,6 +184,10 @@ def _shard(model: Any, causal: Any, options: TrainOptions, device: torch.device)
         raise TreepackError(f"{type(causal).__name__} has no layers to shard over ranks; train it in one process")
     for layer in layers:
         fully_shard(layer, **settings)
+    words, output = causal.get_input_embeddings(), causal.get_output_embeddings()
+    if output is None or words.weight is not output.weight:
+        fully_shard(words, **settings)
+        words.set_unshard_in_backward(False)  # a lookup needs no weights there
     head = value_head_of(causal)
     if head is not None:  # gathered in float32 whatever `gather_dtype` is
         fully_shard(head, **{**settings, "mp_policy": MixedPrecisionPolicy(cast_forward_inputs=False)})
