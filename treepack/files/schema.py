@@ -29,9 +29,18 @@ SELECTION_VERSION = 1
 SPAN = pa.struct([("start", pa.int32()), ("end", pa.int32()), ("weight", pa.float64())])
 
 
+_INT32S, _STRINGS = pa.list_(pa.int32()), pa.list_(pa.string())
+_FLOAT32S, _FLOAT64S = pa.list_(pa.float32()), pa.list_(pa.float64())
+_ID_LISTS, _FLOAT32_LISTS = pa.list_(pa.large_list(pa.int32())), pa.list_(pa.large_list(pa.float32()))
+
+
 # Parquet stores these descriptions, so a changed word changes the bytes and the sha256 of every new file.
-def _field(name: str, kind: pa.DataType, description: str, *, nullable: bool = False) -> pa.Field:
-    return pa.field(name, kind, nullable=nullable, metadata={"description": description})
+def _field(name: str, kind: pa.DataType, description: str) -> pa.Field:
+    return pa.field(name, kind, nullable=False, metadata={"description": description})
+
+
+def _optional(name: str, kind: pa.DataType, description: str) -> pa.Field:
+    return _field(name, kind, description).with_nullable(True)
 
 
 # One row per node of a trie.
@@ -41,7 +50,7 @@ NODES = pa.schema(
         _field("node_id", pa.int32(), "position of the node in depth-first order over the whole forest"),
         _field("parent_id", pa.int32(), "node_id of the parent, -1 at a root"),
         _field("depth", pa.int32(), "tokens on the path before this node"),
-        _field("tokens", pa.list_(pa.int32()), "the node's own token ids, at least one"),
+        _field("tokens", _INT32S, "the node's own token ids, at least one"),
         _field("num_trajectories", pa.int32(), "trajectories that pass through the node or end in it"),
     ]
 )
@@ -51,7 +60,7 @@ NODE_VALUES = pa.schema(
     [
         _field(
             "token_values",
-            pa.list_(pa.float64()),
+            _FLOAT64S,
             "critic's value after each of the node's own tokens: the expected rest of the return",
         ),
     ]
@@ -97,22 +106,18 @@ TRAJECTORIES = pa.schema(
     [
         _field("trajectory_id", pa.string(), "unique in the directory"),
         _field("group_id", pa.string(), "prompt or task whose rollouts are compared (GRPO's group)"),
-        _field("step", pa.int64(), "training step that sampled it; steps never share a tree or a row", nullable=True),
+        _optional("step", pa.int64(), "training step that sampled it; steps never share a tree or a row"),
         _field("tree_id", pa.int32(), "tree that holds it"),
         _field("node_id", pa.int32(), "node at whose last token it ends"),
         _field("num_tokens", pa.int32(), "tokens from the root to its end"),
         _field("trained", pa.list_(SPAN), "trained tokens: spans [start, end) of positions and their loss weight"),
         _field("weight", pa.float64(), "factor of all its loss weights"),
-        _field("reward", pa.float64(), "reward of the whole trajectory", nullable=True),
-        _field("advantage", pa.float64(), "advantage of the whole trajectory", nullable=True),
-        _field("advantages", pa.list_(pa.float64()), "advantage per trained token", nullable=True),
-        _field(
-            "sampling_logprobs", pa.list_(pa.float32()), "sampler's log-probability per trained token", nullable=True
-        ),
-        _field(
-            "old_logprobs", pa.list_(pa.float32()), "trainer's old log-probability per trained token", nullable=True
-        ),
-        _field("ref_logprobs", pa.list_(pa.float32()), "reference log-probability per trained token", nullable=True),
+        _optional("reward", pa.float64(), "reward of the whole trajectory"),
+        _optional("advantage", pa.float64(), "advantage of the whole trajectory"),
+        _optional("advantages", _FLOAT64S, "advantage per trained token"),
+        _optional("sampling_logprobs", _FLOAT32S, "sampler's log-probability per trained token"),
+        _optional("old_logprobs", _FLOAT32S, "trainer's old log-probability per trained token"),
+        _optional("ref_logprobs", _FLOAT32S, "reference log-probability per trained token"),
         _field("metadata", pa.string(), "JSON object of further fields"),
         _field("source", pa.string(), "file and line it was read from"),
     ]
@@ -122,75 +127,54 @@ TRAJECTORIES = pa.schema(
 # those of CREDIT.
 _TEMPERATURES = pa.schema(
     [
-        _field("temperature", pa.float64(), "sampler's temperature for the whole trajectory", nullable=True),
-        _field("temperatures", pa.list_(pa.float32()), "sampler's temperature per trained token", nullable=True),
+        _optional("temperature", pa.float64(), "sampler's temperature for the whole trajectory"),
+        _optional("temperatures", _FLOAT32S, "sampler's temperature per trained token"),
     ]
 )
 
 
 CREDIT = pa.schema(
     [
-        _field("returns", pa.list_(pa.float64()), "return per trained token, the target of the critic", nullable=True),
-        _field(
-            "old_values",
-            pa.list_(pa.float64()),
-            "critic's old value per trained token, of the state before the token",
-            nullable=True,
-        ),
-        _field(
+        _optional("returns", _FLOAT64S, "return per trained token, the target of the critic"),
+        _optional("old_values", _FLOAT64S, "critic's old value per trained token, of the state before the token"),
+        _optional(
             "edge_factors",
-            pa.list_(pa.float64()),
+            _FLOAT64S,
             "factor per trained token that gives each compared edge of its sampled tree a total loss weight of 1; 0 on "
             "other edges",
-            nullable=True,
         ),
     ]
 )
 ROLLOUTS = pa.schema(
     [
-        _field(
+        _optional(
             "rollout_id",
             pa.string(),
             "rollout that has become several trajectories, of which this is one; they have one source",
-            nullable=True,
         ),
-        _field(
+        _optional(
             "rollout_part",
             pa.int64(),
             "ascends over the trajectories of a rollout; -1 for a turn on several paths of a search tree",
-            nullable=True,
         ),
     ]
 )
 TEACHER = pa.schema(
     [
-        _field(
-            "teacher_logprobs", pa.list_(pa.float32()), "teacher's log-probability per trained token", nullable=True
-        ),
+        _optional("teacher_logprobs", _FLOAT32S, "teacher's log-probability per trained token"),
     ]
 )
 # Columns with a list of numbers per trained token; see `treepack.ragged`.
 RAGGED = pa.schema(
     [
-        _field(
+        _optional(
             "kept_ids",
-            pa.list_(pa.large_list(pa.int32())),
+            _ID_LISTS,
             "token ids that top-p, top-k or min-p left, ascending, per trained token; an empty list is the whole "
             "vocabulary",
-            nullable=True,
         ),
-        _field(
-            "teacher_topk_ids",
-            pa.list_(pa.large_list(pa.int32())),
-            "likeliest token ids of a teacher per trained token",
-            nullable=True,
-        ),
-        _field(
-            "teacher_topk_logprobs",
-            pa.list_(pa.large_list(pa.float32())),
-            "log-probability of each of teacher_topk_ids",
-            nullable=True,
-        ),
+        _optional("teacher_topk_ids", _ID_LISTS, "likeliest token ids of a teacher per trained token"),
+        _optional("teacher_topk_logprobs", _FLOAT32_LISTS, "log-probability of each of teacher_topk_ids"),
     ]
 )
 RECORDED = pa.schema([*_TEMPERATURES, *ROLLOUTS, *TEACHER, *RAGGED])  # those that rollouts may have
@@ -211,88 +195,59 @@ def trajectory_columns(names: Iterable[str]) -> pa.Schema:
 ROWS = pa.schema(
     [
         _field("row_id", pa.int64(), "position of the row in the directory"),
-        _field("step", pa.int64(), "training step of its trajectories", nullable=True),
+        _optional("step", pa.int64(), "training step of its trajectories"),
         _field("num_tokens", pa.int32(), "tokens in the row, at most the capacity"),
         _field("num_pairs", pa.int64(), "attention score pairs: sum of position_ids + 1"),
         _field("total_weight", pa.float64(), "sum of loss_weight; the loss of a step divides by its sum over rows"),
-        _field("input_ids", pa.list_(pa.int32()), "token ids, depth-first"),
-        _field("position_ids", pa.list_(pa.int32()), "tokens before it on its own path"),
-        _field("parent", pa.list_(pa.int32()), "row index of the token before it on its path, -1 at a root"),
-        _field(
-            "subtree_end",
-            pa.list_(pa.int32()),
-            "one past the last token of its subtree: q sees k if k <= q < subtree_end[k]",
-        ),
-        _field("scale", pa.list_(pa.int32()), "trajectories of this row that pass through the token"),
-        _field(
-            "loss_weight", pa.list_(pa.float64()), "sum over those trajectories of their own loss weight at the token"
-        ),
-        _field("trajectory_ids", pa.list_(pa.string()), "trajectories of this row, by where they end"),
-        _field("trajectory_groups", pa.list_(pa.string()), "group_id of each trajectory"),
-        _field("trajectory_ends", pa.list_(pa.int32()), "row index of the last token of each trajectory"),
+        _field("input_ids", _INT32S, "token ids, depth-first"),
+        _field("position_ids", _INT32S, "tokens before it on its own path"),
+        _field("parent", _INT32S, "row index of the token before it on its path, -1 at a root"),
+        _field("subtree_end", _INT32S, "one past the last token of its subtree: q sees k if k <= q < subtree_end[k]"),
+        _field("scale", _INT32S, "trajectories of this row that pass through the token"),
+        _field("loss_weight", _FLOAT64S, "sum over those trajectories of their own loss weight at the token"),
+        _field("trajectory_ids", _STRINGS, "trajectories of this row, by where they end"),
+        _field("trajectory_groups", _STRINGS, "group_id of each trajectory"),
+        _field("trajectory_ends", _INT32S, "row index of the last token of each trajectory"),
     ]
 )
 
 # One entry per term, a (trajectory, trained token) pair of the row, or per trajectory; null if it has no such value.
 TERMS = pa.schema(
     [
-        _field("term_token", pa.list_(pa.int32()), "row index of the predicted token"),
-        _field("term_trajectory", pa.list_(pa.int32()), "index into trajectory_ids"),
-        _field("term_weight", pa.list_(pa.float64()), "loss weight of the pair; summed per token it is loss_weight"),
-        _field("term_advantage", pa.list_(pa.float64()), "advantage", nullable=True),
-        _field("term_sampling_logprob", pa.list_(pa.float32()), "sampler's log-probability", nullable=True),
-        _field("term_old_logprob", pa.list_(pa.float32()), "trainer's old log-probability", nullable=True),
-        _field("term_ref_logprob", pa.list_(pa.float32()), "reference log-probability", nullable=True),
-        _field("term_entropy", pa.list_(pa.float32()), "entropy of its distribution, in nats", nullable=True),
-        _field("trajectory_rewards", pa.list_(pa.float64()), "reward of each trajectory", nullable=True),
-        _field(
+        _field("term_token", _INT32S, "row index of the predicted token"),
+        _field("term_trajectory", _INT32S, "index into trajectory_ids"),
+        _field("term_weight", _FLOAT64S, "loss weight of the pair; summed per token it is loss_weight"),
+        _optional("term_advantage", _FLOAT64S, "advantage"),
+        _optional("term_sampling_logprob", _FLOAT32S, "sampler's log-probability"),
+        _optional("term_old_logprob", _FLOAT32S, "trainer's old log-probability"),
+        _optional("term_ref_logprob", _FLOAT32S, "reference log-probability"),
+        _optional("term_entropy", _FLOAT32S, "entropy of its distribution, in nats"),
+        _optional("trajectory_rewards", _FLOAT64S, "reward of each trajectory"),
+        _optional(
             "trajectory_rollouts",
-            pa.list_(pa.int32()),
+            _INT32S,
             "index into trajectory_ids of the first trajectory of the row that belongs to the same rollout; -1 for a "
             "turn on several paths of a search tree",
-            nullable=True,
         ),
-        _field(
+        _optional(
             "trajectory_weights",
-            pa.list_(pa.float64()),
+            _FLOAT64S,
             "weight of each trajectory, with its leaf weight; the column is missing if all are 1",
-            nullable=True,
         ),
-        _field(
-            "term_temperature",
-            pa.list_(pa.float32()),
-            "sampler's temperature, rounded to float32: 0.7 becomes 0.69999999",
-            nullable=True,
+        _optional("term_temperature", _FLOAT32S, "sampler's temperature, rounded to float32: 0.7 becomes 0.69999999"),
+        _optional("term_return", _FLOAT64S, "return, the target of the critic"),
+        _optional("term_old_value", _FLOAT64S, "critic's old value of the state before the token"),
+        _optional(
+            "term_edge_factor", _FLOAT64S, "factor that gives each edge of the sampled tree a total loss weight of 1"
         ),
-        _field("term_return", pa.list_(pa.float64()), "return, the target of the critic", nullable=True),
-        _field(
-            "term_old_value", pa.list_(pa.float64()), "critic's old value of the state before the token", nullable=True
-        ),
-        _field(
-            "term_edge_factor",
-            pa.list_(pa.float64()),
-            "factor that gives each edge of the sampled tree a total loss weight of 1",
-            nullable=True,
-        ),
-        _field("term_teacher_logprob", pa.list_(pa.float32()), "teacher's log-probability", nullable=True),
-        _field(
+        _optional("term_teacher_logprob", _FLOAT32S, "teacher's log-probability"),
+        _optional(
             "term_kept_ids",
-            pa.list_(pa.large_list(pa.int32())),
+            _ID_LISTS,
             "token ids that top-p, top-k or min-p left, ascending; an empty list is the whole vocabulary",
-            nullable=True,
         ),
-        _field(
-            "term_teacher_topk_ids",
-            pa.list_(pa.large_list(pa.int32())),
-            "likeliest token ids of a teacher",
-            nullable=True,
-        ),
-        _field(
-            "term_teacher_topk_logprobs",
-            pa.list_(pa.large_list(pa.float32())),
-            "log-probability of each of term_teacher_topk_ids",
-            nullable=True,
-        ),
+        _optional("term_teacher_topk_ids", _ID_LISTS, "likeliest token ids of a teacher"),
+        _optional("term_teacher_topk_logprobs", _FLOAT32_LISTS, "log-probability of each of term_teacher_topk_ids"),
     ]
 )
 
@@ -302,7 +257,7 @@ PACKED = pa.schema([*ROWS, *TERMS, *ROUTES])  # all columns that a part of a pac
 QUERIES = pa.schema(
     [
         _field("query_id", pa.string(), "unique; queries are sorted by it"),
-        _field("parent_id", pa.string(), "original query that it was derived from; null if it is one", nullable=True),
+        _optional("parent_id", pa.string(), "original query that it was derived from; null if it is one"),
         _field("passed", pa.float64(), "rollouts that succeeded, those long ago counting less"),
         _field("tried", pa.float64(), "rollouts in all, those long ago counting less"),
     ]
