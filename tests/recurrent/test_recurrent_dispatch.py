@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +13,10 @@ from torch import Tensor
 
 from support import interpreter  # noqa: F401
 from support.attention_trees import star
+from support.hybrid_models import HARD, load_hybrid
 from treepack.attention.dispatch import BatchSchedules
 from treepack.errors import TreepackError
+from treepack.model.forward import hidden_states
 from treepack.recurrent import dispatch
 from treepack.recurrent.dispatch import LayerProperties, choose_scan, resolve_scan, scan_obstacle, use_implementation
 
@@ -146,3 +150,15 @@ def test_the_kernels_and_plain_torch_agree_on_a_layer() -> None:
         with use_implementation(name):
             found[name] = dispatch.scan(q, k, v, g, beta, schedules)
     assert (found["torch"] - found["triton"]).norm() < 1e-6 * found["torch"].norm()
+
+
+def test_a_model_is_accepted_without_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> Tensor:
+        raise AssertionError("a kernel")
+
+    monkeypatch.setattr("treepack.recurrent.kernels.convolution.triton_convolve", fails)
+    monkeypatch.setattr("treepack.recurrent.kernels.autograd.triton_scan", fails)
+    with use_implementation("triton"):
+        loaded = load_hybrid(tmp_path, "qwen3_5_text", dtype=torch.float32)
+        with pytest.raises(AssertionError, match="a kernel"):
+            hidden_states(loaded, HARD)

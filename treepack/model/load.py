@@ -45,6 +45,7 @@ from treepack.model.text_half import check_type, choose_config, is_text_half, mo
 from treepack.model.weights.files import weight_files
 from treepack.model.weights.reading import fill, find_plan
 from treepack.model.weights.whole_checkpoint import check_savable
+from treepack.recurrent.dispatch import use_implementation
 
 _log = logging.getLogger("treepack")
 _CPU = torch.device("cpu")
@@ -129,8 +130,8 @@ def with_attention(loaded: LoadedModel, attention: str, compute_dtype: torch.dty
     """Probe the model and switch it to `attention`; return it with its implementation filled in.
 
     Args:
-        loaded: a model under the reference attention. The probe tests the model, not the attention, so it runs the
-            slow implementation whose result is not in doubt.
+        loaded: a model under the reference attention. The probe tests the model, not the kernels of attention and of
+            recurrent layers, so it runs the slow implementations whose results are not in doubt.
         attention: an implementation, or "auto".
         compute_dtype: dtype in which the model computes: that of autocast, or else of the weights.
 
@@ -138,7 +139,8 @@ def with_attention(loaded: LoadedModel, attention: str, compute_dtype: torch.dty
         TreepackError: if the model cannot be trained exactly, or the implementation cannot run it.
     """
     _log.info("probing the model with a small tree")
-    kinds = loaded.compute(lambda: probe(loaded.causal, source=loaded.source, device=loaded.device))
+    with use_implementation("torch"):
+        kinds = loaded.compute(lambda: probe(loaded.causal, source=loaded.source, device=loaded.device))
     mark_checked(loaded.causal)
     # (query and key, value) head dimensions over all layers; more than one pair if layers differ.
     dims = sorted({kind.head_dims for kind in kinds})
