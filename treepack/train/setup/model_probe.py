@@ -34,7 +34,7 @@ FEW_LOGITS = 128
 # Tokens of the passes. From the two longest, a straight line gives the bytes of a token. None is the size of a layer
 # (64, 2048, ...), for which torch.compile would make code of its own.
 LENGTHS = (192, 2176, 4736, 9344, 18560)
-_BUSY = 3  # the time of a pass whose kernels are measured, in starts of a pass
+_BUSY = 2  # the time of a pass whose kernels are measured, in starts of a pass
 _CHAIN = 64  # tokens of each of their sequences: every model has these positions
 # Logits of a target, their softmax and their gradient, in float32.
 _LOGIT_BYTES = 12
