@@ -55,7 +55,6 @@ def pytest_collection() -> Generator[None, object, object]:
         return (yield)
     finally:
         gc.freeze()
-        gc.set_threshold(20_000, 10, 10)  # with Python's 700, collections took a twentieth of the time of a test
         gc.enable()
         atexit.register(gc.unfreeze)  # else packages that look for leaks at the exit report some
 
