@@ -11,6 +11,7 @@ import atexit
 import gc
 import os
 import secrets
+import signal
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -96,11 +97,14 @@ def treepack(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 
     def run(*arguments: object) -> Result:
         monkeypatch.setattr(sys, "argv", ["treepack", *map(str, arguments)])
+        on_sigterm = signal.getsignal(signal.SIGTERM)
         try:
             main()
             status = 0
         except SystemExit as stop:
             status = int(stop.code or 0)
+        finally:
+            signal.signal(signal.SIGTERM, on_sigterm)  # training that fails keeps its own until the end
         captured = capsys.readouterr()
         return Result(status, captured.out, captured.err)
 

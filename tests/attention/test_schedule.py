@@ -151,7 +151,8 @@ def test_chains_of_any_length_are_covered(length: int) -> None:
     check(chain(length))
 
 
-@pytest.mark.parametrize("offset", range(128))
+# Branches begin 0, 2 and 4 tokens after a multiple of 128 and the offset, so each is at every edge of a granule once.
+@pytest.mark.parametrize("offset", [offset for offset in range(128) if offset % 32 < 2 or offset % 32 > 24])
 def test_branches_at_every_offset_are_covered(offset: int) -> None:
     check(star(128 + offset, 3, 130))
 
@@ -215,7 +216,7 @@ def test_no_cut_of_the_order_is_much_less_work(name: str, limit: float) -> None:
 def test_cuts_of_random_trees_are_near_the_minimum_work(size: int, limit: float) -> None:
     """The shorter the nodes (up to `size` tokens), the larger the distance from the minimum."""
     rng = np.random.default_rng(size)
-    rows = [random_tree(rng, rng.integers(0, 4, 40), size) for _ in range(40)]
+    rows = [random_tree(rng, rng.integers(0, 4, 40), size) for _ in range(20)]
     work, minimum = np.array([work_and_minimum(row) for row in rows]).sum(0)
     assert work <= limit * minimum
 

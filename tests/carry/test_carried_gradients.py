@@ -52,8 +52,12 @@ def test_gradients_of_pieces_are_those_of_trajectories_alone(samples: list[Sampl
     assert value.sums == {}
 
 
-@pytest.mark.parametrize("limit", [1, 7, pytest.param(128, marks=pytest.mark.slow), 1000])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case.values())))
+# Pieces of 7 tokens cut every node; of 1 token or of the whole row they differ in the plan, not in the loss.
+@pytest.mark.parametrize(
+    ("case", "limit"),
+    [*((case, 7) for case in CASES), (CASES[2], 1), (CASES[4], 1), (CASES[1], 1000)],
+    ids=lambda each: "-".join(map(str, each.values())) if isinstance(each, dict) else None,
+)
 def test_objectives_in_pieces_are_those_of_trajectories_alone(tmp_path: Path, case: dict[str, Any], limit: int) -> None:
     objective = choose_objective(**case)
     samples = rollouts("qwen3")

@@ -312,8 +312,8 @@ def test_a_damaged_manifest_is_one_sentence_whatever_the_damage(
     path = directory / "manifest.json"
     good = path.read_text()
     damages: list[object] = ["delete", None, 5, "x", [], {}]
-    for place in entries(json.loads(good)):
-        for damage in damages:
+    for number, place in enumerate(entries(json.loads(good))):
+        for damage in damages[number % 2 :: 2]:  # neighbours have the same kinds of values
             manifest = json.loads(good)
             holder = manifest
             for key in place[:-1]:
@@ -374,8 +374,11 @@ def test_same_input_same_bytes_whatever_the_order(treepack: Run, tmp_path: Path)
     assert first["nodes-00000.parquet"] == third["nodes-00000.parquet"]
 
 
-@pytest.mark.parametrize("unbuffered", ["", "1"])
-@pytest.mark.parametrize("command", [["--help"], ["formats"], ["stats", "TRIE"], ["show", "TRIE", "--help"]])
+# With a buffer the write fails at the end of the command, whatever it is; without one, inside it.
+@pytest.mark.parametrize(
+    ("command", "unbuffered"),
+    [(["--help"], "1"), (["formats"], "1"), (["stats", "TRIE"], "1"), (["show", "TRIE", "--help"], "")],
+)
 def test_a_stdout_that_cannot_be_written_is_one_sentence(trie: Path, command: list[str], unbuffered: str) -> None:
     words = [str(trie) if word == "TRIE" else word for word in command]
     with Path("/dev/full").open("w") as full:

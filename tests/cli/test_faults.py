@@ -175,8 +175,10 @@ COMMANDS = {
 }
 
 
-@pytest.mark.parametrize("closed", [(1,), (2,), (0, 1, 2)])
-@pytest.mark.parametrize("command", [*COMMANDS])
+# Without any stream each command is tried; the guard of a single stream is the same for all.
+@pytest.mark.parametrize(
+    ("command", "closed"), [*((command, (0, 1, 2)) for command in COMMANDS), ("json", (1,)), ("build-trie", (2,))]
+)
 def test_closed_streams_are_no_error(inputs: Path, tmp_path: Path, command: str, closed: tuple[int, ...]) -> None:
     words = [word.replace("OUT", str(tmp_path / "out")) for word in COMMANDS[command].split()]
     done = subprocess.run(

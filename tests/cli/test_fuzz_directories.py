@@ -87,7 +87,7 @@ def chosen(commands: list[str], rng: random.Random) -> list[str]:
 
 
 @pytest.mark.parametrize("share", range(8))
-@pytest.mark.parametrize("count", [5, pytest.param(150, marks=pytest.mark.slow)], ids=["some", "many"])
+@pytest.mark.parametrize("count", [5, pytest.param(60, marks=pytest.mark.slow)], ids=["some", "many"])
 def test_parts_of_other_types_lengths_and_values_are_read_or_refused(
     folder: Path, tmp_path: Path, count: int, share: int
 ) -> None:
@@ -110,7 +110,7 @@ def test_parts_of_other_types_lengths_and_values_are_read_or_refused(
 
 
 @pytest.mark.parametrize("share", range(8))
-@pytest.mark.parametrize("count", [6, pytest.param(320, marks=pytest.mark.slow)], ids=["some", "many"])
+@pytest.mark.parametrize("count", [6, pytest.param(120, marks=pytest.mark.slow)], ids=["some", "many"])
 def test_manifests_with_wrong_values_are_read_or_refused(folder: Path, tmp_path: Path, count: int, share: int) -> None:
     """2,560 cases: odd values at all places of two manifests, with the hash that fits them."""
     cases: list[Any] = [*manifest_cases(folder)]

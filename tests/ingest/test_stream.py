@@ -160,11 +160,10 @@ def test_errors_name_file_and_line(tmp_path: Path, workers: int) -> None:
     assert str(caught.value).startswith(f"{path}:801: loss_mask has 3 values for 2 tokens")
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_text_without_a_tokenizer_is_one_sentence(tmp_path: Path, workers: int) -> None:
+def test_text_without_a_tokenizer_is_one_sentence(tmp_path: Path) -> None:
     write(tmp_path, "r.jsonl", jsonl(chats(3)))
     with pytest.raises(TreepackError, match=r"r.jsonl:1: contains text, not token ids; give --tokenizer NAME"):
-        columns([str(tmp_path)], BuildOptions(workers=workers))
+        columns([str(tmp_path)], BuildOptions())
 
 
 @pytest.mark.slow

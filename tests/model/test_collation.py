@@ -64,7 +64,7 @@ def test_shorter_rows_are_padded_as_rows_are() -> None:
     assert inputs["subtree_end"].shape == (2, 8)  # 5 + 1 + 2 different tokens
 
 
-@settings(max_examples=30)
+@settings(max_examples=12)
 @given(first=sample_sets(), second=sample_sets())
 def test_the_loss_of_a_batch_is_that_of_every_trajectory_alone(first: list[Sample], second: list[Sample]) -> None:
     expected, of_each = alone(tiny_model("qwen3"), [*first, *second])

@@ -183,12 +183,14 @@ def test_setting_dropouts_to_zero_changes_no_logits_in_eval_mode(tmp_path: Path)
     for kind in transformers_types():
         try:
             default, changed = family_config(kind), without_dropout(tmp_path, kind)
+            if changed.to_dict() == default.to_dict():
+                continue  # no dropout to set, so both are one model
             logits = [logits_of(config) for config in (default, changed)]
         except Exception:  # not made, refused, or not a model of plain text
             continue
         assert torch.equal(*logits), kind
         compared += 1
-    assert compared >= 90
+    assert compared >= 35
 
 
 def logits_of(config: Any) -> torch.Tensor:

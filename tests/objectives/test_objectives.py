@@ -117,19 +117,28 @@ SMOOTH_CASES: list[dict[str, Any]] = [
 
 
 def packings(samples: Sequence[Rollout], objective: Objective) -> list[list[int]]:
-    """Return the row of each rollout, for several packings.
+    """Return the row of each rollout, for two packings: all rollouts in one row, and several rows.
 
-    All rollouts in one row, and one row per group. For losses without pairs also each rollout alone, and three rows
-    that mix the groups.
+    The rows of pairs are one per group; without pairs, three rows mix the groups.
     """
     by_group = [["a", "b"].index(rollout.group) for rollout in samples]
     # i * i % 3 % 2 + (i > 6): 10 rollouts -> rows [0, 1, 1, 0, 1, 1, 0, 2, 2, 1]
-    free = [list(range(len(samples))), [i * i % 3 % 2 + (i > 6) for i in range(len(samples))]]
-    return [[0] * len(samples), by_group, *([] if objective.loss == "dpo" else free)]
+    mixed = [i * i % 3 % 2 + (i > 6) for i in range(len(samples))]
+    return [[0] * len(samples), by_group if objective.loss == "dpo" else mixed]
 
 
-@pytest.mark.parametrize("case", [*CASES, *SMOOTH_CASES], ids=lambda case: "-".join(map(str, case.values())))
-@pytest.mark.parametrize("kind", ["qwen3", pytest.param("gpt2", marks=pytest.mark.slow)])
+OF_EACH_RATIO = ("ppo", "gspo", "dpo")  # of tokens, trajectories and pairs
+
+
+# Architecture and loss meet in the log-probabilities only, so gpt2 has three losses.
+@pytest.mark.parametrize(
+    ("kind", "case"),
+    [
+        *(("qwen3", case) for case in (*CASES, *SMOOTH_CASES)),
+        *(pytest.param("gpt2", case, marks=pytest.mark.slow) for case in CASES if case["name"] in OF_EACH_RATIO),
+    ],
+    ids=lambda each: "-".join(map(str, each.values())) if isinstance(each, dict) else each,
+)
 def test_loss_and_gradients_are_those_of_trajectories_alone(tmp_path: Path, kind: str, case: dict[str, Any]) -> None:
     objective = choose_objective(**case)
     samples = rollouts(kind)
@@ -149,7 +158,7 @@ def test_loss_and_gradients_are_those_of_trajectories_alone(tmp_path: Path, kind
         assert 0 < means.get("masked", 0.5) < 1
 
 
-@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 3, 4))])
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", [name for name in PRESETS if name not in ("sft", "value", "opd", "distill")])
 def test_loss_and_gradients_agree_on_any_tree(tmp_path: Path, name: str, seed: int) -> None:
     objective = choose_objective(name)
@@ -235,8 +244,13 @@ class Created(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
 
-@pytest.mark.parametrize("chunk", [100, 10_000])
-@pytest.mark.parametrize("name", [name for name in PRESETS if name not in ("sft", "value", "opd", "distill")])
+@pytest.mark.parametrize(
+    ("name", "chunk"),
+    [
+        *((name, 100) for name in PRESETS if name not in ("sft", "value", "opd", "distill")),
+        *((name, 10_000) for name in OF_EACH_RATIO),
+    ],
+)
 def test_ten_times_more_terms_than_tokens_make_no_tensor_beyond_a_chunk(name: str, chunk: int) -> None:
     num_tokens, copies = 300, 10
     terms = many_terms(num_tokens, copies)

@@ -35,7 +35,7 @@ def prefix(row: Batch, token: int) -> tuple[int, ...]:
     return tuple(path[::-1])
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(batch=random_batches(), capacity=CAPACITIES, method=st.sampled_from(["contiguous", "contiguous", "auto"]))
 def test_every_sequence_is_a_path_of_one_row_and_rows_share_all_prefixes(
     batch: MemoryBatch, capacity: int | None, method: str
@@ -59,7 +59,7 @@ def test_every_sequence_is_a_path_of_one_row_and_rows_share_all_prefixes(
     assert sizes == sorted(sizes, reverse=True)
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(batch=random_batches(), capacity=CAPACITIES, form=st.sampled_from(FORMS))
 def test_values_of_tokens_come_back_in_the_form_of_the_batch(
     batch: MemoryBatch, capacity: int | None, form: str
@@ -82,7 +82,7 @@ def test_values_of_tokens_come_back_in_the_form_of_the_batch(
     assert [place for i in range(len(rows)) for place in plan.row_places(i).tolist()] == plan.places.tolist()
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(batch=random_batches(), form=st.sampled_from(FORMS), data=st.data())
 def test_a_token_has_one_entry_for_each_temperature(batch: MemoryBatch, form: str, data: st.DataObject) -> None:
     one = st.sampled_from([0.5, 1.0])

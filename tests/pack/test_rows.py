@@ -112,7 +112,7 @@ def test_packed_rows_pass_the_check(trajectories: list[Trajectory], capacity: in
 
 
 @pytest.mark.parametrize("method", [*METHODS, *FOREST_METHODS])
-@settings(max_examples=40)
+@settings(max_examples=15)  # of each method
 @given(
     trajectories=strategies.trajectories(),
     capacity=st.integers(9, 20),

@@ -29,7 +29,7 @@ from treepack.trajectory import Float64, Tokens, Trajectory, positions
 from treepack.trie.builders.in_memory import build_trie
 from treepack.trie.trie import Trie, trajectories_of
 
-few = settings(max_examples=40)  # every example builds a trie
+few = settings(max_examples=16)  # every example builds a trie
 # 0.1 and 1/3 have no exact binary form, so means of equal rewards are off by rounding.
 REWARDS = [0.0, 0.5, 1.0, 0.1, 1 / 3]
 

@@ -17,6 +17,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -59,20 +60,20 @@ SYNONYMS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Reading:
     """What a reader made of records: its items, or the sentence of its refusal."""
 
     items: tuple[Item, ...] = ()
     refusal: str = ""
 
-    @property
+    @cached_property
     def notes(self) -> Counter[str]:
         """How often each note and each reason for skipping applies."""
         notes = (item.notes if isinstance(item, Trajectory) else (item.reason,) for item in self.items)
         return Counter(note for each in notes for note in each)
 
-    @property
+    @cached_property
     def facts(self) -> str:
         """Everything but the notes, as text."""
         return repr(
@@ -82,12 +83,12 @@ class Reading:
             ]
         )
 
-    @property
+    @cached_property
     def trained(self) -> list[Any]:
         """The trained turns with their texts, for each trajectory."""
         return [list(_trained(item)) for item in self.items if isinstance(item, Trajectory)]
 
-    @property
+    @cached_property
     def turns(self) -> list[Any]:
         """Which turns are trained, without their texts."""
         return [[place for place, _ in turns] for turns in self.trained]
@@ -246,6 +247,8 @@ def follow(records: Sequence[Record], fates: Fates) -> None:
             key = (
                 (0 if belong_together else number, record.path, schema_path(path)) if is_text else (schema_path(path),)
             )
+            if key in fates.seen:
+                continue
             if is_named(_with_key(record.value, path), base.notes):
                 fates.seen.add(key)
                 continue
@@ -264,7 +267,7 @@ def misnamed(records: Sequence[Record]) -> list[str]:
     for number, record in enumerate(records):
         for path in leaves(record.value):
             name = name_of(schema_path(path))
-            if f"field '{name}' not used" not in base.notes:
+            if f"field '{name}' not used" not in base.notes or effects.get(schema_path(path)) is False:
                 continue
             after = read(_replaced(records, number, path, changed(at(record.value, path))))
             has_effect = bool(after.refusal) or after.facts != base.facts

@@ -6,9 +6,11 @@ import importlib.util
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
+from importlib import import_module
 from pathlib import Path
 
 import numpy as np
@@ -163,6 +165,35 @@ def test_what_one_process_does_is_refused_in_several(
     done = treepack("logprobs", packed, "--model", model, "--out", "scored")
     assert (done.status, done.out) == (1, "")
     assert "treepack logprobs runs in one process" in done.err
+
+
+def test_a_world_size_that_is_not_a_number_is_one_sentence(
+    treepack: Run, arguments: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "x")
+    sentence = "WORLD_SIZE is 'x'; expected the number of ranks, so start them with torchrun"
+    assert treepack(*arguments) == (1, "", f"treepack: {sentence}\n")
+    assert treepack(*arguments, "--verify").err == "treepack: --verify runs in one process; start it without torchrun\n"
+
+
+def test_sigterm_after_an_error_leaves_the_time_to_print_it() -> None:
+    ended: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: ended.append(number))
+    catch_sigterm = import_module("treepack_cli.training")._catch_sigterm
+    try:
+        with pytest.raises(ConnectionError), catch_sigterm():
+            raise ConnectionError
+        os.kill(os.getpid(), signal.SIGTERM)  # as torchrun does if a rank is lost
+        assert ended == []
+        signal.signal(signal.SIGTERM, lambda number, _: ended.append(number))
+        with catch_sigterm() as stop:
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert stop()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert ended == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_every_part_and_every_step_has_a_line_off_a_terminal_unless_quiet(treepack: Run, arguments: list[str]) -> None:

@@ -32,7 +32,7 @@ def refuse_ranks(command: str) -> None:
     Raises:
         TreepackError: torchrun started more than one process.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if os.environ.get("WORLD_SIZE", "1") != "1":
         raise TreepackError(f"{command} runs in one process; start it without torchrun")
 
 
@@ -66,8 +66,7 @@ def check_terms(source: PackedSource) -> None:
     """
     if "term_token" not in source.term_columns:
         raise TreepackError(
-            f"{source.path}: its rows have no terms to write log-probabilities for; give the rollouts rewards or "
-            "advantages and pack them again"
+            f"{source.path}: its rows have no terms to write log-probabilities for; add rewards or advantages and pack"
         )
 
 
@@ -106,12 +105,13 @@ def check_launched(sequence: int, expert: int = 1) -> None:
     """Refuse ranks of a row, or of a layer's experts, that do not divide the processes that torchrun started.
 
     Raises:
-        TreepackError: as `check_sequence_ranks` and `check_expert_ranks`.
+        TreepackError: as `check_sequence_ranks` and `check_expert_ranks`, or WORLD_SIZE is not a number.
     """
-    grouped = "RANK" in os.environ and "WORLD_SIZE" in os.environ
-    size = int(os.environ["WORLD_SIZE"]) if grouped else 1
-    check_sequence_ranks(sequence, size, grouped=grouped)
-    check_expert_ranks(expert, size, grouped=grouped)
+    size = os.environ.get("WORLD_SIZE", "") if "RANK" in os.environ else ""
+    if size and not size.isdecimal():
+        raise TreepackError(f"WORLD_SIZE is {size!r}; expected the number of ranks, so start them with torchrun")
+    check_sequence_ranks(sequence, int(size or 1), grouped=bool(size))
+    check_expert_ranks(expert, int(size or 1), grouped=bool(size))
 
 
 def is_first_process() -> bool:

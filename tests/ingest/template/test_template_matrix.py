@@ -6,6 +6,7 @@ Each text of a conversation is replaced by a marker, so that a trained token sho
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
@@ -17,10 +18,15 @@ import pytest
 from support import real_templates
 from support.conversations import Conversation, real_conversations, samples_of_formats
 from support.paths import REAL
-from support.read_rollouts import tokenize
 from support.template_oracle import faults, faults_of_prompt, marked
 from treepack.ingest.file_tokenizer import FileTokenizer
-from treepack.ingest.tokenization import fingerprint, load_tokenizer, read_tokenizer
+from treepack.ingest.tokenization import (
+    TokenisationJob,
+    TrajectoryTokeniser,
+    fingerprint,
+    load_tokenizer,
+    read_tokenizer,
+)
 from treepack.trajectory import Skipped, Trajectory
 
 # `make test` has one template of each kind: thoughts kept or dropped, tools, channels, merged roles. The others are in
@@ -44,15 +50,27 @@ def conversations() -> list[Conversation]:
     ]
 
 
-def samples(tokenizer: Any, one: Conversation, expand: str) -> list[Trajectory | Skipped]:
-    return list(tokenize([one.item], tokenizer=tokenizer, tools=one.tools, expand=expand))
+class Samples:
+    """Samples of one template, whose forms are probed once for all conversations with equal tools, as in a build."""
+
+    def __init__(self, reader: FileTokenizer) -> None:
+        self._reader = reader
+        self._tokenisers: dict[str, TrajectoryTokeniser] = {}
+
+    def __call__(self, one: Conversation, expand: str) -> list[Trajectory | Skipped]:
+        key = json.dumps([expand, one.tools])
+        if key not in self._tokenisers:
+            job = TokenisationJob(self._reader, expand=expand, tools=one.tools)
+            self._tokenisers[key] = TrajectoryTokeniser(job)
+        (done,) = self._tokenisers[key].record([one.item])
+        return done[1]
 
 
-def wrong(tokenizer: Any, reader: Any, one: Conversation, whole: list[Trajectory | Skipped]) -> Iterator[str]:
+def wrong(tokenizer: Any, samples: Samples, one: Conversation, whole: list[Trajectory | Skipped]) -> Iterator[str]:
     yield from faults(tokenizer, one.chat, whole, one.schemas)
     # The prompts of the first turns are enough, and rendering every turn of a long conversation takes most of the time.
     short = replace(one, item=replace(one.item, content=marked(one.chat, limit=PROMPT_MESSAGES)))
-    for turn in samples(reader, short, "turns"):
+    for turn in samples(short, "turns"):
         if isinstance(turn, Trajectory):
             yield from faults_of_prompt(tokenizer, short.chat, turn, one.schemas)
 
@@ -64,11 +82,11 @@ def test_trained_tokens_are_what_the_assistant_wrote_or_the_conversation_is_skip
     tokenizer, reader = load_tokenizer(folder), read_tokenizer(folder)
     assert isinstance(reader, FileTokenizer)
     assert fingerprint(reader) == fingerprint(tokenizer)
-    faulty, skipped = list[tuple[str, str]](), list[Skipped]()
+    faulty, skipped, samples = list[tuple[str, str]](), list[Skipped](), Samples(reader)
     for one in conversations():
-        whole = samples(reader, one, "trajectory")
+        whole = samples(one, "trajectory")
         skipped += [each for each in whole if isinstance(each, Skipped)]
-        faulty += [(one.item.source, fault) for fault in wrong(tokenizer, reader, one, whole)]
+        faulty += [(one.item.source, fault) for fault in wrong(tokenizer, samples, one, whole)]
     assert faulty == []
     assert len(skipped) <= MAX_SKIPPED.get(name, 1) * len(conversations()), [each.reason for each in skipped]
 

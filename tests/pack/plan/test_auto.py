@@ -86,7 +86,7 @@ def test_a_plan_near_the_bound_is_searched_if_it_has_a_row_too_many() -> None:
 
 
 @given(strategies.trees_and_capacities(max_leaves=12), st.integers(0, 1000))
-@settings(max_examples=60)
+@settings(max_examples=30)
 def test_first_fit_stops_exactly_when_its_tokens_exceed_the_maximum(problem: tuple[PlanTree, int], seed: int) -> None:
     tree, limits = problem[0], RowLimits(problem[1])
     order, steps = np.random.default_rng(seed).permutation(tree.num_leaves), np.zeros(tree.num_leaves, np.int64)

@@ -46,7 +46,7 @@ def test_subsets_are_the_best_of_all_partitions(problem: tuple[PlanTree, int]) -
 
 
 @given(strategies.trees_and_capacities(max_leaves=12) | strategies.trees_and_capacities(max_leaves=12, max_size=400))
-@settings(max_examples=300)
+@settings(max_examples=100)
 @example(ROUNDED_TWICE)
 @example(TIGHT_STAR)
 def test_the_exact_program_finds_and_proves_the_best(problem: tuple[PlanTree, int]) -> None:
@@ -56,7 +56,7 @@ def test_the_exact_program_finds_and_proves_the_best(problem: tuple[PlanTree, in
 
 
 @given(strategies.trees_and_capacities(max_leaves=10))
-@settings(max_examples=100)
+@settings(max_examples=40)
 @example(ROUNDED_TWICE)
 def test_the_integer_program_finds_and_proves_the_best(problem: tuple[PlanTree, int]) -> None:
     tree, limits = problem[0], RowLimits(problem[1])
@@ -76,7 +76,7 @@ def partitions(count: int) -> Iterator[list[list[int]]]:
 
 
 @given(limited(max_leaves=6))
-@settings(max_examples=60)
+@settings(max_examples=30)
 def test_exact_methods_honour_limits_of_pairs_and_terms(problem: tuple[PlanTree, RowLimits]) -> None:
     tree, limits = problem
     best = min(
@@ -191,7 +191,7 @@ states_of_children = st.lists(
 
 
 @given(states_of_children)
-@settings(max_examples=60)
+@settings(max_examples=30)
 def test_packing_at_the_root_chooses_the_best_states(children: list[list[State]]) -> None:
     room, size = 4, 5
     best = min(

@@ -69,7 +69,7 @@ def test_a_node_that_fills_a_row_carries_all_that_end_in_it(method: str) -> None
 
 
 @every_method
-@settings(max_examples=30)
+@settings(max_examples=12)  # of each method
 @given(trajectories=strategies.trajectories(max_count=6))
 def test_a_capacity_of_the_longest_trajectory_suffices(method: str, trajectories: list[Trajectory]) -> None:
     trie = build_trie(trajectories)
@@ -92,7 +92,7 @@ def test_5000_nested_prefixes_are_planned(method: str) -> None:
 
 
 @every_method
-@settings(max_examples=30)
+@settings(max_examples=12)  # of each method
 @given(trajectories=strategies.trajectories(max_count=6), data=st.data())
 def test_the_order_of_the_input_does_not_matter(
     method: str, trajectories: list[Trajectory], data: st.DataObject

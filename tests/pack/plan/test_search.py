@@ -106,7 +106,7 @@ def test_bounds_of_extreme_trees_are_valid(problem: Problem, proof: ProofEffort)
 
 
 @given(some_trees, st.sampled_from(PROOFS))
-@settings(max_examples=80)
+@settings(max_examples=40)
 def test_no_bound_exceeds_the_best_plan_whatever_plan_it_is_given(problem: Problem, proof: ProofEffort) -> None:
     tree, capacity = problem
     for rows in plans_of(problem):
@@ -286,7 +286,7 @@ def test_auto_is_the_best_of_small_trees(problem: Problem) -> None:
 
 
 @given(limited(max_leaves=8))
-@settings(max_examples=60)
+@settings(max_examples=30)
 def test_auto_is_the_best_of_small_trees_within_all_limits(problem: tuple[PlanTree, RowLimits]) -> None:
     tree, limits = problem
     best = cost_of(tree, subsets(tree, limits, SearchOptions()).row_of_leaf, limits)
