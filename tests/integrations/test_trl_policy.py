@@ -148,7 +148,7 @@ def test_two_processes_train_as_they_do_without_treepack(runs: Any, model: str, 
     subprocess.run([sys.executable, *launch, *map(str, program)], check=True, timeout=600)
     for rank in range(2):
         records = torch.load(tmp_path / f"rank{rank}.pt", weights_only=False)
-        for name in ("tree", "shared"):
+        for name in ("tree", "shared", "sharded"):
             runs.assert_same_training(records[name], records["flat"])
         assert 2 * sum(records["tree"].tokens[1:]) < sum(records["flat"].tokens[1:])
         # Rows of the samples of both ranks, half of whose tokens each computes

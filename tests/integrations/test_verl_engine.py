@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from support.paths import ROOT
 from treepack import TreepackError
 
 pytestmark = pytest.mark.integrations
@@ -124,6 +127,25 @@ def test_an_option_of_the_engine_that_is_not_computed_is_refused_by_name(
 ) -> None:
     with pytest.raises(TreepackError, match=name):
         engines.tree_engine_class("language_model")(**engines.engine_configs(folder / "model", **changes))
+
+
+def test_the_documented_options_compose_with_those_of_verl(engines: Any) -> None:
+    import verl
+    from hydra import compose, initialize_config_dir
+    from verl.utils.config import omega_conf_to_dataclass
+
+    page = (ROOT / "docs" / "your-trainer.md").read_text()
+    section = page[page.index("\n## verl\n") : page.index("\n## Sampling trees in verl")]
+    options = re.findall(r"\+?actor_rollout_ref\.[\w.]+=[\w.]+", section)
+    given = [option.replace("size=R", "size=2") for option in options]
+    assert len(given) >= 8
+    with initialize_config_dir(str(Path(verl.__file__).parent / "trainer" / "config"), version_base=None):
+        config = compose("ppo_trainer", given)
+    actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
+    assert actor.engine.strategy == "treepack"
+    assert actor.engine.ulysses_sequence_parallel_size == 2
+    engine_class = engines.tree_engine_class("language_model")
+    assert vars(sys.modules[engine_class.__module__])["_replay_mode"](actor.engine) == "R3"
 
 
 def test_recorded_experts_are_replayed_as_in_each_sequence_alone(records: Any) -> None:

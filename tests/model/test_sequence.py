@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from torch import distributed
 
 from support.hybrid_models import options_of
-from support.sequence_ranks import SHORT, Check, objective_checks, run_over_ranks, write_config
+from support.sequence_ranks import SHORT, Check, objective_checks, run_over_ranks, with_routes, write_config
 from treepack.errors import TreepackError
 from treepack.model.adapters.lora_options import LoraOptions
 from treepack.model.head.logit_map import OutputLayer
@@ -38,9 +39,12 @@ def test_four_ranks_have_the_gradients_of_one_process(tmp_path: Path) -> None:
     pieces = [Check(f"{each.name} in pieces", each.config, limit=5) for each in checks]
     delta = Check("KDA", write_config(tmp_path, "kimi_linear", **options_of("kimi_linear")), ((SHORT, LossPart()),))
     adapted = Check("adapted", write_config(tmp_path, "qwen3"), options={"lora": LoraOptions(rank=2)})
-    terms = objective_checks(tmp_path, write_config(tmp_path, "qwen3"), OBJECTIVES)
-    found = run_over_ranks(tmp_path, [*checks, *pieces, delta, adapted, *terms])
-    assert len(found) == 2 * (2 * len(KINDS) + 2 + 2 * len(OBJECTIVES) + 1) + 1
+    groups = write_config(tmp_path, "deepseek_v3", first_k_dense_replace=0, n_group=2, topk_group=1)
+    replayed = Check("recorded experts", groups, with_routes(checks[0].batches))
+    replayed_pieces = replace(replayed, name="recorded experts in pieces", limit=5)
+    terms = objective_checks(tmp_path, write_config(tmp_path, "qwen3"), write_config(tmp_path, "qwen3_moe"), OBJECTIVES)
+    found = run_over_ranks(tmp_path, [*checks, *pieces, delta, adapted, replayed, replayed_pieces, *terms])
+    assert len(found) == 2 * (2 * len(KINDS) + 4 + 2 * len(OBJECTIVES) + 2) + 1
     assert {key: each for key, each in found.items() if not each < 1e-9} == {}
 
 

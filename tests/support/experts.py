@@ -1,4 +1,4 @@
-"""A small module of gated experts, its slow twin, and a row of routed tokens."""
+"""A small module of gated experts, its slow twin, a row of routed tokens, and recorded routes of a row."""
 
 from __future__ import annotations
 
@@ -10,11 +10,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
+from treepack.data.batch import Batch
 from treepack.model.experts.interface import compute_experts
 
 
 def relative(result: Tensor, expected: Tensor) -> float:
     return float((result.double() - expected.double()).detach().norm() / expected.double().detach().norm())
+
+
+def random_routes(batch: Batch) -> Tensor:
+    """Return routes of a row, uint8 [T, 2 layers, 2 of 4 experts], missing for its fourth token and its padding."""
+    generator = torch.Generator().manual_seed(batch.num_tokens)
+    scores = torch.rand(len(batch.input_ids), 2, 4, generator=generator)
+    routes = scores.argsort(-1)[..., :2].to(torch.uint8)
+    routes[3:4] = routes[batch.num_tokens :] = 255
+    return routes
 
 
 class Tiny(nn.Module):

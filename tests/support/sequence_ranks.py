@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, multiprocessing
 
+from support.experts import random_routes
 from support.fresh_processes import PROCESSES
 from support.oracle_model import Sample, gradients, make_row, worst_error
 from support.packed_objectives import opened, rollouts
@@ -67,6 +69,11 @@ class Check:
     limit: int | None = None
     collated: bool = False
     options: dict[str, Any] = field(default_factory=dict)
+
+
+def with_routes(batches: Sequence[tuple[Batch, LossPart]]) -> tuple[tuple[Batch, LossPart], ...]:
+    """Return rows whose tokens go to random recorded experts."""
+    return tuple((replace(batch, routes=random_routes(batch)), part) for batch, part in batches)
 
 
 def write_config(folder: Path, kind: str, **fields: Any) -> Path:
@@ -167,7 +174,11 @@ def _collated(loaded: LoadedModel, check: Check) -> dict[str, Tensor]:
     logprobs, entropies = batch_logprobs(loaded.model, inputs, temperature=0.7, chunk=3)
     factors = torch.arange(1.0, len(logprobs) + 1, dtype=torch.float64)
     torch.autograd.backward(((logprobs + 2 * entropies) * factors).sum())
-    online = plan_batch([torch.tensor(path) for path in PATHS], options=ONLINE, temperature=0.5)
+    paths = [torch.tensor(path) for path in PATHS]
+    routes = None
+    if check.batches[0][0].routes is not None:  # of two layers; equal tokens have equal experts
+        routes = [torch.stack([ids % 4, (ids + 1) % 4], -1)[:, None].expand(-1, 2, -1) for ids in paths]
+    online = plan_batch(paths, options=ONLINE, temperature=0.5, routes=routes)
     statistics = [torch.cat(each) for each in batch_statistics(loaded.model, online, ONLINE)]
     torch.autograd.backward(torch.stack([(each.double() ** 2).sum() for each in statistics]).sum())
     scores = {f"online {number}": each.detach() for number, each in enumerate(statistics)}
@@ -179,8 +190,11 @@ def _collated(loaded: LoadedModel, check: Check) -> dict[str, Tensor]:
     }
 
 
-def objective_checks(folder: Path, config: Path, cases: list[dict[str, Any]]) -> list[Check]:
-    """Return the checks of objectives over terms on two rows of random rollouts: joined, and each in pieces."""
+def objective_checks(folder: Path, config: Path, mixture: Path, cases: list[dict[str, Any]]) -> list[Check]:
+    """Return the checks of objectives over terms on two rows of random rollouts: joined, and each in pieces.
+
+    The last two checks have both rows in one batch, of the model and of a mixture that replays recorded experts.
+    """
     samples = [
         replace(each, returns=[0.1 * i for i in range(len(each.tokens))], old_values=[0.3] * len(each.tokens))
         for each in rollouts(count=8)
@@ -198,4 +212,6 @@ def objective_checks(folder: Path, config: Path, cases: list[dict[str, Any]]) ->
         name = "-".join(map(str, case.values()))
         checks.append(Check(name, config, (joined,), options=options))
         checks.append(Check(f"{name} in pieces", config, alone, limit=6, options=options))
-    return [*checks, Check("collated", config, alone, collated=True, options=options)]
+    collated = Check("collated", config, alone, collated=True, options=options)
+    replayed_too = replace(collated, name="collated with routes", config=mixture, batches=with_routes(alone))
+    return [*checks, collated, replayed_too]

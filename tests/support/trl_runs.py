@@ -178,7 +178,10 @@ class Gradients(TrainerCallback):  # type: ignore[misc]
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **values: Any) -> None:
         named = values["model"].named_parameters()
-        self.record.gradients.append({name: p.grad.clone() for name, p in named if p.grad is not None})
+        grads = [(name, p.grad) for name, p in named if p.grad is not None]
+        # A sharded gradient is a DTensor.
+        whole = {name: grad.full_tensor() if hasattr(grad, "full_tensor") else grad.clone() for name, grad in grads}
+        self.record.gradients.append(whole)
 
 
 def recorded(base: type[Any], record: Record) -> type[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,12 @@ from support.oracle_model import packed_directory, tiny_config
 from support.passes import rows_alone
 from support.rank_processes import Case, train_over
 from support.strategies import make
+from support.torchrun import free_port
 from treepack.errors import TreepackError
 from treepack.model.weights.files import weight_files
+from treepack.train import ranks as joining
 from treepack.train.passes import deal
-from treepack.train.ranks import Ranks
+from treepack.train.ranks import Ranks, join_ranks
 from treepack.trajectory import Trajectory
 
 # Times and rates, and the number of graphs that torch.compile has traced so far in the process.
@@ -157,3 +160,22 @@ def test_a_rank_names_what_it_has_of_its_own() -> None:
     with pytest.raises(TreepackError, match=message):
         _Second(1, 2).require_same({"seed": 0, "lr": 2})
     _Second(1, 2).require_same({"seed": 0, "lr": 1})
+
+
+@pytest.mark.parametrize(
+    ("rank", "complaint"),
+    [
+        (0, r"2 of 3 ranks did not come within .*: rank 1, 2; look"),
+        (1, "cannot connect .*; look for an error of rank 0"),
+    ],
+)
+def test_a_rank_waits_a_limited_time_for_ranks_that_do_not_come(
+    rank: int, complaint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(joining, "_JOIN_TIME", timedelta(seconds=1))
+    place = {"RANK": rank, "WORLD_SIZE": 3, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    for name, value in place.items():
+        monkeypatch.setenv(name, str(value))
+    with pytest.raises(TreepackError, match=complaint):
+        join_ranks(torch.device("cpu"))
+    assert not torch.distributed.is_initialized()

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from support.oracle_model import packed_directory, tiny_config, worst_error
 from support.rank_processes import Case, train_over
-from support.shared_experts import gradients_over
+from support.shared_experts import ExpertCase, gradients_over
 from support.strategies import make
 from treepack.errors import TreepackError
 from treepack.model.adapters.lora_options import LoraOptions
@@ -26,13 +26,26 @@ from treepack.train.options import TrainOptions
 from treepack.train.setup.opening import open_run, open_verification
 
 EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-CASES = [
-    ("qwen3_moe", 2, False, None),
-    ("qwen3_moe", 2, True, None),
-    ("qwen3_moe", 2, False, 4),
-    ("qwen3_moe", 2, True, 4),
-    ("gpt_oss", 2, False, None),
-]
+CASES = {
+    2: [
+        ExpertCase("qwen3_moe", 2),
+        ExpertCase("qwen3_moe", 2, lora=True),
+        ExpertCase("qwen3_moe", 2, limit=4, replays=True),
+        ExpertCase("qwen3_moe", 2, lora=True, limit=4),
+        ExpertCase("gpt_oss", 2, replays=True),
+        ExpertCase("qwen3_moe", 2, sequence_ranks=2, lora=True, replays=True),
+        ExpertCase("qwen3_moe", 2, sequence_ranks=2, limit=4, replays=True),
+    ],
+    4: [
+        ExpertCase("qwen3_moe", 2),
+        ExpertCase("qwen3_moe", 2, lora=True, limit=4),
+        ExpertCase("qwen3_moe", 4),
+        ExpertCase("qwen3_moe", 4, lora=True, limit=4),
+        ExpertCase("qwen3_moe", 2, sequence_ranks=2, limit=4),
+        ExpertCase("qwen3_moe", 4, sequence_ranks=2, limit=4, replays=True),
+        ExpertCase("gpt_oss", 4, sequence_ranks=2, replays=True),
+    ],
+}
 
 
 @pytest.fixture
@@ -49,12 +62,11 @@ def checkpoint(tmp_path: Path) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 def test_losses_and_gradients_equal_those_of_one_process(size: int, tmp_path: Path, checkpoint: Path) -> None:
-    cases = CASES if size == 2 else [CASES[0], CASES[3], ("qwen3_moe", 4, False, None), ("qwen3_moe", 4, True, 4)]
-    results = gradients_over(size, tmp_path, cases, [checkpoint])
-    expected = gradients_over(1, tmp_path, cases)
-    for mine, twin in zip(results, expected, strict=True):
+    results = gradients_over(size, tmp_path, CASES[size], [checkpoint])
+    expected = gradients_over(1, tmp_path, CASES[size])
+    for case, mine, twin in zip(CASES[size], results, expected, strict=True):
         assert mine.keys() == twin.keys()
-        assert worst_error(mine, twin) <= 1e-9
+        assert worst_error(mine, twin) <= 1e-9, case
     # Every tensor of an expert is read once, by the rank that has the expert.
     stored = [name for name in load_file(checkpoint / "model.safetensors") if ".experts." in name]
     assert len(stored) == 2 * 4 * 3

@@ -134,7 +134,7 @@ class _TreeEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
         Raises:
             TreepackError: they are to be replayed, and the batch has none.
         """
-        if self.engine_config.router_replay.mode == "disabled":
+        if _replay_mode(self.engine_config) == "disabled":
             return None
         recorded = data.get("routed_experts", None)
         if recorded is None:
@@ -189,6 +189,13 @@ class _RefusedValueEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
         raise TreepackError("verl: a critic is not computed on trees; set critic.strategy=fsdp2")
 
 
+def _replay_mode(engine_config: Any) -> str:
+    """Return the mode of router_replay: verl's options of FSDP have none, so a command adds it, as a plain dict."""
+    replay: Any = engine_config.router_replay
+    mode: str = replay["mode"] if isinstance(replay, dict) else replay.mode
+    return mode
+
+
 def _check_options(model_config: Any, engine_config: Any) -> None:
     """Refuse options of verl that the engine does not compute.
 
@@ -202,7 +209,7 @@ def _check_options(model_config: Any, engine_config: Any) -> None:
         "fsdp_config.pad_to_length": engine_config.pad_to_length,
         "fsdp_config.qat.enable": engine_config.qat.enable,
     }
-    if engine_config.router_replay.mode == "R2":
+    if _replay_mode(engine_config) == "R2":
         raise TreepackError(
             "verl: router_replay.mode R2 records the trainer's own experts, which strategy=treepack does not; use R3, "
             "which replays the routes of the rollout"

@@ -97,22 +97,7 @@ def gather_values(values: Tensor, places: Tensor, count: int, group: Any) -> Ten
     return whole
 
 
-class _SumValues(torch.autograd.Function):
-    """The sum over ranks; the gradient is that of the own part."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, group: Any) -> Tensor:
-        total = values.clone()
-        distributed.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
-
-
 def sum_values(values: Tensor, group: Any) -> Tensor:
-    """Return the sum of `values` over the ranks."""
-    total: Tensor = _SumValues.apply(values, group)  # type: ignore[no-untyped-call]
-    return total
+    """Return the sum of `values` over the ranks; the gradient is that of the own part."""
+    place = torch.zeros(1, dtype=torch.int64, device=values.device)  # the same one on all ranks
+    return gather_values(values[None], place, 1, group)[0]

@@ -44,6 +44,10 @@ class SequenceGroup:
         """Return the share of this rank in `num_rows` rows of `num_tokens` tokens each, padding included."""
         return TokenShare(self, split_evenly(num_tokens, self.size), num_rows)
 
+    def includes(self, group: Any) -> bool:
+        """Return True if all ranks of a process group compute the rows of this one."""
+        return set(distributed.get_process_group_ranks(group)) <= set(distributed.get_process_group_ranks(self.group))
+
     def smallest(self, number: float) -> float:
         """Return the smallest `number` of all ranks."""
         numbers: list[Any] = [None] * self.size

@@ -11,7 +11,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, distributed
@@ -19,10 +20,8 @@ from torch import Tensor, distributed
 from treepack.errors import TreepackError
 from treepack.train.input_checks import check_device_name, check_sequence_ranks
 
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
 T = TypeVar("T")
+_JOIN_TIME = timedelta(minutes=10)  # for machines that start one after the other, and read torch from a slow disk
 
 
 @dataclass(frozen=True)
@@ -126,7 +125,7 @@ def join_ranks(device: torch.device) -> Ranks:
     Without torchrun the process is alone.
 
     Raises:
-        TreepackError: the other processes cannot be reached.
+        TreepackError: the other processes cannot be reached, or do not come.
     """
     # torchrun, and other launchers that torch's env:// method supports, set both.
     launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
@@ -138,12 +137,43 @@ def join_ranks(device: torch.device) -> Ranks:
         # Both on a GPU, because `Ranks.any` sums values that are on the CPU.
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         try:
-            distributed.init_process_group(backend)
+            _join_group(backend)
         except (ValueError, RuntimeError) as error:
             reason = str(error).splitlines()[0]
-            raise TreepackError(f"the ranks of this run cannot connect ({reason}); start them with torchrun") from error
+            raise TreepackError(
+                f"the ranks of this run cannot connect ({reason}); look for an error of rank 0, and start all of them "
+                "with torchrun"
+            ) from error
     size = distributed.get_world_size()
     return Ranks(distributed.get_rank(), size, grouped=True, machines=num_machines(size))
+
+
+def _join_group(backend: str) -> None:
+    """Join the process group, after all ranks have come.
+
+    The agent of torchrun ends all ranks if one fails. Other launchers may not, so the wait has an end.
+
+    Raises:
+        TreepackError: naming the ranks that did not come.
+    """
+    host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or host is None or port is None:
+        distributed.init_process_group(backend)
+        return
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    options: dict[str, Any] = {"timeout": _JOIN_TIME, "wait_for_workers": False, "multi_tenant": True}
+    store = distributed.TCPStore(host, int(port), size, rank == 0, **options)  # type: ignore[attr-defined]
+    store.set(f"came/{rank}", "")
+    try:
+        store.wait([f"came/{each}" for each in range(size)], _JOIN_TIME)
+    except distributed.DistStoreError as error:
+        missing = [str(each) for each in range(size) if not store.check([f"came/{each}"])]
+        raise TreepackError(
+            f"{len(missing)} of {size} ranks did not come within {_JOIN_TIME.seconds // 60} minutes: rank "
+            f"{', '.join(missing)}; look for their errors, and start all ranks again, with torchrun, which ends all if "
+            "one fails"
+        ) from error
+    distributed.init_process_group(backend, store=store, rank=rank, world_size=size)
 
 
 def join_row_ranks(device: torch.device, sequence: int, command: str) -> Ranks:
@@ -172,33 +202,6 @@ def leave_ranks() -> None:
     """Leave the group that `join_ranks` joined, if any."""
     if distributed.is_available() and distributed.is_initialized():
         distributed.destroy_process_group()
-
-
-def make_mesh(device: torch.device, *, sequence: int = 1, expert: int = 1) -> DeviceMesh:
-    """Return the ranks of the process group as a mesh with the dimensions data, expert and sequence.
-
-        8 ranks, sequence 2, expert 2     ranks that share the tokens of a row       (0 1) (2 3) (4 5) (6 7)
-                                          ranks that share the experts of a layer    (0 2) (1 3) (4 6) (5 7)
-
-    Ranks of one sequence are neighbours, so that they are on one machine. Weights are sharded over all ranks. Every
-    rank must call this function, because it makes process groups.
-
-    Args:
-        device: the device on which this rank computes.
-        sequence: ranks that share the tokens of a row.
-        expert: ranks that share the experts of a mixture, and have rows of their own.
-
-    Raises:
-        TreepackError: the number of ranks is not a multiple of sequence * expert.
-    """
-    from torch.distributed.device_mesh import init_device_mesh
-
-    size, shared = distributed.get_world_size(), sequence * expert
-    if size % shared:
-        names = [f"{name} {n}" for name, n in (("--sequence-ranks", sequence), ("--expert-ranks", expert)) if n > 1]
-        raise TreepackError(f"{size} ranks cannot be divided by {' times '.join(names)}; start a multiple of {shared}")
-    shape = (size // shared, expert, sequence)
-    return init_device_mesh(device.type, shape, mesh_dim_names=("data", "expert", "sequence"))
 
 
 def find_dtype(name: str, device: torch.device) -> str:

@@ -54,7 +54,7 @@ from treepack.model.weights.whole_checkpoint import check_savable, has_rest
 from treepack.sequence.share import check_heads, share_rows
 from treepack.train.input_checks import check_expert_ranks
 from treepack.train.options import TrainOptions
-from treepack.train.ranks import Ranks, make_mesh
+from treepack.train.ranks import Ranks
 
 _NO_ROOM_FOR_WHOLE = (
     "while each rank gathered the whole weights for rows in pieces",
@@ -134,8 +134,8 @@ def load_sharded(source: str | Path, options: TrainOptions, device: torch.device
     # The probe is a forward without a backward, which leaves the root gathered. An optimiser made now would take the
     # gathered parameters in place of the shards.
     root.reshard()
-    if options.ranks_of_row > 1:
-        share_rows(causal, make_mesh(device, sequence=options.ranks_of_row)["sequence"].get_group())
+    if options.ranks_of_row > 1:  # neighbours, so that they are on one machine
+        share_rows(causal, torch.distributed.new_subgroups(options.ranks_of_row)[0])  # type: ignore[no-untyped-call]
     return loaded
 
 
@@ -216,13 +216,12 @@ def expert_mesh(device: torch.device, options: TrainOptions) -> Any:
     8 ranks with 8 expert ranks: one dimension of 8. With 4: (replica 2, expert 4), and weights are whole on every 4
     ranks, because all parameters of one optimiser must have one mesh.
     """
-    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+    from torch.distributed.device_mesh import init_device_mesh
 
     size, expert = torch.distributed.get_world_size(), options.ranks_of_experts
     if expert in (1, size):
         return init_device_mesh(device.type, (size,))
-    ranks = make_mesh(device, expert=expert).mesh.movedim(1, -1).reshape(-1, expert)
-    return DeviceMesh(device.type, ranks, mesh_dim_names=("replica", "expert"))
+    return init_device_mesh(device.type, (size // expert, expert), mesh_dim_names=("replica", "expert"))
 
 
 @contextmanager

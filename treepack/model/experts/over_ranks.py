@@ -11,7 +11,8 @@ experts for all tokens of the group, and no gradient of an expert is sent. A ran
 rank calls each layer equally often.
 
     share_experts(causal, mesh)       stacked weights [E, ...] become DTensors of which a rank has E / size experts
-    with whole_experts(causal):       every rank has all experts, for rows in pieces: ranks then differ in their passes
+    with whole_experts(causal):       every rank has all experts, for rows in pieces: ranks then differ in their passes,
+                                      unless all ranks of the experts compute the same rows together
     sum_over_replicas(causal)         once a step: groups of ranks with the same experts add up their gradients
 """
 
@@ -30,6 +31,7 @@ from treepack.model.experts.division import check_share
 from treepack.model.experts.lora import runs_ours
 from treepack.model.experts.routers import has_experts
 from treepack.model.experts.routing import combine_pairs, sort_pairs, spread_tokens
+from treepack.sequence.share import sequence_of
 
 _SHARE = "_treepack_share"  # attribute of an experts module
 # experts, hidden [U, D], local experts [U, k], weights [U, k], number of pairs --> [U, D]
@@ -183,9 +185,10 @@ def whole_experts(causal: nn.Module) -> Iterator[None]:
     """Gather all experts on every rank for the block, which runs without exchanges; then add up their gradients.
 
     Every rank must enter and leave the block, and run a backward pass in it, or none. Without shared experts nothing
-    happens.
+    happens, nor if the ranks of the experts compute every row together: their passes are the same.
     """
-    layers = _shared(causal)
+    sequence = sequence_of(causal)
+    layers = [each for each in _shared(causal) if sequence is None or not sequence.includes(each[1].group)]
     try:
         with torch.no_grad():
             for experts, share in layers:
