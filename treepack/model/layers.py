@@ -32,8 +32,7 @@ from treepack.recurrent.entry import is_recurrent
 
 _log = logging.getLogger("treepack")
 
-# Attributes of a model, which the flags of transformers do not show: its `AdaptedLayers`, True if it is compiled, and
-# the forwards of its layers before they were adapted.
+# Attributes of a model: its `AdaptedLayers`, True if it is compiled, and the forwards of its layers before that.
 _LAYERS = "_treepack_layers"
 _COMPILED = "_treepack_compiled"
 _PLAIN = "_treepack_plain"
@@ -91,8 +90,7 @@ def adapt_layers(
         return
     if not layers:
         raise TreepackError(
-            f"{type(model).__name__} has no layers to choose from; train without --checkpoint-layers and "
-            "--offload-checkpoints"
+            f"{type(model).__name__} has no layers to choose from; omit --checkpoint-layers and --offload-checkpoints"
         )
     if not compiled:
         _check_checkpointing(model)
@@ -121,8 +119,7 @@ def compile_layers(model: Any) -> None:
     layers = find_layers(model)
     if not layers:
         raise TreepackError(f"{type(model).__name__} has no layers to compile; train without --compile")
-    # Otherwise numbers such as the epsilon of a norm are tensors on the CPU, and the compiler makes C++ code to convert
-    # them; with an empty cache that takes a minute on the machine of an H100.
+    # Otherwise the epsilon of a norm is a tensor on the CPU, and the compiler makes C++ code for it, in a minute.
     torch._dynamo.config.specialize_float = True
     # Otherwise the sizes at which fused norms pay are guards, and each of them compiles the layers again for long rows.
     torch._inductor.config.triton.mix_order_reduction_non_strict_mode = True

@@ -11,8 +11,7 @@ experts for all tokens of the group, and no gradient of an expert is sent. A ran
 rank calls each layer equally often.
 
     share_experts(causal, mesh)       stacked weights [E, ...] become DTensors of which a rank has E / size experts
-    with whole_experts(causal):       every rank has all experts, for rows in pieces: ranks then differ in their passes,
-                                      unless all ranks of the experts compute the same rows together
+    with whole_experts(causal):       every rank has all experts, for rows in pieces, whose passes differ between ranks
     sum_over_replicas(causal)         once a step: groups of ranks with the same experts add up their gradients
 """
 
