@@ -1,15 +1,18 @@
-"""The plan that a run chooses for itself, against other plans of the same rows, on one GPU.
+"""The plan that a run chooses for itself, against other plans of the same rows, on one GPU or several.
 
     python benchmarks/fitting_runs.py make DATA                   packed directories; needs polars
     python benchmarks/fitting_runs.py run DATA [--model qwen3-1.7b,...] [--rows 8k,32k,256k,path] [--seconds N]
         [--lora-rank N] [--layers N] [--limit-gib N] [--budget SECONDS] [--json FILE]
+    torchrun --nproc-per-node N benchmarks/fitting_runs.py run DATA ...
     python benchmarks/fitting_runs.py run DATA --dry-run          a tiny model on the CPU, after make DATA --dry-run
 
 For each model, its shape with random weights, and each kind of rows, the run is planned without options, as `treepack
 train` plans it, and its first steps are timed. Then the same rows run with the plans of `CANDIDATES`, each as given by
 hand. The learning rate is 0, so all losses must agree. Steps include the update; the first one, which compiles, is not
 timed. --seconds ends the candidates of a model and rows early, --limit-gib makes the GPU smaller. Nothing starts after
---budget seconds; every record is written to --json at once.
+--budget seconds; every record is written to --json at once. Over ranks the model is sharded, each has as many rows as
+one GPU alone, and candidates that do not fit by the measurements of the chosen plan are not run: a rank without memory
+would leave the others waiting.
 
 plan       chosen, or the options of a candidate
 tokens/s   of the fastest timed step
@@ -28,7 +31,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -47,13 +50,13 @@ from treepack.model.adapters.lora_options import LoraOptions
 from treepack.model.loaded import LoadedModel
 from treepack.train.optimiser import make_optimiser
 from treepack.train.options import TrainOptions
-from treepack.train.ranks import Ranks
+from treepack.train.ranks import Ranks, find_device, join_ranks, leave_ranks
 from treepack.train.retry import FittingRun
 from treepack.train.run import TrainingRun
 from treepack.train.setup.compute import ComputeSetting, choose_compute
 from treepack.train.setup.memory_input import MemoryInput
 from treepack.train.setup.run_data import open_data
-from treepack.train.setup.run_memory import choose_memory
+from treepack.train.setup.run_memory import MemoryChoices, choose_memory, coming_bytes
 from treepack.train.setup.run_model import load_run_model
 
 # Name of the rows: capacity, tokens of a rollout, rollouts of a group, groups, share of a rollout that repeats.
@@ -79,6 +82,7 @@ CANDIDATES: dict[str, dict[str, Any]] = {
     "compiled, no layer, pieces of 8k": {"compile": True, "checkpoint_layers": 0, "carry": 8192},
     "no layer": {"compile": False, "checkpoint_layers": 0},
     "all layers": {"compile": False, "checkpoint_layers": "all"},
+    "compiled, all layers, whole weights": {"compile": True, "checkpoint_layers": "all", "whole_weights": True},
     "compiled, all offloaded": {"compile": True, "checkpoint_layers": "all", "offload_checkpoints": True},
 }
 
@@ -115,8 +119,9 @@ def _rollouts(
 class Bench:
     """One model, and plans of rows that it runs."""
 
-    def __init__(self, name: str, args: argparse.Namespace) -> None:
-        self.name, self.args, self.ranks = name, args, Ranks()
+    def __init__(self, name: str, args: argparse.Namespace, ranks: Ranks) -> None:
+        self.name, self.args, self.ranks = name, args, ranks
+        self.forecast: Callable[[Any, int | None], int | None] | None = None  # by the chosen plan
         lora = LoraOptions(rank=args.lora_rank) if args.lora_rank else None
         self.options = TrainOptions(steps=STEPS, lr=0.0, lora=lora)
         self.compute: ComputeSetting = choose_compute(self.options)
@@ -147,7 +152,7 @@ class Bench:
         options = replace(
             self.options,
             dtype=self.compute.dtype,
-            rows_per_step=ROWS_PER_STEP[rows],
+            rows_per_step=ROWS_PER_STEP[rows] * self.ranks.size,
             **changes,
         )
         record: dict[str, Any] = {"model": self.name, "rows": rows, "plan": name}
@@ -158,6 +163,7 @@ class Bench:
             data = open_data(Path(self.args.data) / rows, options, self.ranks)
             memory = choose_memory(MemoryInput(data, None, self.loaded, options, self.compute, self.ranks, self.meter))
             record |= {"planning": time.perf_counter() - start, "lines": memory.lines}
+            self._check(name, memory)
             record |= {"options": memory.plan.options, "predicted": memory.plan.num_bytes}
             record["predicted_rate"] = 1 / memory.plan.seconds if memory.plan.seconds else 0
             run = TrainingRun(
@@ -186,6 +192,15 @@ class Bench:
         torch.cuda.empty_cache()
         return record
 
+    def _check(self, name: str, memory: MemoryChoices) -> None:
+        """Refuse a candidate of several ranks that does not fit by the measurements of the chosen plan."""
+        if name not in CANDIDATES:
+            self.forecast = None if memory.memory is None else memory.memory.forecast
+        elif self.ranks.grouped and self.forecast is not None and self.meter is not None:
+            needed, room = self.forecast(memory.plan, None) or 0, self.meter.free()
+            if needed > self.ranks.smallest(room - coming_bytes(self.loaded, self.options)):
+                raise TreepackError(f"needs {needed / 2**30:.1f} GiB by the measurements of the chosen plan")
+
     def _steps(self, fitting: FittingRun, *, taken: float) -> dict[str, Any]:
         losses, rates, first, other = [], [], 0.0, None
         meter, before = self.meter, 0
@@ -208,15 +223,15 @@ class Bench:
         return {"rate": max(rates), "losses": losses, "peak": peak, "first_step": first}
 
 
-def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
+def measure(args: argparse.Namespace, ranks: Ranks) -> list[dict[str, Any]]:
     """Run all plans of all models and rows."""
     records, end = list[dict[str, Any]](), time.perf_counter() + args.budget
     for name in args.model.split(","):
         start = time.perf_counter()
-        if start > end:
+        if ranks.any(start > end):
             break
-        bench = Bench(name, args)
-        print(f"{name}: loaded in {time.perf_counter() - start:.0f} s", flush=True)
+        bench = Bench(name, args, ranks)
+        say(ranks, f"{name}: loaded in {time.perf_counter() - start:.0f} s")
         for rows in args.rows.split(","):
             start = time.perf_counter()
             plans: dict[str, dict[str, Any]] = {"chosen": {}}
@@ -224,22 +239,31 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
             plans |= {"chosen, memory taken": {}} if args.take_gib else {}
             plans |= {plan: PLAIN | changes for plan, changes in CANDIDATES.items()}
             for plan, changes in plans.items():
-                if time.perf_counter() > end:
-                    print(f"{name} {rows} {plan}: not started, because --budget is over", flush=True)
+                if ranks.any(time.perf_counter() > end):
+                    say(ranks, f"{name} {rows} {plan}: not started, because --budget is over")
                     break
-                if plan in CANDIDATES and time.perf_counter() - start > args.seconds:
+                if plan in CANDIDATES and ranks.any(time.perf_counter() - start > args.seconds):
                     break
+                if changes.get("whole_weights") and ranks.size == 1:
+                    continue
                 if plan in args.without.split(";") or (changes.get("carry") or 0) >= ROWS[rows][0]:
                     continue
                 began = time.perf_counter()
                 records.append(bench.run(rows, plan, changes))
-                show(records[-1], time.perf_counter() - began)
-                if args.json:
+                if ranks.leads:
+                    show(records[-1], time.perf_counter() - began)
+                if args.json and ranks.leads:
                     Path(args.json).write_text(json.dumps(records))
         del bench
         gc.collect()
         torch.cuda.empty_cache()
     return records
+
+
+def say(ranks: Ranks, text: str) -> None:
+    """Print a line on the first rank."""
+    if ranks.leads:
+        print(text, flush=True)
 
 
 def show(record: dict[str, Any], seconds: float) -> None:
@@ -300,8 +324,14 @@ def main() -> None:
     if args.what == "make":
         make(args.data)
         return
-    print(device_name(dry=args.dry_run), torch.__version__)
-    table(measure(args))
+    ranks = join_ranks(find_device("cpu" if args.dry_run else "auto"))
+    try:
+        say(ranks, f"{ranks.size} times {device_name(dry=args.dry_run)}, torch {torch.__version__}")
+        records = measure(args, ranks)
+        if ranks.leads:
+            table(records)
+    finally:
+        leave_ranks()
 
 
 if __name__ == "__main__":
