@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -54,6 +55,19 @@ def test_a_complete_run_gives_its_model_and_a_checkpoint_its_step(folder: Path) 
     steps = [weights(opened(folder, folder / "first" / "checkpoints" / f"step-{n:08d}", seed=1)) for n in (2, 3)]
     assert_equal(steps[1], model)
     assert not all(torch.equal(steps[0][name], tensor) for name, tensor in model.items())
+
+
+@pytest.mark.parametrize("as_model", [False, True])
+def test_an_adapter_is_refused_by_name(folder: Path, as_model: bool) -> None:
+    adapter = folder / "adapter"
+    adapter.mkdir()
+    record = {"peft_type": "LORA", "base_model_name_or_path": str(folder / "tiny.json"), "r": 2, "target_modules": []}
+    (adapter / "adapter_config.json").write_text(json.dumps(record))
+    model, init_from = (adapter, folder / "first") if as_model else (folder / "tiny.json", adapter)
+    with pytest.raises(TreepackError) as raised:
+        open_run(folder / "packed", model, replace(OPTIONS, init_from=str(init_from)))
+    said = f"{adapter}: is an adapter, and --init-from is about whole models; give it as --model alone"
+    assert str(raised.value) == said
 
 
 def test_a_run_that_is_not_complete_gives_its_newest_checkpoint(folder: Path) -> None:

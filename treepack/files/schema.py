@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +36,11 @@ _ID_LISTS, _FLOAT32_LISTS = pa.list_(pa.large_list(pa.int32())), pa.list_(pa.lar
 
 
 # Parquet stores these descriptions, so a changed word changes the bytes and the sha256 of every new file.
-def _field(name: str, kind: pa.DataType, description: str) -> pa.Field:
-    return pa.field(name, kind, nullable=False, metadata={"description": description})
+def _field(name: str, kind: pa.DataType, description: str, *, nullable: bool = False) -> pa.Field:
+    return pa.field(name, kind, nullable=nullable, metadata={"description": description})
 
 
-def _optional(name: str, kind: pa.DataType, description: str) -> pa.Field:
-    return _field(name, kind, description).with_nullable(True)
-
+_optional = partial(_field, nullable=True)
 
 # One row per node of a trie.
 NODES = pa.schema(

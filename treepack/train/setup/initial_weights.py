@@ -6,8 +6,7 @@
     RUN that is not complete                                   its newest whole checkpoint
     RUN/checkpoints/step-00000100                              this checkpoint
 
-Only weights are taken. The optimiser, the data and the number of steps start afresh, and configuration and tokenizer
-come from the model. A model of other shapes is refused.
+Only weights are taken. Configuration and tokenizer come from the model, and a model of other shapes is refused.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ import torch
 from treepack.errors import TreepackError
 from treepack.files.directory import RUN
 from treepack.files.remote.address import is_address
+from treepack.model.adapters.adapter import find_adapter
 from treepack.model.load import read_config, translate_load_errors
 from treepack.model.text_half import model_from_config
 from treepack.train.saving.checkpoint import SavedCheckpoint, latest
@@ -96,6 +96,8 @@ def _check_shapes(init_from: str, model: str | Path) -> None:
 
 
 def _shapes(source: str | Path) -> dict[str, list[int]]:
+    if find_adapter(source) is not None:
+        raise TreepackError(f"{source}: is an adapter, and --init-from is about whole models; give it as --model alone")
     config, _ = read_config(source)
     with translate_load_errors(source), torch.device("meta"):
         model = model_from_config(config, dtype=torch.float32)

@@ -21,8 +21,7 @@ from treepack import __version__
 from treepack.train.setup.memory_input import MemoryInput
 from treepack.train.setup.run_plan import ModelProbe
 
-# Seconds that the first steps of a model take longer with compiled layers, without cached code and with it: 27 s less
-# from the command to the second step (`benchmarks/first_minute.py`).
+# Seconds that the first steps of a model take longer with compiled layers, without cached code and with it.
 COLD, WARM = 45.0, 15.0
 # Share of a step that compiled layers save on an H100, at least, from 0.6 to 8 billion weights.
 USUAL_SAVING = 0.25
