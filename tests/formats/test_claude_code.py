@@ -225,6 +225,15 @@ def test_messages_of_claude_code_itself_are_not_trained_and_errors_of_the_api_ar
     assert said_in(read(lines)) == {"S": "q nothing r A"}
 
 
+@pytest.mark.parametrize("model", [[claude_code.SYNTHETIC], {"name": "m"}, 1, True])
+def test_a_message_whose_model_is_not_text_is_left_out_and_counted(model: Any) -> None:
+    lines = [entry("u", None, content="q"), block("a", "u", "a", text("A")), block("n", "a", "n", text("B"))]
+    lines[2]["message"]["model"] = model
+    items = read(lines)
+    assert [turn for turn in chats(items)[0][0].notes if "call" in turn] == ["call not used: its model is not text"]
+    assert len(chats(items)) == len(chats(read(lines[:2]))) == 1
+
+
 def test_a_call_after_an_image_is_left_out_and_counted() -> None:
     image = {"type": "image", "source": {"type": "base64", "data": ""}}
     lines = [

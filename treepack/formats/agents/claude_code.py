@@ -15,8 +15,7 @@ The prompt of a message is its path from the root, with whole messages and all t
 last compaction and the messages that the compaction kept. A branch starts a new trajectory. The file contains neither
 the system prompt nor the tools, and only some of the reminders that Claude Code adds; a note counts this. Messages that
 Claude Code wrote in the name of the model, and interrupted ones, are context but not trained. A call after an image is
-left out. `content_blocks` splits the blocks. A session and its sub-agents, in the same file or in others, are one
-rollout (`session_files`).
+left out. A session and its sub-agents, in the same file or in others, are one rollout (`session_files`).
 """
 
 from __future__ import annotations
@@ -206,14 +205,15 @@ def _calls(session: _SessionTree) -> CallLog:
     for blocks in session.blocks.values():
         prompt = _prompt(session, blocks[0].parent, prompts)
         answer = _answer(blocks)
-        if blocks[0].message.get("model") == SYNTHETIC or not answer:
+        if (model := blocks[0].message.get("model")) == SYNTHETIC or not answer:
             continue
         if any(block.uuid in interrupted for block in blocks):
             log.note(INTERRUPTED_NOTE)
             continue
         # Only the last line of a message has the reason.
         reasons = [reason for block in blocks if (reason := block.message.get("stop_reason")) is not None]
-        log.add(prompt.messages, answer, reason=prompt.reason, ending=reasons[-1] if reasons else None)
+        unknown = None if model is None or isinstance(model, str) else "its model is not text"  # perhaps the program
+        log.add(prompt.messages, answer, reason=prompt.reason or unknown, ending=reasons[-1] if reasons else None)
     return log
 
 
