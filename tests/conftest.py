@@ -104,7 +104,8 @@ def treepack(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
         except SystemExit as stop:
             status = int(stop.code or 0)
         finally:
-            signal.signal(signal.SIGTERM, on_sigterm)  # training that fails keeps its own until the end
+            if signal.getsignal(signal.SIGTERM) is not on_sigterm:
+                signal.signal(signal.SIGTERM, on_sigterm)  # training that fails keeps its own until the end
         captured = capsys.readouterr()
         return Result(status, captured.out, captured.err)
 
