@@ -173,6 +173,12 @@ def test_the_reward_is_the_result_of_the_evaluation(fields: Event, reward: float
     assert trajectory.reward == reward
 
 
+@pytest.mark.parametrize("response", [["r"], 1, True, {"id": "r"}])
+def test_a_response_whose_name_is_not_text_is_refused(response: Any) -> None:
+    action = event("a", "ActionEvent", thought=[{"type": "text", "text": "A"}], tool_call=None, llm_response_id="r")
+    assert reasons(read(action | {"llm_response_id": response})) == ["llm_response_id of an event is not text"]
+
+
 def test_a_conversation_whose_actions_have_no_response_is_skipped() -> None:
     (skipped,) = read(user("q"), {"source": "agent", "action": "run", "args": {"command": "ls"}})
     assert skipped == Skipped("runs/output.jsonl:1", NO_RESPONSE, group_id="t")

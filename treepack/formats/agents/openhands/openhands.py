@@ -78,8 +78,7 @@ def _event_files(record: Record) -> list[Path]:
         return []
     # "event-00010-x.json" -> 10
     matches = [match for each in path.parent.iterdir() if (match := _EVENT_FILE.fullmatch(each.name)) is not None]
-    ordered = sorted(matches, key=lambda match: (int(match[1]), match[0]))
-    return [path.parent / match[0] for match in ordered]
+    return [path.parent / match[0] for match in sorted(matches, key=lambda match: (int(match[1]), match[0]))]
 
 
 def _read(record: Record, events: Sequence[Event], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
@@ -91,6 +90,9 @@ def _read(record: Record, events: Sequence[Event], options: ReadOptions) -> Iter
     group, instruction = description.get("group_id"), record.value.get("instruction")
     if isinstance(instruction, str) and not any(event.get("source") == "user" for event in before):
         view.add(None, {"role": "user", "content": instruction})
+    if not all(isinstance(event.get("llm_response_id"), str | None) for event in events):
+        yield Skipped(record.source, "llm_response_id of an event is not text", group_id=group)
+        return
     if any("kind" in event for event in events):
         add_events(view, events)
     else:

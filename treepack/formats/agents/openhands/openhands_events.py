@@ -76,10 +76,8 @@ def _reasoning(event: Event) -> dict[str, Any]:
     """Return the reasoning of a response: as text, or as Anthropic's blocks."""
     if event.get("reasoning_content"):
         return {"reasoning_content": event["reasoning_content"]}
-    blocks = event.get("thinking_blocks")
-    thoughts = (
-        [block.get("thinking") for block in blocks if isinstance(block, dict)] if isinstance(blocks, list) else []
-    )
+    blocks = event["thinking_blocks"] if isinstance(event.get("thinking_blocks"), list) else []
+    thoughts = [block.get("thinking") for block in blocks if isinstance(block, dict)]
     texts = [thought for thought in thoughts if isinstance(thought, str) and thought]
     return {"reasoning_content": "\n\n".join(texts)} if texts else {"redacted_thinking": True} if thoughts else {}
 
