@@ -313,8 +313,9 @@ def _edits(path: Path, name: str, field: Any) -> Iterator[tuple[str, Edit]]:
     def move(to: Callable[[Any], Any], key: str = name) -> Edit:
         # A field that is there already would be lost by the mutation itself.
         def edit(record: Any) -> None:
-            if key not in to(record):
-                to(record)[key] = at(record, path[:-1]).pop(name)
+            target = to(record)
+            if isinstance(target, dict) and key not in target:
+                target[key] = at(record, path[:-1]).pop(name)
 
         return edit
 
