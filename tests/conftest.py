@@ -90,6 +90,17 @@ def has_own_number(item: pytest.Item) -> bool:
 
 
 @pytest.fixture
+def lone_group() -> Iterator[None]:
+    """A process group of this process alone."""
+    from torch import distributed  # the data half is tested without torch
+
+    store = distributed.HashStore()  # type: ignore[attr-defined]
+    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+@pytest.fixture
 def treepack(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
     """Run the command line in this process, through its installed entry point."""
     (entry,) = entry_points(group="console_scripts", name="treepack")

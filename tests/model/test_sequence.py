@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import distributed
 
 from support.hybrid_models import options_of
 from support.sequence_ranks import SHORT, Check, objective_checks, run_over_ranks, with_routes, write_config
@@ -54,14 +52,6 @@ def shares_of(length: int, size: int, num_rows: int = 1) -> list[TokenShare]:
     return [TokenShare(SequenceGroup(None, rank, size), edges, num_rows) for rank in range(size)]
 
 
-@pytest.fixture
-def _lone_group() -> Iterator[None]:
-    store = distributed.HashStore()  # type: ignore[attr-defined]
-    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    distributed.destroy_process_group()
-
-
 def test_tokens_are_divided_evenly_and_a_rank_without_a_token_gets_one_of_no_weight() -> None:
     assert split_evenly(10, 4) == [0, 2, 5, 7, 10]
     column = torch.arange(10)
@@ -88,7 +78,7 @@ def test_each_target_belongs_to_the_rank_of_its_parent() -> None:
     assert local[own].tolist() == [3 + 1, 1, 3 + 0]
 
 
-@pytest.mark.usefixtures("_lone_group")
+@pytest.mark.usefixtures("lone_group")
 def test_losses_of_all_ranks_add_up() -> None:
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(7, 4, generator=generator, dtype=torch.float64)
@@ -110,7 +100,7 @@ def test_losses_of_all_ranks_add_up() -> None:
         torch.testing.assert_close(sum(part), whole, rtol=1e-12, atol=0)
 
 
-@pytest.mark.usefixtures("_lone_group")
+@pytest.mark.usefixtures("lone_group")
 def test_likeliest_words_and_states_of_all_ranks_add_up() -> None:
     generator = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(n, 4, generator=generator, dtype=torch.float64) for n in (7, 9))

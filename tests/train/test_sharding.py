@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import distributed
 from torch.distributed.tensor import DTensor
 
 from support.hybrid_models import HARD
@@ -22,15 +20,7 @@ from treepack.train.sharding import load_sharded
 CPU = torch.device("cpu")
 
 
-@pytest.fixture
-def _lone_group() -> Iterator[None]:
-    store = distributed.HashStore()  # type: ignore[attr-defined]
-    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    distributed.destroy_process_group()
-
-
-@pytest.mark.usefixtures("_lone_group")
+@pytest.mark.usefixtures("lone_group")
 @pytest.mark.parametrize("tied", [False, True])
 def test_an_embedding_is_gathered_for_its_lookup_only(tmp_path: Path, tied: bool) -> None:
     config = tiny_config(tmp_path / "config.json", tie_word_embeddings=tied)
