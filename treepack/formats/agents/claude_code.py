@@ -212,7 +212,7 @@ def _calls(session: _SessionTree) -> CallLog:
             continue
         # Only the last line of a message has the reason.
         reasons = [reason for block in blocks if (reason := block.message.get("stop_reason")) is not None]
-        unknown = None if model is None or isinstance(model, str) else "its model is not text"  # perhaps the program
+        unknown = None if model is None or isinstance(model, str) else "its model is not text"  # perhaps SYNTHETIC
         log.add(prompt.messages, answer, reason=prompt.reason or unknown, ending=reasons[-1] if reasons else None)
     return log
 
