@@ -59,6 +59,12 @@ def test_calls_of_a_session_are_one_rollout_with_the_last_reward() -> None:
     ]
 
 
+def test_an_empty_session_joins_no_calls() -> None:
+    calls = [exchange([ASK], said("5")), exchange([ASK, said("5"), MORE], said("Yes."))]
+    nameless = [call | {"session_id": ""} for call in calls]
+    assert outline(read_as("openai-chat", *nameless)) == outline(read_as("openai-chat", *calls))
+
+
 def test_a_session_is_found_in_the_metadata_of_the_request_too() -> None:
     value = exchange([ASK], said("5"))
     value["request"]["metadata"] = {"session_id": "s"}

@@ -243,7 +243,7 @@ EXPECTED = "expected system, user, assistant or tool"
             ASSISTANT | {"tool_calls": [{"id": "c"}]},
             'message 3 has the tool call {"id": "c"}; expected a name and arguments',
         ),
-        (ASSISTANT | {"tool_calls": ["f"]}, 'message 3 has the tool calls ["f"]; expected a list of objects'),
+        (ASSISTANT | {"tool_calls": ["f"]}, 'message 3: tool_calls is ["f"]; expected a list of objects'),
         (
             ASSISTANT | {"tool_calls": [{"name": "f", "arguments": 3}]},
             "message 3 calls f with 3; expected an object or JSON text",
@@ -266,7 +266,7 @@ EXPECTED = "expected system, user, assistant or tool"
         (ASSISTANT | {"weight": 1e-320}, "message 3 has weight 1e-320; expected 0 or a number in [1e-12, 1e+12]"),
         (
             ASSISTANT | {"tool_calls": 1, "function_call": {"name": "f", "arguments": "{}"}},
-            "message 3 has the tool calls 1; expected a list of objects",
+            "message 3: tool_calls is 1; expected a list of objects",
         ),
         (
             ASSISTANT | {"tool_calls": [{"name": "f", "arguments": nested(1000)}]},

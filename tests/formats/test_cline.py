@@ -135,8 +135,8 @@ def test_a_message_with_a_field_of_another_program_is_no_task() -> None:
 @pytest.mark.parametrize(
     ("more", "fault"),
     [
-        ({"condenseId": ["k"], "isSummary": True}, "has the condenseId"),
-        ({"truncationParent": True}, "has the truncationParent true; expected text"),
+        ({"condenseId": ["k"], "isSummary": True}, "condenseId of a message is"),
+        ({"truncationParent": True}, "truncationParent of a message is true; expected text"),
         ({"reasoning_details": "hm"}, "reasoning_details is"),
         ({"reasoning_details": [{"text": ["hm"]}]}, "expected objects with text"),
         (

@@ -275,7 +275,7 @@ def test_messages_of_gemini_cli_that_are_not_read_are_noted() -> None:
 @pytest.mark.parametrize(
     ("more", "fault"),
     [
-        ({"thoughts": [{"subject": ["s"]}]}, "a thought with the subject"),
+        ({"thoughts": [{"subject": ["s"]}]}, "subject of a thought is"),
         ({"type": ["gemini"]}, "has the type"),
         ({"parts": [{"text": "other"}]}, "has content and parts, which differ"),
     ],

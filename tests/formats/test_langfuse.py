@@ -46,7 +46,7 @@ def test_a_trace_with_the_name_of_a_trace_in_it_is_no_observation() -> None:
     ("value", "sentence"),
     [
         ({"id": "u", "observations": [generation(1, "2 + 3?", "5")]}, "trace u has an observation of trace t"),
-        (generation(1, "2 + 3?", "5") | {"traceId": ""}, 'an observation has the traceId ""'),
+        (generation(1, "2 + 3?", "5") | {"traceId": ""}, 'traceId of an observation is ""'),
         ({"trace": {"id": "t", "scores": [1]}, "scores": [2], "observations": []}, "scores is in the trace and beside"),
     ],
 )

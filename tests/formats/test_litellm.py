@@ -26,7 +26,7 @@ def payload(messages: Any, *answers: dict[str, Any], start: float = 1.0, **more:
 
 
 def test_a_session_that_is_no_text_and_a_role_that_is_no_text_are_refused() -> None:
-    with pytest.raises(TreepackError, match=r'trace_id is \["s"\]; expected the id of a session'):
+    with pytest.raises(TreepackError, match=r'trace_id is \["s"\]; expected an id'):
         read(payload([ASK], FIVE, trace_id=["s"]))
     (item,) = read(payload([ASK], FIVE | {"role": ["assistant"]}))
     assert item.detail.endswith('a message of role ["assistant"]; expected the assistant\'s')

@@ -157,8 +157,8 @@ def test_spans_without_a_trace_are_not_joined() -> None:
 @pytest.mark.parametrize(
     ("value", "detail"),
     [
-        (span(CALL | {"session.id": ["v"]}), 'session.id is ["v"]; expected text'),
-        (span(CALL) | {"context": {"trace_id": True}}, "trace_id is true; expected text"),
+        (span(CALL | {"session.id": ["v"]}), 'session.id is ["v"]; expected an id, which is text or a number'),
+        (span(CALL) | {"context": {"trace_id": True}}, "trace_id is true; expected an id, which is text or a number"),
         (span(CALL, start_time=True), "start_time is true; expected a time"),
     ],
 )

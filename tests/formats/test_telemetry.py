@@ -203,7 +203,7 @@ def test_a_damaged_span_skips_its_conversation_only() -> None:
 @pytest.mark.parametrize(
     ("more", "sentence"),
     [
-        ({"trace_id": ["r"]}, 'trace_id is ["r"]; expected the id of a trace'),
+        ({"trace_id": ["r"]}, 'trace_id is ["r"]; expected an id'),
         ({"trace_id": None, "parent_run_id": "q"}, "has a parent and no trace_id; expected the id of its trace"),
     ],
 )
@@ -279,7 +279,9 @@ PLAIN = {"role": "assistant", "content": "5"}
         generated(constructor("AIMessage", "5")),
         {"generations": [{"text": "5", "message": {"type": "ai", "data": {"content": "5"}}}]},
         {"generations": [[{"text": "5"}]]},
+        {"generations": [[{"text": "", "message": json.dumps(constructor("AIMessage", "5"))}]]},
         {"choices": [{"index": 0, "message": PLAIN | {"refusal": None}}]},
+        {"choices": [{"index": 0, "message": json.dumps(PLAIN)}]},
         {"message": PLAIN},
         {"output": {"type": "ai", "content": "5"}},
         {"messages": [{"role": "user", "content": "2 + 3?"}, PLAIN]},

@@ -21,7 +21,7 @@ from typing import Any
 from treepack.errors import TreepackError
 from treepack.ingest.readers.calls.call_logs import CallLog
 from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.fields.values import as_objects, is_messages, object_or_empty, shown
+from treepack.ingest.readers.fields.values import as_objects, as_text, is_messages, object_or_empty, shown
 from treepack.ingest.readers.files.companion_files import folder_and_document
 from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import MASKS, Format
@@ -159,8 +159,7 @@ def _check_marks(task: _TaskState, message: Message, source: str) -> None:
     """
     for mark, kind in (("isSummary", "condense"), ("isTruncationMarker", "truncation")):
         for name in (f"{kind}Id", f"{kind}Parent"):
-            if not isinstance(message.get(name), str | None):
-                raise TreepackError(f"{source}: a message has the {name} {shown(message[name])}; expected text")
+            as_text(message.get(name), source=source, name=f"{name} of a message", default="")
         is_marked, is_named = bool(message.get(mark)), bool(message.get(f"{kind}Id"))
         if is_marked != is_named:
             there, missing = (mark, f"{kind}Id") if is_marked else (f"{kind}Id", mark)

@@ -25,7 +25,7 @@ from treepack.errors import TreepackError
 from treepack.ingest.readers.calls.call_logs import CallLog
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.unread import is_empty
-from treepack.ingest.readers.fields.values import as_objects, shown
+from treepack.ingest.readers.fields.values import as_objects, as_text, shown
 from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import MASKS, Format
 from treepack.ingest.readers.kinds import ANY, LIST, OBJECTS, TEXT, first, one_of, some
@@ -195,8 +195,7 @@ def _thought(thought: dict[str, Any], where: str) -> str:
         TreepackError: one of them is not text.
     """
     for name in ("subject", "description"):
-        if not isinstance(thought.get(name), str | None):
-            raise TreepackError(f"{where} has a thought with the {name} {shown(thought[name])}; expected text")
+        as_text(thought.get(name), source=where, name=f"{name} of a thought", default="")
     subject, description = thought.get("subject"), thought.get("description")
     return "\n\n".join(text for text in (f"**{subject}**" if subject else None, description) if text is not None)
 

@@ -19,11 +19,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from treepack.errors import TreepackError
 from treepack.ingest.readers.calls.call_logs import CallLog
 from treepack.ingest.readers.calls.rollout_names import of_agent
 from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.fields.values import as_objects, is_messages, object_or_empty, shown
+from treepack.ingest.readers.fields.values import as_objects, as_text, is_messages, object_or_empty
 from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import MASKS, Format
 from treepack.ingest.readers.kinds import LIST, OBJECT, TEXT, one_of
@@ -106,15 +105,12 @@ def _entries(rows: list[Record]) -> dict[str, _SessionEntry]:
     for row in rows:
         value = row.value
         message = object_or_empty(value.get("message"))
-        for name in ("type", "subtype"):
-            if not isinstance(value.get(name), str) and (name == "type" or value.get(name) is not None):
-                raise TreepackError(f"{row.source}: {name} is {shown(value.get(name))}; expected text")
+        as_text(value.get("type"), source=row.source, name="type")
+        as_text(value.get("subtype"), source=row.source, name="subtype", default="")
         # Without ids, each line follows the line before it.
         uuid, parent = value.get("uuid", row.source), value.get("parentUuid", last)
-        for name, each in (("uuid", uuid), ("parentUuid", parent)):
-            if not isinstance(each, str) and (each is not None or name == "uuid"):
-                raise TreepackError(f"{row.source}: {name} is {shown(each)}; expected text")
-        last = uuid
+        last = as_text(uuid, source=row.source, name="uuid")
+        as_text(parent, source=row.source, name="parentUuid", default="")
         if uuid not in entries:
             entries[uuid] = _SessionEntry(
                 row.source,

@@ -12,9 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from treepack.errors import TreepackError
 from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.fields.values import shown
+from treepack.ingest.readers.fields.values import as_text
 from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import REWARDS, Format
 from treepack.ingest.readers.kinds import TEXT
@@ -33,9 +32,7 @@ def _read_alpaca(record: Record, options: ReadOptions) -> Iterator[Trajectory | 
         TreepackError: `input` is not text, or the history is not made of rounds.
     """
     value, source = record.value, record.source
-    details = value.get("input")
-    if details is not None and not isinstance(details, str):
-        raise TreepackError(f"{source}: input is {shown(details)}; expected text or null")
+    details = as_text(value.get("input"), source=source, name="input", default="")
     # "Add." and "2 and 3" -> "Add.\n2 and 3", as in the template of Alpaca
     query = f"{value['instruction']}\n{details}" if details else value["instruction"]
     prompt = rounds(value.get("system"), value.get("history"), query, None, source=source)

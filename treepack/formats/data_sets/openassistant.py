@@ -24,7 +24,7 @@ from treepack.ingest.readers.calls.conversations import conversation, with_notes
 from treepack.ingest.readers.calls.leaf_paths import distinct_paths, leaf_paths, nodes_of, unused_fields
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.unread import is_empty
-from treepack.ingest.readers.fields.values import as_objects, quoted, shown
+from treepack.ingest.readers.fields.values import as_objects, as_text, quoted, shown
 from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import LINEAGE, MASKS, Format
 from treepack.ingest.readers.kinds import ANY, OBJECTS, TEXT, one_of
@@ -85,9 +85,7 @@ def _read_table(rows: list[Record], options: ReadOptions) -> Iterator[Trajectory
     nodes: dict[str, tuple[Record, Node]] = {}
     for row in rows:
         for node in nodes_of(row.value, name="replies"):
-            name = node.get("message_id")
-            if not isinstance(name, str):
-                raise TreepackError(f"{row.source}: message_id is {shown(name)}; expected text")
+            name = as_text(node.get("message_id"), source=row.source, name="message_id")
             if name in nodes:
                 yield Skipped(row.source, REPEATED, is_rollout=False)
                 continue
@@ -157,11 +155,10 @@ def _trajectory(record: Record, path: list[Node], tree: Node, options: ReadOptio
     source, last = record.source, path[-1]
     messages: list[dict[str, Any]] = []
     for node in path:
-        role, text = node.get("role"), node.get("text")
+        role = node.get("role")
         if not isinstance(role, str) or role not in _ROLES:
             raise TreepackError(f"{source}: a message has the role {quoted(role)}; expected prompter or assistant")
-        if not isinstance(text, str):
-            raise TreepackError(f"{source}: a message has the text {shown(text)}; expected text")
+        text = as_text(node.get("text"), source=source, name="text of a message")
         messages.append({"role": _ROLES[role], "content": text} | ({"loss": False} if _is_rejected(node) else {}))
     value = {
         "reward": _label(last.get("labels"), options.reward_key, source),

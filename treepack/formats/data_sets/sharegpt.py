@@ -15,7 +15,7 @@ from typing import Any
 from treepack.errors import TreepackError
 from treepack.ingest.readers.calls.conversations import without
 from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.fields.values import quoted, shown
+from treepack.ingest.readers.fields.values import as_text, quoted
 from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import MASKS, REWARDS, Format
 from treepack.ingest.readers.kinds import ANY, first, no
@@ -52,10 +52,8 @@ def _read_sharegpt(record: Record, options: ReadOptions) -> Iterator[Trajectory 
     """
     value, source = record.value, record.source
     turns = [_message(turn, f"{source}: message {number}") for number, turn in enumerate(value["conversations"], 1)]
-    if (system := value.get("system")) is not None:
-        if not isinstance(system, str):
-            raise TreepackError(f"{source}: system is {shown(system)}; expected text")
-        turns = [{"role": "system", "content": system}, *turns] if system else turns
+    if system := as_text(value.get("system"), source=source, name="system", default=""):
+        turns = [{"role": "system", "content": system}, *turns]
     if value.get("chosen") is not None and value.get("rejected") is not None:
         chosen, rejected = ([_message(value[name], f"{source}: {name}")] for name in ("chosen", "rejected"))
         yield from read_pair(record, turns, chosen, rejected, options, used=_USED | _PAIR)

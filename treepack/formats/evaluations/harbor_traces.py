@@ -24,7 +24,7 @@ from treepack.ingest.readers.calls.conversations import without
 from treepack.ingest.readers.calls.rollout_names import within
 from treepack.ingest.readers.fields import endings
 from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.fields.values import quoted, shown
+from treepack.ingest.readers.fields.values import as_text, quoted
 from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import LINEAGE, MASKS, REWARDS, Format
 from treepack.ingest.readers.kinds import ANY, OBJECTS
@@ -84,10 +84,7 @@ def _file(item: Trajectory) -> str:
 
 
 def _trial(record: Record) -> str:
-    name = record.value["trial_name"]
-    if not isinstance(name, str):
-        raise TreepackError(f"{record.source}: trial_name is {shown(name)}; expected text")
-    return name
+    return as_text(record.value["trial_name"], source=record.source, name="trial_name")
 
 
 def _agent(record: Record) -> str:

@@ -18,12 +18,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from treepack.errors import TreepackError
 from treepack.ingest.readers.calls.conversations import conversation, without
 from treepack.ingest.readers.fields import endings
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.rollout_facts import temperature_of
-from treepack.ingest.readers.fields.values import as_objects, is_messages, object_or_empty, shown
+from treepack.ingest.readers.fields.values import as_objects, object_or_empty
 from treepack.ingest.readers.files.companion_files import companion_path, read_document
 from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import LINEAGE, MASKS, REWARDS, Format
@@ -79,8 +78,7 @@ def _read_simulation(record: Record, run: dict[str, Any], options: ReadOptions) 
     if value.get("messages") is None:
         yield Skipped(source, "simulation by voice, without messages" if value.get("ticks") else "no messages")
         return
-    if not is_messages(value["messages"]):
-        raise TreepackError(f"{source}: messages is {shown(value['messages'])}; expected a list of messages")
+    as_objects(value["messages"], source=source, name="messages")
     info = object_or_empty(run.get("info"))
     agent, environment = object_or_empty(info.get("agent_info")), object_or_empty(info.get("environment_info"))
     policy = value.get("policy") or environment.get("policy")

@@ -18,12 +18,12 @@ from typing import Any
 
 from treepack.errors import TreepackError
 from treepack.ingest.readers.apis.api_paths import requests, responses
-from treepack.ingest.readers.apis.langchain_messages import chat_messages
+from treepack.ingest.readers.apis.langchain_messages import chat_messages, generated
 from treepack.ingest.readers.calls.chat_calls import ChatCall, read_chats
 from treepack.ingest.readers.fields import endings
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.rollout_facts import temperature_of
-from treepack.ingest.readers.fields.values import as_number, is_messages, object_or_empty, shown, start_time
+from treepack.ingest.readers.fields.values import as_id, as_number, as_objects, object_or_empty, shown, start_time
 from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import LINEAGE, REWARDS, Format
 from treepack.ingest.readers.kinds import ANY, FILLED, TEXT, Fields, first, no
@@ -90,16 +90,12 @@ def _runs(record: Record) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the run of `record` and all runs below it, each with the name of its trace."""
     value = record.value
     runs = value["runs"] if "run_type" not in value else [value]
-    if not is_messages(runs):
-        raise TreepackError(f"{record.source}: runs is {shown(runs)}; expected a list of runs")
     # Reversed, so that pop() gives the runs in the order of the record.
-    stack = [(run, _trace_of(run, record)) for run in reversed(runs)]
+    stack = [(run, _trace_of(run, record)) for run in reversed(as_objects(runs, source=record.source, name="runs"))]
     while stack:
         run, trace = stack.pop()
         yield trace, run
-        children = run.get("child_runs") or []
-        if not is_messages(children):
-            raise TreepackError(f"{record.source}: child_runs is {shown(children)}; expected a list of runs")
+        children = as_objects(run.get("child_runs"), source=record.source, name="child_runs")
         stack += [(child, _trace_of(child, record) if child.get("trace_id") else trace) for child in reversed(children)]
 
 
@@ -110,11 +106,9 @@ def _trace_of(run: dict[str, Any], record: Record) -> str:
         TreepackError: the trace is neither text nor a number, or a run with a parent has none.
     """
     name = run.get("trace_id") or (run.get("id") if run.get("parent_run_id") is None else None)
-    if isinstance(name, bool) or not isinstance(name, str | int | None):
-        raise TreepackError(f"{record.source}: trace_id is {shown(name)}; expected the id of a trace")
     if name is None and run.get("parent_run_id") is not None:
         raise TreepackError(f"{record.source}: the run has a parent and no trace_id; expected the id of its trace")
-    return record.label if name is None else str(name)
+    return record.label if name is None else str(as_id(name, source=record.source, name="trace_id"))
 
 
 def _scores(run: dict[str, Any], source: str) -> dict[str, Any]:
@@ -218,8 +212,7 @@ def _responses(outputs: dict[str, Any], source: str) -> list[list[tuple[Any, Any
 
 
 def _generation(generation: dict[str, Any]) -> tuple[Any, Any]:
-    text = generation.get("message") or generation.get("text")
-    return text, endings.raw_of(object_or_empty(generation.get("generation_info")))
+    return generated(generation), endings.raw_of(object_or_empty(generation.get("generation_info")))
 
 
 def _ending(message: Any) -> Any:

@@ -28,7 +28,7 @@ from treepack.ingest.readers.calls.token_calls import TokenCall, read_calls
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.rollout_facts import temperature_of
 from treepack.ingest.readers.fields.unread import is_empty, not_used
-from treepack.ingest.readers.fields.values import is_messages, object_or_empty, shown, start_time
+from treepack.ingest.readers.fields.values import as_id, is_messages, object_or_empty, start_time
 from treepack.ingest.readers.files.records import DAMAGED_RECORD, Record
 from treepack.ingest.readers.format import LOGPROBS, TOKEN_IDS, Format
 from treepack.ingest.readers.kinds import ANY, TEXT
@@ -94,9 +94,7 @@ def _name(value: dict[str, Any], source: str) -> str | None:
     holders = (value, object_or_empty(parsed(value.get("metadata"))))
     names = ("session_id", "litellm_session_id", "trace_id")
     field, name = next(((each, holder[each]) for each in names for holder in holders if holder.get(each)), ("", None))
-    if name is not None and (isinstance(name, bool) or not isinstance(name, str | int)):
-        raise TreepackError(f"{source}: {field} is {shown(name)}; expected the id of a session")
-    return None if name is None or name == value.get("id") else str(name)
+    return None if name is None or name == value.get("id") else str(as_id(name, source=source, name=field))
 
 
 def _no_call(value: dict[str, Any]) -> str | None:

@@ -17,13 +17,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from treepack.errors import TreepackError
 from treepack.ingest.readers.calls.chat_calls import ChatCall, read_chats
 from treepack.ingest.readers.calls.conversations import with_notes, without
 from treepack.ingest.readers.calls.token_calls import TokenCall, read_calls
 from treepack.ingest.readers.fields import endings
 from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.fields.values import as_objects, object_or_empty, shown
+from treepack.ingest.readers.fields.values import as_id, as_objects, as_text, object_or_empty
 from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import EVERYTHING, Format
 from treepack.ingest.readers.kinds import ANY, each
@@ -55,14 +54,13 @@ def _read_rllm(record: Record, options: ReadOptions) -> Iterator[Trajectory | Sk
     if not value["trajectories"]:
         yield Skipped(source, "episode without a trajectory")
     name = value.get("id") if value.get("id") is not None else value.get("episode_id")
-    if name is not None and not isinstance(name, str | int):
-        raise TreepackError(f"{source}: id is {shown(name)}; expected text")
+    if name is not None:
+        as_id(name, source=source, name="id")
     for index, trajectory in enumerate(value["trajectories"]):
         episode = record.label if name is None else str(name)
         several = len(value["trajectories"]) > 1
         agent = trajectory.get("name")
-        if agent is not None and not isinstance(agent, str):
-            raise TreepackError(f"{source}: a trajectory has the name {shown(agent)}; expected text")
+        as_text(agent, source=source, name="name of a trajectory", default="")
         # "math-7:2" -> "math-7"
         task = None if name is None else str(name).partition(":")[0]
         named = {

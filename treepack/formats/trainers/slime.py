@@ -24,7 +24,7 @@ from treepack.ingest.readers.chat_records import read_chat
 from treepack.ingest.readers.fields import endings
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.token_fields import KEPT_FIELDS, KINDS, NUMBERS
-from treepack.ingest.readers.fields.values import is_messages, shown
+from treepack.ingest.readers.fields.values import as_text, is_messages
 from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import EVERYTHING, Format
 from treepack.ingest.readers.kinds import ANY, ARRAY, LIST, Fields, each, no
@@ -136,8 +136,7 @@ def _read_text(record: Record, options: ReadOptions) -> Iterator[Trajectory | Sk
     if not response:
         yield Skipped(record.source, "empty response")
         return
-    if not isinstance(response, str):
-        raise TreepackError(f"{record.source}: response is {shown(response)}; expected text")
+    as_text(response, source=record.source, name="response")
     # A prompt of messages needs a message as its completion, and a text needs a text.
     completion: Any = [{"role": "assistant", "content": response}] if is_messages(prompt) else response
     rest = without(value, _TEXT | _OF_TOKENS)

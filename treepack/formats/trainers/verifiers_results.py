@@ -21,7 +21,7 @@ from treepack.ingest.readers.calls.token_calls import TokenCall, read_calls
 from treepack.ingest.readers.fields import endings
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.rollout_facts import temperature_of
-from treepack.ingest.readers.fields.values import is_messages, shown
+from treepack.ingest.readers.fields.values import as_objects, is_messages, shown
 from treepack.ingest.readers.files.companion_files import companion_path, read_document
 from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import EVERYTHING, Format
@@ -53,9 +53,7 @@ def _read_verifiers_results(record: Record, options: ReadOptions) -> Iterator[Tr
 
 def _read_rollout(record: Record, run: dict[str, Any], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     value, source = record.value, record.source
-    steps = value.get("trajectory") or []
-    if not is_messages(steps):
-        raise TreepackError(f"{source}: trajectory is {shown(steps)}; expected a list of steps")
+    steps = as_objects(value.get("trajectory"), source=source, name="trajectory")
     metrics = value.get("metrics") or {}
     if not isinstance(metrics, dict):
         raise TreepackError(f"{source}: metrics is {shown(metrics)}; expected an object")

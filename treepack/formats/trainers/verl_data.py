@@ -18,7 +18,7 @@ from treepack.errors import TreepackError
 from treepack.ingest.readers.calls.conversations import without
 from treepack.ingest.readers.chat_records import read_chat
 from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.fields.values import is_messages, shown
+from treepack.ingest.readers.fields.values import as_text, is_messages, shown
 from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import Format
 from treepack.ingest.readers.kinds import ANY, OBJECT, OBJECTS
@@ -51,9 +51,8 @@ def _read_verl_data(record: Record, options: ReadOptions) -> Iterator[Trajectory
     rest = without(rest, {"responses"})
     rest["ground_truth"] = model.get("ground_truth")
     for number, response in enumerate(responses, 1):
-        if not isinstance(response, str):
-            raise TreepackError(f"{record.source}: a response is {shown(response)}; expected text")
-        completion = [{"role": "assistant", "content": response}]
+        text = as_text(response, source=record.source, name="a response")
+        completion = [{"role": "assistant", "content": text}]
         one = replace(record, value=rest | {"completion": completion})
         for item in read_chat(one, options):
             yield _number_response(item, number) if isinstance(item, Trajectory) else item

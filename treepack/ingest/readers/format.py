@@ -30,7 +30,7 @@ from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.rollout_facts import group_of
 from treepack.ingest.readers.fields.unread import Declared, declare
 from treepack.ingest.readers.fields.unread_notes import TOO_DEEP, NotesOfFile, View, notes_of_record
-from treepack.ingest.readers.fields.values import BadValueError, close_names, shown
+from treepack.ingest.readers.fields.values import BadValueError, as_id, close_names, shown
 from treepack.ingest.readers.files.records import DAMAGED_FILE, DAMAGED_RECORD, Record
 from treepack.ingest.readers.kinds import Fields, Requirement, as_names, field_at, has_field, has_fields
 from treepack.ingest.readers.messages.containers import with_containers
@@ -83,7 +83,7 @@ class Format:
     arrays: Sequence[str] = ()
     # False for a reader that passes records on to other formats, which note their unused fields.
     notes_unused: bool = True
-    # Fields that connect records, such as the id of the one before, which are text, numbers or null.
+    # Fields that connect records, such as the id of the one before, which are ids or null.
     links: Sequence[str] = ()
     # More paths as in `used`, of forms that neither the sample nor the documentation shows.
     also: Sequence[str] = ()
@@ -208,9 +208,8 @@ class Format:
 
     def _check_record(self, record: Record, number: int) -> None:
         for path in self.links:
-            link = field_at(record.value, path)
-            if link is not MISSING and link is not None and (isinstance(link, bool) or not isinstance(link, str | int)):
-                raise TreepackError(f"{record.source}: {path} is {shown(link)}; expected text or a number")
+            if (link := field_at(record.value, path)) is not MISSING and link is not None:
+                as_id(link, source=record.source, name=path)
         if self.checked == "each" or (self.checked == "first" and number == 0):
             self.check(record)
 

@@ -246,11 +246,11 @@ def test_the_samples_are_read() -> None:
 @pytest.mark.parametrize(
     ("more", "fault"),
     [
-        ({"status": ["finished_successfully"]}, "has the status"),
-        ({"recipient": True}, "has the recipient true; expected text"),
+        ({"status": ["finished_successfully"]}, "status of a message is"),
+        ({"recipient": True}, "recipient of a message is true; expected text"),
         ({"metadata": "{}"}, "has the metadata"),
         ({"content": {"content_type": "text", "parts": "A"}}, 'has the parts "A"; expected texts or objects'),
-        ({"content": {"content_type": "code", "text": ["A"]}}, "has the text"),
+        ({"content": {"content_type": "code", "text": ["A"]}}, "text of a message is"),
         ({"content": {"content_type": "thoughts", "thoughts": [{"content": True}]}}, "has the thought"),
         ({"content": {"content_type": "thoughts", "content": "A"}}, "has thoughts and content"),
     ],

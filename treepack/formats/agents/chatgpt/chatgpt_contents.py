@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from treepack.errors import TreepackError
-from treepack.ingest.readers.fields.values import shown
+from treepack.ingest.readers.fields.values import as_text, shown
 from treepack.ingest.readers.messages.content_blocks import MEDIA_REASON
 
 Node = dict[str, Any]
@@ -65,8 +65,7 @@ def content_of(node: Node, source: str) -> dict[str, Any]:
         raise TreepackError(f"{source}: a message has the content {shown(content)}; expected content_type and parts")
     for holder, names in ((message, _TEXT_OF_MESSAGE), (content, _TEXT_OF_CONTENT)):
         for name in names:
-            if not isinstance(holder.get(name), str | None):
-                raise TreepackError(f"{source}: a message has the {name} {shown(holder[name])}; expected text")
+            as_text(holder.get(name), source=source, name=f"{name} of a message", default="")
     if not isinstance(content.get("parts"), list | None) or not all(map(_is_part, _list(content))):
         raise TreepackError(f"{source}: a message has the parts {shown(content['parts'])}; expected texts or objects")
     return content

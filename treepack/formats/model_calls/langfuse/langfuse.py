@@ -29,7 +29,7 @@ from treepack.ingest.readers.calls.chat_calls import ChatCall, read_chats
 from treepack.ingest.readers.calls.conversations import with_notes, without
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.unread import not_used, unread
-from treepack.ingest.readers.fields.values import is_messages, object_or_empty, shown, start_time
+from treepack.ingest.readers.fields.values import as_id, is_messages, object_or_empty, shown, start_time
 from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import REWARDS, Format
 from treepack.ingest.readers.kinds import TEXT, Fields, ValueKind, first, some
@@ -114,10 +114,7 @@ def _is_observation(item: dict[str, Any]) -> bool:
 
 
 def _trace_id(observation: dict[str, Any], source: str) -> str:
-    name = _either(observation, "traceId", "trace_id")
-    if isinstance(name, bool) or not isinstance(name, str | int) or name == "":
-        raise TreepackError(f"{source}: an observation has the traceId {shown(name)}; expected the id of a trace")
-    return str(name)
+    return str(as_id(_either(observation, "traceId", "trace_id"), source=source, name="traceId of an observation"))
 
 
 def _observations(trace: dict[str, Any]) -> list[dict[str, Any]]:

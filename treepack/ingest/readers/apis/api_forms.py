@@ -25,7 +25,7 @@ from typing import Any
 from treepack.errors import TreepackError
 from treepack.ingest.readers.apis.ai_sdk import has_sdk_parts, messages_of_sdk, messages_of_sdk_response, sdk_call
 from treepack.ingest.readers.apis.exchanges import API_FIELDS
-from treepack.ingest.readers.apis.langchain_messages import ROLES, chat_messages
+from treepack.ingest.readers.apis.langchain_messages import ROLES, chat_messages, generated
 from treepack.ingest.readers.fields.rollout_facts import temperature_of
 from treepack.ingest.readers.fields.values import is_messages, quoted, shown
 from treepack.ingest.readers.messages.gemini_parts import gemini_messages, gemini_tools
@@ -297,7 +297,7 @@ def _responses_of_response(value: dict[str, Any], source: str) -> list[list[Mess
     if isinstance(entries := value.get("generations"), list):
         lists = entries if all(isinstance(each, list) for each in entries) else [entries]
         found = [each for one in lists if is_messages(one) for each in one]
-        return [chat_messages(each.get("message") or each.get("text"), source) for each in found] or None
+        return [chat_messages(generated(each), source) for each in found] or None
     if isinstance(value.get("content"), dict) or isinstance(value.get("message"), dict):
         return [_of_choice(value, source)]
     if any(name in value for name in ("role", "content", "tool_calls")) or _is_other(value):

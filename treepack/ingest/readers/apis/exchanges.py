@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from treepack.errors import TreepackError
-from treepack.ingest.readers.fields.values import quoted, shown
+from treepack.ingest.readers.fields.values import as_id, quoted
 from treepack.ingest.readers.files.inputs import STDIN
 from treepack.ingest.readers.files.record_files import read_records
 from treepack.ingest.readers.files.records import Record
@@ -54,13 +54,8 @@ class ApiExchange:
         for fields in (self.rest, self.rest.get("metadata"), self.request.get("metadata")):
             if isinstance(fields, dict):
                 for name in _SESSIONS:
-                    # bool is a subclass of int.
-                    if isinstance(session := fields.get(name), str | int) and not isinstance(session, bool):
-                        return str(session)
-                    if session is not None:
-                        raise TreepackError(
-                            f"{self.record.source}: {name} is {shown(session)}; expected text or an integer"
-                        )
+                    if (session := fields.get(name)) not in (None, ""):
+                        return str(as_id(session, source=self.record.source, name=name))
         return None
 
     @property

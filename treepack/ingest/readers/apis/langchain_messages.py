@@ -7,6 +7,7 @@ from typing import Any
 from treepack.errors import TreepackError
 from treepack.ingest.readers.calls.conversations import without
 from treepack.ingest.readers.fields.values import is_messages, object_or_empty, quoted, shown
+from treepack.ingest.readers.files.json_text import parsed_json
 from treepack.ingest.readers.messages.normal_form import READ
 
 Message = dict[str, Any]
@@ -33,9 +34,8 @@ HARMLESS = frozenset(
 
 
 def chat_messages(message: Any, source: str) -> list[Message]:
-    """Return a message in chat form. The results of tools among its parts become separate messages."""
-    if isinstance(message, str):
-        return [{"role": "assistant", "content": message}]
+    """Return a message in chat form, also from JSON text. The results of tools among its parts become messages."""
+    message = parsed_json(message) or message
     if not isinstance(message, dict):
         raise TreepackError(f"{source}: has the message {shown(message)}; expected an object")
     fields, kind = message, message.get("type")
@@ -57,6 +57,11 @@ def chat_messages(message: Any, source: str) -> list[Message]:
     if isinstance(reason := next((each for each in (*reasons, fields.get("stop_reason")) if each), None), str):
         done.setdefault("finish_reason", reason)
     return _by_parts(_with_calls(done, object_or_empty(fields.get("additional_kwargs"))))
+
+
+def generated(generation: Message) -> Any:
+    """Return the message of a generation, made from its text if it has nothing else."""
+    return generation.get("message") or {"role": "assistant", "content": generation.get("text")}
 
 
 def _with_calls(message: Message, more: dict[str, Any]) -> Message:

@@ -22,6 +22,7 @@ from treepack.ingest.readers.fields.rollout_facts import METADATA_DICTS
 from treepack.ingest.readers.fields.unread import is_empty
 from treepack.ingest.readers.fields.values import is_messages, shown
 from treepack.ingest.readers.files.json_text import parsed_json
+from treepack.ingest.readers.messages.containers import objects_of
 from treepack.ingest.readers.messages.content_blocks import split_blocks
 
 Message = dict[str, Any]
@@ -139,18 +140,15 @@ def _of_api(answer: Any, source: str) -> list[Any] | None:
 
 
 def message_list(value: Any, name: str, source: str) -> list[Any]:
-    """Return the list `value` of messages; an object of columns is one: {"role": [..], "content": [..]}.
+    """Return the list `value` of messages, as it is, as JSON text or as columns: {"role": [..], "content": [..]}.
 
     Raises:
         TreepackError: it is something else.
     """
-    if isinstance(value, dict) and value and all(isinstance(column, list) for column in value.values()):
-        sizes = {len(column) for column in value.values()}
-        if len(sizes) == 1:
-            return [dict(zip(value, row, strict=True)) for row in zip(*value.values(), strict=True)]
-    if not isinstance(value, list):
+    listed = value if isinstance(value, list) else objects_of(value)
+    if listed is None:
         raise TreepackError(f"{source}: {name} is {shown(value)}; expected a list of messages")
-    return value
+    return listed
 
 
 def texts_of(talk: Any) -> list[str]:

@@ -17,12 +17,7 @@ from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.messages.content_blocks import split_blocks
 from treepack.ingest.readers.messages.conversation_settings import normalise_template_kwargs, normalise_tools
 from treepack.ingest.readers.messages.normal_form import NormalMessages, normalise_messages
-from treepack.trajectory import (
-    Chat,
-    Skipped,
-    Trajectory,
-    check_temperatures,
-)
+from treepack.trajectory import Chat, Skipped, Trajectory, check_temperatures
 
 
 @dataclass(frozen=True, slots=True)

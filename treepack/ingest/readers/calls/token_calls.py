@@ -25,16 +25,7 @@ from treepack.ingest.readers.tokens.kept_fields import read_sets, set_fields
 from treepack.ingest.readers.tokens.route_fields import has_routes, read_routes
 from treepack.ingest.readers.tokens.token_records import read_tokens
 from treepack.ragged import RaggedArray
-from treepack.trajectory import (
-    Float64,
-    Int32,
-    Int64,
-    Routes,
-    Skipped,
-    Trajectory,
-    as_token_ids,
-    is_recorded,
-)
+from treepack.trajectory import Float64, Int32, Int64, Routes, Skipped, Trajectory, as_token_ids, is_recorded
 
 _MASK, _TEMPERATURES, _ROUTES, _KEPT = "loss_mask", "temperatures", "routed_experts", "kept_ids"
 

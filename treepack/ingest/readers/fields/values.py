@@ -72,6 +72,29 @@ def as_objects(value: Any, *, source: str, name: str) -> list[dict[str, Any]]:
     return value or []
 
 
+def as_id(value: Any, *, source: str, name: str) -> str | int:
+    """Return the id `value`.
+
+    Raises:
+        TreepackError: it is neither text nor an integer, or it is an empty text, which many records could share.
+    """
+    if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
+        raise TreepackError(f"{source}: {name} is {shown(value)}; expected an id, which is text or a number")
+    return value
+
+
+def as_text(value: Any, *, source: str, name: str, default: str | None = None) -> str:
+    """Return the text `value`, or for null the `default` if there is one.
+
+    Raises:
+        TreepackError: it is something else.
+    """
+    value = default if value is None else value
+    if not isinstance(value, str):
+        raise TreepackError(f"{source}: {name} is {shown(value)}; expected text")
+    return value
+
+
 def as_texts(value: Any, *, source: str, name: str) -> list[str]:
     """Return the list of texts `value`.
 

@@ -27,13 +27,7 @@ from treepack.files.remote.range_reading import ObjectReader, Read, parquet_sour
 from treepack.files.remote.stored_files import object_info
 from treepack.ingest.readers.files.byte_streams import CHUNK, COMPRESSION, RecordLimits, num_newlines
 from treepack.ingest.readers.files.inputs import STDIN, FileHash, InputHash, displayed, unreadable
-from treepack.ingest.readers.files.json_files import (
-    BYTE_ORDER_MARK,
-    FIRST_LINES,
-    MAX_LINES,
-    next_size,
-    too_long,
-)
+from treepack.ingest.readers.files.json_files import BYTE_ORDER_MARK, FIRST_LINES, MAX_LINES, next_size, too_long
 from treepack.ingest.readers.files.json_text import parse_leniently
 from treepack.ingest.readers.files.records import (
     DAMAGED_FILE,

@@ -29,12 +29,12 @@ def with_containers(record: Record) -> Record:
     value = record.value
     changed: dict[str, Any] = {}
     for name in _TALKS:
-        if is_messages(objects := _objects(value.get(name))):
+        if is_messages(objects := objects_of(value.get(name))):
             changed[name] = objects
     for names in _PROSE:
         changed |= _parsed_together({name: value[name] for name in names if value.get(name) is not None})
     tools = value.get("tools")
-    if isinstance(tools, list) and is_messages(objects := _objects(tools)):
+    if isinstance(tools, list) and is_messages(objects := objects_of(tools)):
         changed["tools"] = objects
     for name in (*_TALKS, "prompt", "completion", "chosen", "rejected"):
         messages = changed.get(name, value.get(name))
@@ -46,11 +46,11 @@ def with_containers(record: Record) -> Record:
     return replace(record.with_lists(), value=record.with_lists().value | changed)
 
 
-def _objects(value: Any) -> Any:
+def objects_of(value: Any) -> list[dict[str, Any]] | None:
     """Return the list in a JSON text, or of JSON texts; None if there is none, or it is a list of objects already."""
     if isinstance(value, str):
         parsed = parsed_json(value)
-        return parsed if isinstance(parsed, list) and parsed and is_messages(parsed) else None
+        return parsed if isinstance(parsed, list) and is_messages(parsed) else None
     if isinstance(value, dict) and all(isinstance(column, list) for column in value.values()):
         # {"role": ["user", "assistant"], "content": ["Hi", "Hello"]}: a table of messages
         is_table = len({len(column) for column in value.values()}) == 1
@@ -67,7 +67,7 @@ def _parsed_together(fields: dict[str, Any]) -> dict[str, Any]:
 
     An answer in prose to a prompt of messages stays text.
     """
-    parsed = {name: _objects(value) for name, value in fields.items()}
+    parsed = {name: objects_of(value) for name, value in fields.items()}
     talks = {name: value for name, value in parsed.items() if value and _is_talk(value)}
     is_talk = {name: name in talks or is_messages(value) for name, value in fields.items()}
     first = next(iter(fields), None)
@@ -79,7 +79,7 @@ def _is_talk(messages: list[dict[str, Any]]) -> bool:
 
 
 def _is_stored(message: dict[str, Any]) -> bool:
-    return _objects(message.get("tool_calls")) is not None or _result_of(message) is not None
+    return objects_of(message.get("tool_calls")) is not None or _result_of(message) is not None
 
 
 def _result_of(message: dict[str, Any]) -> Any:
@@ -91,7 +91,7 @@ def _result_of(message: dict[str, Any]) -> Any:
 
 def _message(message: dict[str, Any]) -> dict[str, Any]:
     message = dict(message)
-    if (calls := _objects(message.get("tool_calls"))) is not None:
+    if (calls := objects_of(message.get("tool_calls"))) is not None:
         message["tool_calls"] = calls
     if (call := _result_of(message)) is not None:
         del message["tool_call_ids"]

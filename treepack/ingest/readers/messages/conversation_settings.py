@@ -8,13 +8,7 @@ from typing import Any
 
 from treepack.errors import TreepackError
 from treepack.ingest.readers.fields.unread import is_empty
-from treepack.ingest.readers.fields.values import (
-    fault_in_json,
-    is_messages,
-    object_or_empty,
-    quoted,
-    shown,
-)
+from treepack.ingest.readers.fields.values import fault_in_json, is_messages, object_or_empty, quoted, shown
 from treepack.ingest.readers.messages.tool_calls import opened_json
 
 # Names of the tool schemas of a record, and of the parameters of a schema.

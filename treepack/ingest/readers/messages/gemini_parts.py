@@ -18,7 +18,7 @@ from typing import Any
 
 from treepack.errors import TreepackError
 from treepack.ingest.readers.fields.unread import is_empty
-from treepack.ingest.readers.fields.values import is_messages, quoted, shown
+from treepack.ingest.readers.fields.values import as_objects, is_messages, quoted, shown
 from treepack.ingest.readers.messages.merged_turns import left_over
 
 EMPTY_NOTE = "message of the model without text or calls not used"
@@ -115,13 +115,10 @@ def gemini_parts_of(parts: Any, *, where: str) -> list[Part]:
     Raises:
         TreepackError: it is something else. A text is refused, because it may be parts as JSON.
     """
-    if isinstance(parts, str):
-        raise TreepackError(f"{where} has the parts {shown(parts)}; expected a list of objects")
-    listed = [] if parts is None else parts if isinstance(parts, list) else [parts]
-    listed = [{"text": part} if isinstance(part, str) else part for part in listed]
-    if not all(isinstance(part, dict) for part in listed):
-        raise TreepackError(f"{where} has the parts {shown(parts)}; expected a list of objects")
-    return listed
+    listed = [parts] if isinstance(parts, dict) else parts
+    if isinstance(listed, list):
+        listed = [{"text": part} if isinstance(part, str) else part for part in listed]
+    return as_objects(listed, source=where, name="parts")
 
 
 def parts_or_text(content: Any, *, where: str) -> list[Part]:

@@ -18,7 +18,7 @@ from typing import Any
 from treepack.errors import TreepackError
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.rollout_facts import describe
-from treepack.ingest.readers.fields.values import is_messages, shown
+from treepack.ingest.readers.fields.values import as_text, is_messages, shown
 from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.messages.content_blocks import MEDIA_REASON, skip_reason, split_blocks
 from treepack.ingest.readers.messages.conversation_settings import normalise_tools
@@ -36,8 +36,7 @@ def rounds(system: Any, history: Any, query: str, response: str | None, *, sourc
     Raises:
         TreepackError: `system` is not text, or `history` is not a list of pairs of text.
     """
-    if system is not None and not isinstance(system, str):
-        raise TreepackError(f"{source}: system is {shown(system)}; expected text")
+    system = as_text(system, source=source, name="system", default="")
     # An empty system prompt is not a message: data sets have the field in every record.
     messages = [{"role": "system", "content": system}] if system else []
     for number, pair in enumerate(_list(history, "history", source)):

@@ -6,12 +6,7 @@ from typing import Any
 
 from treepack.errors import TreepackError
 from treepack.ingest.readers.fields.unread import is_empty
-from treepack.ingest.readers.fields.values import (
-    fault_in_json,
-    is_messages,
-    object_or_empty,
-    shown,
-)
+from treepack.ingest.readers.fields.values import as_objects, fault_in_json, is_messages, object_or_empty, shown
 from treepack.ingest.readers.files.json_text import parsed_json
 
 # Names of the calls of a turn: a list, or one call. The first one counts.
@@ -54,9 +49,8 @@ def normalise_calls(
     calls = [calls] if isinstance(calls, dict) else calls
     if is_messages(calls) and message.get("function_call"):
         calls = [*calls, opened_json(message["function_call"])]
-    if not is_messages(calls):
-        raise TreepackError(f"{where} has the tool calls {shown(calls)}; expected a list of objects")
-    return [_tool_call(call, f"call{index:03}{number:02}", where, notes) for number, call in enumerate(calls)]
+    listed = enumerate(as_objects(calls, source=where, name=name))
+    return [_tool_call(call, f"call{index:03}{number:02}", where, notes) for number, call in listed]
 
 
 def opened_json(value: Any) -> Any:

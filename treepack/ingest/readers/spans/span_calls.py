@@ -19,7 +19,7 @@ from typing import Any
 from treepack.errors import TreepackError
 from treepack.ingest.readers.calls.chat_calls import ChatCall
 from treepack.ingest.readers.fields.rollout_facts import temperature_of
-from treepack.ingest.readers.fields.values import is_messages, shown
+from treepack.ingest.readers.fields.values import as_objects, is_messages, shown
 from treepack.ingest.readers.messages.merged_turns import answered, left_over, merged_turns
 from treepack.ingest.readers.messages.message_trees import RENAMED_ROLES, message_of_tree
 from treepack.ingest.readers.spans.trace_spans import TraceSpan, get, parsed, tree
@@ -155,14 +155,11 @@ def messages_of_parts(messages: Any, source: str, name: str) -> list[Message]:
     Raises:
         TreepackError: `name`, the attribute of the messages, has another form.
     """
-    if not is_messages(messages):
-        raise TreepackError(f"{source}: {name} is {shown(messages)}; expected a list of messages")
     done: list[Message] = []
-    for message in messages:
+    for message in as_objects(messages, source=source, name=name):
         parts = parsed(message["parts"]) if "parts" in message else message.get("content")
-        parts = [{"type": "text", "content": parts}] if isinstance(parts, str) else parts or []
-        if not is_messages(parts):
-            raise TreepackError(f"{source}: {name} has the parts {shown(parts)}; expected a list of parts")
+        parts = [{"type": "text", "content": parts}] if isinstance(parts, str) else parts
+        parts = as_objects(parts, source=source, name=f"parts of {name}")
         results = [part for part in parts if part.get("type") == "tool_call_response"]
         done += [{"role": "tool", "tool_call_id": part.get("id"), "content": _result(part)} for part in results]
         others = [part for part in parts if part.get("type") != "tool_call_response"]
@@ -221,10 +218,7 @@ def _openinference(span: TraceSpan, notes: dict[str, None]) -> Iterator[ChatCall
 
 def _list(span: TraceSpan, name: str) -> list[Message]:
     value = tree(span.attributes, name)
-    value = [] if value is None or value == {} else value
-    if not is_messages(value):
-        raise TreepackError(f"{span.source}: {name} is {shown(value)}; expected a list of objects")
-    return value
+    return as_objects(None if value == {} else value, source=span.source, name=name)
 
 
 # OpenLLMetry

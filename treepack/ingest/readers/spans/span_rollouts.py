@@ -17,11 +17,11 @@ from treepack.errors import TreepackError
 from treepack.ingest.readers.calls.chat_calls import ChatCall, read_chats
 from treepack.ingest.readers.calls.conversations import with_notes
 from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.fields.values import is_messages, shown
+from treepack.ingest.readers.fields.values import as_id, is_messages
 from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.messages.content_blocks import skip_reason
 from treepack.ingest.readers.spans.span_calls import SpanCalls, calls_of_span
-from treepack.ingest.readers.spans.trace_spans import COLUMN, TraceSpan, get, is_name, parsed, spans_of, tree
+from treepack.ingest.readers.spans.trace_spans import COLUMN, TraceSpan, get, parsed, spans_of, tree
 from treepack.trajectory import Skipped, Trajectory
 
 _METADATA = "metadata"
@@ -114,9 +114,7 @@ def _name(span: TraceSpan) -> str:
     """
     for attribute in _CONVERSATIONS:
         if name := get(span.attributes, attribute):
-            if not is_name(name):
-                raise TreepackError(f"{span.source}: {attribute} is {shown(name)}; expected text")
-            return str(name)
+            return str(as_id(name, source=span.source, name=attribute))
     return span.trace or f"{span.source}/{span.name}"
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from treepack.errors import TreepackError
-from treepack.ingest.readers.fields.values import is_messages, shown, start_time
+from treepack.ingest.readers.fields.values import as_id, is_messages, shown, start_time
 from treepack.ingest.readers.files.records import Record
 
 COLUMN = "attributes."  # beginning of the columns of a table that contain attributes
@@ -79,8 +79,8 @@ def _span(span: dict[str, Any], source: str) -> TraceSpan:
         # OTLP writes nanoseconds as text: "1700" -> 1700
         start = int(start) if isinstance(start, str) and start.isdecimal() else start
         for field, value in found:
-            if not is_name(value):
-                raise TreepackError(f"{source}: {field} is {shown(value)}; expected text")
+            if field:
+                as_id(value, source=source, name=field)
         attributes, scores, events = _contents(span, source)
     except TreepackError as error:
         return TraceSpan(source, trace, name, parent, start, "", False, {}, {}, (), str(error))
@@ -108,11 +108,6 @@ def _contents(span: dict[str, Any], source: str) -> tuple[dict[str, Any], dict[s
     attributes |= _span_attributes(span.get("attributes"), source)
     attributes |= {name.removeprefix(COLUMN): each for name, each in span.items() if name.startswith(COLUMN)}
     return attributes, scores, tuple(names)
-
-
-def is_name(value: Any) -> bool:
-    """Return whether `value` can be the id of a span or a conversation: text or a number."""
-    return isinstance(value, str | int) and not isinstance(value, bool)
 
 
 def _kind(span: dict[str, Any], attributes: dict[str, Any]) -> str:
