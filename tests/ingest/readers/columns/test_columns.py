@@ -163,6 +163,14 @@ def test_several_answers_may_be_messages_or_token_ids() -> None:
     assert [content.tokens.tolist() for content in contents if isinstance(content, Tokens)] == [[1, 2, 3], [1, 2, 4, 5]]
 
 
+@pytest.mark.parametrize(
+    ("name", "said"), [("responses", ["4", "5"]), ("response", ['["4", "5"]']), ("answers", ["4", "5"])]
+)
+def test_texts_in_json_under_a_plural_name_are_answers_of_their_own(name: str, said: list[str]) -> None:
+    found = items(f"question=ask,answer={name}", {"ask": "2 + 2?", name: '["4", "5"]'})
+    assert [turns(chat_of(each))[-1][1] for each in found] == said
+
+
 def test_a_system_prompt_that_no_column_takes_is_named() -> None:
     item = one("question=ask,answer=said", {"ask": "Bolts?", "said": "Seven.", "system": "Be brief."})
     assert (turns(chat_of(item)), item.notes) == (SHOP, ("field 'system' not used",))

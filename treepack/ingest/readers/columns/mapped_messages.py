@@ -10,6 +10,7 @@ from treepack.ingest.column_map import IN_MESSAGES, WHERE, ColumnMap
 from treepack.ingest.readers.fields.field_paths import GONE, MISSING, value_at, without_paths
 from treepack.ingest.readers.fields.values import is_messages, quoted
 from treepack.ingest.readers.files.json_text import parsed_json
+from treepack.ingest.readers.messages.containers import objects_of
 from treepack.ingest.readers.messages.normal_form import RENAMED_ROLES, ROLES
 
 # Names of roles that many data sets have, in lower case.
@@ -54,10 +55,19 @@ class MappedConversation:
             value = [value if has_role else {"role": "assistant"} | value]
         return self.messages(value)
 
+    def answers(self, value: Any) -> Any:
+        """Return the texts or messages that are JSON text under a name such as `responses`; other values unchanged."""
+        parsed = parsed_json(value) if self._has_plural() else None
+        is_texts = isinstance(parsed, list) and all(isinstance(each, str) for each in parsed)
+        return parsed if is_texts or self.is_talk(parsed) else value
+
     def has_answers(self, messages: list[dict[str, Any]]) -> bool:
         """Return True if each of `messages`, under a name such as `responses`, is an answer of its own."""
+        return self._has_plural() and all(each.get("role") == "assistant" for each in messages)
+
+    def _has_plural(self) -> bool:
         *_, name = [step for step in self._columns.paths["answer"][0].steps if isinstance(step, str)] or [""]
-        return name.endswith("s") and all(each.get("role") == "assistant" for each in messages)
+        return name.endswith("s")
 
     def is_talk(self, value: Any) -> bool:
         """Return True if `value` is messages, each of which has a role, as it is or as JSON text."""
@@ -112,8 +122,4 @@ class MappedConversation:
 
 def as_messages(value: Any) -> list[dict[str, Any]] | None:
     """Return a list of objects, given as it is, as JSON text, or as a list of JSON texts; None if it is none."""
-    parsed = parsed_json(value)
-    value = value if parsed is None else parsed
-    if isinstance(value, list) and value and all(isinstance(each, str) for each in value):
-        value = [parsed_json(each) for each in value]
-    return value if is_messages(value) else None
+    return value if is_messages(value) else None if isinstance(value, dict) else objects_of(value)

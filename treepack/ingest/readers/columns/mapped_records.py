@@ -75,6 +75,8 @@ def map_record(record: Record, columns: ColumnMap) -> MappedRecords:
     rest = without_paths(record.value, [path.steps for each in paths.values() for path in each])
     rest = {} if rest is GONE else rest
     talk = MappedConversation(record.source, columns)
+    if "answer" in values:
+        values["answer"] = talk.answers(values["answer"])
     contents = _contents(values, talk, rest)
     has_answers = _has_answers(values, talk)
     if has_answers and "reward" not in values:
