@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -131,9 +132,26 @@ def test_a_session_without_a_turn_is_skipped() -> None:
     assert reasons(read(*talk("q"))) == [NO_CALL]
 
 
-def test_a_history_of_another_kind_is_refused() -> None:
-    with pytest.raises(TreepackError, match=r"r\.jsonl:2: replacement_history is 7; expected a list of objects"):
-        read(line("compacted", message="z", replacement_history=7))
+def shell(**action: Any) -> Line:
+    return item(type="local_shell_call", call_id="c", action=action)
+
+
+@pytest.mark.parametrize(
+    ("odd", "sentence"),
+    [
+        (line("compacted", message="z", replacement_history=7), "replacement_history is 7; expected a list of objects"),
+        (line("compacted", message=["z"]), 'message is ["z"]; expected text'),
+        (line("event_msg", type="thread_rolled_back"), "num_turns is null; expected the number of turns"),
+        (line("event_msg", type="thread_rolled_back", num_turns=True), "num_turns is true; expected the number"),
+        (line("event_msg", type=["thread_rolled_back"], num_turns=1), "payload.type is"),
+        (item(type="custom_tool_call", call_id="c", name="patch", input=["x"]), 'input is ["x"]; expected text'),
+        (shell(type="exec", command="ls"), 'action.command is "ls"; expected a list'),
+        (shell(command=["ls"]), "expected an object of type exec"),
+    ],
+)
+def test_an_event_of_another_form_is_refused(odd: Line, sentence: str) -> None:
+    with pytest.raises(TreepackError, match=re.escape(sentence)):
+        read(*talk("qA"), odd)
 
 
 def write(path: Path, meta: dict[str, Any], *lines: Line) -> None:

@@ -32,7 +32,7 @@ from treepack.ingest.readers.calls.chat_calls import read_chats
 from treepack.ingest.readers.calls.rollout_names import group_of_first
 from treepack.ingest.readers.calls.session_files import first_records, in_session
 from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.fields.values import as_objects, shown
+from treepack.ingest.readers.fields.values import as_objects, as_text, shown
 from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import MASKS, Format
 from treepack.ingest.readers.kinds import OBJECT, one_of
@@ -130,7 +130,7 @@ def _stretches(rows: list[Record], log: CallLog) -> list[_ItemRange]:
             items = _compacted(payload, stretches[-1].items, row.source)
             stretches.append(_ItemRange(list(items), len(items)))
         elif kind == "event_msg" and payload.get("type") == "thread_rolled_back":
-            items = _rolled_back(stretches[-1].items, payload.get("num_turns"))
+            items = _rolled_back(stretches[-1].items, payload.get("num_turns"), row.source)
             stretches.append(_ItemRange(list(items), len(items)))
     return stretches
 
@@ -140,15 +140,17 @@ def _compacted(payload: dict[str, Any], items: list[Item], source: str) -> list[
     if payload.get("replacement_history") is not None:
         return as_objects(payload["replacement_history"], source=source, name="replacement_history")
     messages = [item for item in items if item.get("type") == "message" and item.get("role") != "assistant"]
-    return [*messages, {"type": "message", "role": "user", "content": str(payload.get("message") or "")}]
+    message = as_text(payload.get("message"), source=source, name="message", default="")
+    return [*messages, {"type": "message", "role": "user", "content": message}]
 
 
-def _rolled_back(items: list[Item], num_turns: Any) -> list[Item]:
+def _rolled_back(items: list[Item], num_turns: Any, source: str) -> list[Item]:
     """Return `items` before the last `num_turns` messages of the user."""
+    if type(num_turns) is not int or num_turns < 0:
+        raise TreepackError(f"{source}: num_turns is {shown(num_turns)}; expected the number of turns")
     # u a u b, one turn -> u a. Codex writes its own context as messages of the user too, in tags: it is not a turn.
     turns = [index for index, item in enumerate(items) if _is_turn(item)]
-    number = num_turns if isinstance(num_turns, int) and num_turns > 0 else 0
-    return items if number == 0 or not turns else items[: turns[max(len(turns) - number, 0)]]
+    return items if num_turns == 0 or not turns else items[: turns[max(len(turns) - num_turns, 0)]]
 
 
 def _is_turn(item: Item) -> bool:
@@ -204,6 +206,6 @@ FORMAT = Format(
         "payload.encrypted_content and payload.summary of reasoning",
     ),
     keeps={MASKS},
-    links="type".split(),
+    links="type payload.type".split(),
     read_file=_read_codex,
 )

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from treepack.errors import TreepackError
-from treepack.ingest.readers.fields.values import is_messages, quoted, shown
+from treepack.ingest.readers.fields.values import as_objects, as_text, as_texts, quoted, shown
 
 Item = dict[str, Any]
 
@@ -47,10 +47,9 @@ def messages_of_items(items: Any, *, source: str, summaries: bool = False) -> It
     Raises:
         TreepackError: an item is not an object, or lacks a field that its type requires.
     """
-    if items is None or isinstance(items, str):
+    if isinstance(items, str):
         items = [{"role": "user", "content": items}] if items else []
-    if not is_messages(items):
-        raise TreepackError(f"{source}: the items are {shown(items)}; expected a list of items or text")
+    items = as_objects(items, source=source, name="items")
     notes: dict[str, None] = {}
     messages: list[dict[str, Any]] = []
     parts: list[list[Item]] = []
@@ -139,8 +138,9 @@ def _call(item: Item, source: str) -> dict[str, Any]:
     # OpenAI's own shell tool has no name: {"action": {"command": ["ls"], ..}} -> local_shell {"command": ["ls"], ..}
     if _kind(item) == "local_shell_call":
         action = item.get("action")
-        if not isinstance(action, dict):
-            raise TreepackError(f"{source}: has the action {shown(action)}; expected an object with a command")
+        if not isinstance(action, dict) or action.get("type") != "exec":
+            raise TreepackError(f"{source}: has the action {shown(action)}; expected an object of type exec")
+        as_texts(action.get("command"), source=source, name="action.command")
         action = {name: value for name, value in action.items() if value is not None}
         item = item | {"name": "local_shell", "arguments": json.dumps(action, ensure_ascii=False)}
     if not isinstance(item.get("name"), str):
@@ -148,7 +148,8 @@ def _call(item: Item, source: str) -> dict[str, Any]:
     # A custom tool takes free text; chat messages need JSON: "ls" -> {"input": "ls"}.
     arguments = item.get("arguments")
     if _kind(item) == "custom_tool_call":
-        arguments = json.dumps({"input": item.get("input")}, ensure_ascii=False)
+        text = as_text(item.get("input"), source=source, name="input", default="")
+        arguments = json.dumps({"input": text}, ensure_ascii=False)
     call_id = item.get("id") if _kind(item) == "mcp_call" else item.get("call_id") or item.get("id")
     return {"id": call_id, "type": "function", "function": {"name": item["name"], "arguments": arguments}}
 
