@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from support.paths import ROLLOUTS
 from support.read_rollouts import read_trajectories
 from support.readings import Items, chats, read_whole, reasons, said_in, turns
+from treepack.errors import TreepackError
 from treepack.formats.agents import claude_code
 from treepack.ingest.readers.calls.call_logs import NO_CALL
 from treepack.ingest.readers.messages.content_blocks import MEDIA_REASON
@@ -31,7 +32,7 @@ def entry(uuid: str, parent: str | None, kind: str = "user", content: Any = None
     return {"type": kind, "uuid": uuid, "parentUuid": parent, "sessionId": "S"} | message | more
 
 
-def block(uuid: str, parent: str | None, name: str, part: Any, **more: Any) -> Line:
+def block(uuid: str, parent: str | None, name: str | None, part: Any, **more: Any) -> Line:
     message = {"id": name, "role": "assistant", "model": "m", "content": [part]} | more
     return {"type": "assistant", "uuid": uuid, "parentUuid": parent, "sessionId": "S", "message": message}
 
@@ -225,13 +226,19 @@ def test_messages_of_claude_code_itself_are_not_trained_and_errors_of_the_api_ar
     assert said_in(read(lines)) == {"S": "q nothing r A"}
 
 
-@pytest.mark.parametrize("model", [[claude_code.SYNTHETIC], {"name": "m"}, 1, True])
+@pytest.mark.parametrize("model", [[claude_code.SYNTHETIC], {"name": "m"}, 1, True, None, ""])
 def test_a_message_whose_model_is_not_text_is_left_out_and_counted(model: Any) -> None:
     lines = [entry("u", None, content="q"), block("a", "u", "a", text("A")), block("n", "a", "n", text("B"))]
     lines[2]["message"]["model"] = model
     items = read(lines)
     assert [turn for turn in chats(items)[0][0].notes if "call" in turn] == ["call not used: its model is not text"]
     assert len(chats(items)) == len(chats(read(lines[:2]))) == 1
+
+
+@pytest.mark.parametrize("line", [block("b", "u", None, text("A")), block("b", None, "m", text("A"))])
+def test_a_line_of_the_model_without_its_message_or_its_parent_is_refused(line: Line) -> None:
+    with pytest.raises(TreepackError, match=r"r\.jsonl:2: is of the model without message\.id or parentUuid"):
+        read([entry("u", None, content="q"), line])
 
 
 def test_a_call_after_an_image_is_left_out_and_counted() -> None:

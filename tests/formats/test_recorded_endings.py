@@ -161,11 +161,11 @@ CASES: list[tuple[str, list[dict[str, Any]], list[dict[str, Any]]]] = [
         "claude-code",
         [
             claude("user", "u", None, {"content": "How many?"}),
-            claude("assistant", "a", "u", {"id": "m", "content": [BLOCK], "stop_reason": "max_tokens"}),
+            claude("assistant", "a", "u", {"id": "m", "model": "m", "content": [BLOCK], "stop_reason": "max_tokens"}),
         ],
         [
             claude("user", "u", None, {"content": "How many?"}),
-            claude("assistant", "a", "u", {"id": "m", "content": [BLOCK], "stop_reason": "end_turn"}),
+            claude("assistant", "a", "u", {"id": "m", "model": "m", "content": [BLOCK], "stop_reason": "end_turn"}),
         ],
     ),
     (

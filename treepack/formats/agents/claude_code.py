@@ -26,6 +26,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from treepack.errors import TreepackError
 from treepack.ingest.readers.calls.call_logs import NO_CALL, CallLog
 from treepack.ingest.readers.calls.chat_calls import read_chats
 from treepack.ingest.readers.calls.rollout_names import group_of_first
@@ -155,7 +156,11 @@ def _session(rows: list[Record]) -> _SessionTree:
         if not isinstance(uuid, str) or uuid in session.entries:
             continue
         parent = parent if isinstance(parent, str) else None
-        key = str(message.get("id") or uuid) if value.get("type") == "assistant" else None
+        key = None
+        if value.get("type") == "assistant":
+            if message.get("id") is None or parent is None:
+                raise TreepackError(f"{row.source}: is of the model without message.id or parentUuid; expected both")
+            key = str(message["id"])
         entry = _SessionEntry(len(session.entries), uuid, parent, str(value.get("type")), message, value, key)
         session.entries[uuid] = entry
         if key is not None:
@@ -212,7 +217,7 @@ def _calls(session: _SessionTree) -> CallLog:
             continue
         # Only the last line of a message has the reason.
         reasons = [reason for block in blocks if (reason := block.message.get("stop_reason")) is not None]
-        unknown = None if model is None or isinstance(model, str) else "its model is not text"  # perhaps SYNTHETIC
+        unknown = None if model and isinstance(model, str) else "its model is not text"  # perhaps SYNTHETIC
         log.add(prompt.messages, answer, reason=prompt.reason or unknown, ending=reasons[-1] if reasons else None)
     return log
 
