@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.read_rollouts import read_trajectories
-from support.readings import Items, chats, read_as, read_value, reasons, said_in, turns
+from support.readings import Items, chats, read_as, read_value, read_whole, reasons, said_in, turns
 from treepack.errors import TreepackError
 from treepack.formats.evaluations import tau2
 from treepack.trajectory import Trajectory
@@ -187,11 +187,18 @@ def test_a_fork_of_a_pi_session_is_of_its_group() -> None:
         ([HEADER], "r.jsonl:2: begins a second session; put each session into a file of its own"),
         ([entry("a", None, type="wish"), entry("A", "a", "assistant", text("A"))], "r.jsonl:2: has the type 'wish'"),
         ([entry("A", None, "assistant", [5])], "r.jsonl:2: content is [5]; expected a list of objects"),
+        ([entry("a", None), {"type": "message"}], "r.jsonl:3: id is null; expected text"),
+        ([entry("A", "", "assistant", text("A"))], 'r.jsonl:2: parentId is ""; expected an id'),
+        ([entry("A", None, "assistant", [{"type": "thinking", "thinking": ["Hm"]}])], 'r.jsonl:2: thinking is ["Hm"]'),
+        (
+            [entry("s", None, type="compaction", summary=["z"]), entry("A", "s", "assistant", text("A"))],
+            'r.jsonl:2: summary is ["z"]; expected text',
+        ),
     ],
 )
 def test_pi_entries_of_another_kind_are_refused(entries: list[dict[str, Any]], said: str) -> None:
     with pytest.raises(TreepackError) as caught:
-        read_pi(*entries)
+        read_whole("pi", HEADER, *entries)
     assert str(caught.value).startswith(said)
 
 

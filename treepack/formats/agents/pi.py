@@ -27,7 +27,7 @@ from treepack.ingest.readers.calls.conversations import conversation
 from treepack.ingest.readers.calls.rollout_names import SPLIT_NOTE, in_rollout
 from treepack.ingest.readers.calls.session_files import first_records
 from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.fields.values import as_objects, quoted
+from treepack.ingest.readers.fields.values import as_objects, as_text, quoted
 from treepack.ingest.readers.files.companion_files import companion_path
 from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import LINEAGE, MASKS, Format
@@ -170,12 +170,13 @@ def _entries(records: list[Record]) -> dict[str, Record]:
     """Return the entries after the header by their ids; in version 1 the ids are the positions."""
     entries: dict[str, Record] = {}
     before: str | None = None
+    has_ids = any(record.value.get("id") is not None for record in records[1:])
     for index, record in enumerate(records[1:], 1):
         value = record.value
         if value.get("type") == "session":
             raise TreepackError(f"{record.source}: begins a second session; put each session into a file of its own")
         # Version 1: entries 1, 2, 3 -> ids "1", "2", "3", each the parent of the next.
-        if not isinstance(value.get("id"), str):
+        if not has_ids:
             kept = value.get("firstKeptEntryIndex")
             value = value | {
                 "id": str(index),
@@ -183,8 +184,8 @@ def _entries(records: list[Record]) -> dict[str, Record]:
                 "firstKeptEntryId": None if kept is None else str(kept),
             }
             record = Record(record.source, record.path, value)
-        entries[value["id"]] = record
-        before = value["id"]
+        before = as_text(value.get("id"), source=record.source, name="id")
+        entries[before] = record
     return entries
 
 
@@ -231,7 +232,8 @@ def _messages_of(record: Record) -> list[dict[str, Any]]:
 
 
 def _summary(title: str, record: Record) -> dict[str, Any]:
-    return {"role": "user", "content": f"{title}:\n\n{record.value.get('summary') or ''}"}
+    summary = as_text(record.value.get("summary"), source=record.source, name="summary", default="")
+    return {"role": "user", "content": f"{title}:\n\n{summary}"}
 
 
 def _chat_message(message: dict[str, Any], source: str) -> dict[str, Any]:
@@ -255,7 +257,8 @@ def _chat_message(message: dict[str, Any], source: str) -> dict[str, Any]:
     for part in as_objects(content, source=source, name="content"):
         kind = part.get("type")
         if kind == "thinking":
-            said["reasoning_content"] = said.get("reasoning_content", "") + str(part.get("thinking") or "")
+            thought = as_text(part.get("thinking"), source=source, name="thinking", default="")
+            said["reasoning_content"] = said.get("reasoning_content", "") + thought
         elif kind == "toolCall":
             call = {"id": part.get("id"), "name": part.get("name"), "arguments": part.get("arguments")}
             said.setdefault("tool_calls", []).append(call)
