@@ -11,6 +11,7 @@ import pytest
 from support.paths import ROLLOUTS
 from support.read_rollouts import read_trajectories
 from support.readings import chats, reasons, turns
+from treepack.errors import TreepackError
 from treepack.formats.agents.openhands import openhands
 from treepack.formats.agents.openhands.openhands_actions import NO_RESPONSE, RECALL_NOTE
 from treepack.ingest.readers.calls.event_views import EventView, command_output
@@ -173,10 +174,16 @@ def test_the_reward_is_the_result_of_the_evaluation(fields: Event, reward: float
     assert trajectory.reward == reward
 
 
-@pytest.mark.parametrize("response", [["r"], 1, True, {"id": "r"}])
+@pytest.mark.parametrize("response", [["r"], 1, True, {"id": "r"}, None, ""])
 def test_a_response_whose_name_is_not_text_is_refused(response: Any) -> None:
     action = event("a", "ActionEvent", thought=[{"type": "text", "text": "A"}], tool_call=None, llm_response_id="r")
-    assert reasons(read(action | {"llm_response_id": response})) == ["llm_response_id of an event is not text"]
+    assert reasons(read(action | {"llm_response_id": response})) == ["llm_response_id of an action is not text"]
+
+
+def test_a_thought_that_is_json_text_of_its_parts_is_refused() -> None:
+    action = event("a", "ActionEvent", thought='[{"type": "text"}]', tool_call=None, llm_response_id="r")
+    with pytest.raises(TreepackError, match=r"thought is .*; expected a list of objects"):
+        read(action)
 
 
 def test_a_conversation_whose_actions_have_no_response_is_skipped() -> None:

@@ -90,8 +90,11 @@ def _read(record: Record, events: Sequence[Event], options: ReadOptions) -> Iter
     group, instruction = description.get("group_id"), record.value.get("instruction")
     if isinstance(instruction, str) and not any(event.get("source") == "user" for event in before):
         view.add(None, {"role": "user", "content": instruction})
-    if not all(isinstance(event.get("llm_response_id"), str | None) for event in events):
-        yield Skipped(record.source, "llm_response_id of an event is not text", group_id=group)
+    actions = [event for event in events if event.get("kind") == "ActionEvent"]
+    for action in actions:
+        as_objects(action.get("thought"), source=record.source, name="thought")
+    if not all(isinstance(name := action.get("llm_response_id"), str) and name for action in actions):
+        yield Skipped(record.source, "llm_response_id of an action is not text", group_id=group)
         return
     if any("kind" in event for event in events):
         add_events(view, events)

@@ -55,11 +55,10 @@ def add_events(view: EventView, events: Sequence[Event]) -> None:
 def _responses(events: Sequence[Event]) -> Iterator[list[Event]]:
     """Split `events` into groups: the actions of one response, or one other event."""
 
-    # A1 A1 O O A2 -> [A1 A1] [O] [O] [A2]
-    def key(numbered: tuple[int, Event]) -> tuple[str, Any]:
+    # A1 A1 O O A2 -> [A1 A1] [O] [O] [A2]; names of responses are text, so they differ from the numbers.
+    def key(numbered: tuple[int, Event]) -> int | str:
         number, event = numbered
-        response = event.get("llm_response_id") if event.get("kind") == "ActionEvent" else None
-        return ("event", number) if response is None else ("response", str(response))
+        return event["llm_response_id"] if event.get("kind") == "ActionEvent" else number
 
     for _, group in groupby(enumerate(events), key):
         yield [event for _, event in group]
