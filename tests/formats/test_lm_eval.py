@@ -38,6 +38,7 @@ def test_a_chat_prompt_is_json_text_in_a_list() -> None:
     (item,) = read(sample([json.dumps(asked)]))
     assert [*map(dict, chat_of(item).messages)] == [*asked, {"role": "assistant", "content": " 4"}]
     assert chat_of(item).message_weights == [0.0, 0.0, 1.0]
+    assert [each.content for each in read(sample(json.dumps([json.dumps(asked)])))] == [item.content]
     begun = [*asked, {"role": "assistant", "content": "It is"}]
     assert reasons(read(sample([json.dumps(begun)]))) == ["response that continues a message of the prompt"]
 

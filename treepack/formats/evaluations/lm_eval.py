@@ -28,7 +28,8 @@ from treepack.ingest.readers.calls.conversations import with_notes, without
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.rewards import reward_of
 from treepack.ingest.readers.fields.rollout_facts import describe, temperature_of
-from treepack.ingest.readers.fields.values import is_messages, shown
+from treepack.ingest.readers.fields.values import as_text, is_messages, shown
+from treepack.ingest.readers.files.json_text import parsed_json
 from treepack.ingest.readers.files.records import DAMAGED_RECORD, Record
 from treepack.ingest.readers.format import REWARDS, Format
 from treepack.ingest.readers.kinds import ANY, LIST, ValueKind
@@ -118,9 +119,7 @@ def _read(sample: _DocumentSample, options: ReadOptions) -> Iterator[Trajectory 
 def _rollout(
     record: Record, request: _SampleRequest, text: Any, notes: tuple[str, ...], options: ReadOptions
 ) -> Iterator[Trajectory | Skipped]:
-    if not isinstance(text, str):
-        raise TreepackError(f"{record.source}: has the response {shown(text)}; expected text")
-    if not text:  # an API may return no content
+    if not as_text(text, source=record.source, name="a response"):  # an API may return no content
         yield Skipped(record.source, _NO_RESPONSE_NOTE)
         return
     messages = _messages(request.prompt)
@@ -159,13 +158,11 @@ def _requests(record: Record) -> list[_SampleRequest]:
 
 def _messages(prompt: Any) -> list[dict[str, Any]] | None:
     """Return the messages of a chat prompt, which is JSON text in a list; None if it is plain text."""
-    # ['[{"role": "user", "content": "2 + 2?"}]'] -> [{"role": "user", ..}]
-    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str):
-        try:
-            prompt = json.loads(prompt[0])
-        except (ValueError, RecursionError):
-            return None
-    return prompt if is_messages(prompt) else None
+    # ['[{"role": "user", "content": "2 + 2?"}]'], or JSON text of it -> [{"role": "user", ..}]
+    listed = parsed_json(prompt) or prompt
+    if isinstance(listed, list) and len(listed) == 1 and isinstance(listed[0], str):
+        listed = parsed_json(listed[0])
+    return listed if is_messages(listed) and all("role" in each for each in listed) else None
 
 
 def _description(
