@@ -284,6 +284,15 @@ def test_of_the_rounds_of_a_conversation_the_last_is_read(tmp_path: Path) -> Non
     assert reasons(items) == [f"beginning of conversation_round_{k}.json" for k in (2, 10)]
 
 
+def test_a_field_that_is_not_read_does_not_part_a_round_from_the_next_one(tmp_path: Path) -> None:
+    path = tmp_path / "conversation_round_1.json"
+    write(path, "Q", "A")
+    system, *others = json.loads(path.read_text())
+    path.write_text(json.dumps([system, *(each | {"cost": 1} for each in others)]))
+    write(tmp_path / "conversation_round_2.json", "Q", "A", "R", "B")
+    assert reasons(list(read_trajectories([tmp_path]))) == ["beginning of conversation_round_2.json"]
+
+
 def test_a_round_that_the_next_one_does_not_continue_is_read(tmp_path: Path) -> None:
     write(tmp_path / "conversation_round_1.json", "Q", "A")
     write(tmp_path / "conversation_round_2.json", "Q", "B")

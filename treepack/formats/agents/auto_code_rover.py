@@ -87,8 +87,13 @@ def _rounds(path: str) -> list[tuple[int, Path]]:
 def _num_shared(messages: list[dict[str, Any]], path: Path, *, start: int = 0) -> int:
     """Count how many first `messages` equal the messages of the file at `path` from number `start` on."""
     others = islice(read_records(str(path)), start, None)
-    pairs = zip(messages, (record.value for record in others), strict=False)
+    pairs = zip(map(_known, messages), (_known(record.value) for record in others), strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+def _known(message: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of `message` that are read; a note names any other."""
+    return {name: field for name, field in message.items() if name in _FIELDS}
 
 
 FORMAT = Format(
