@@ -66,7 +66,16 @@ NOT_NEEDED = {
 LEGAL = {
     "alpaca": {"renamed: kto_tag": "without a label all answers are trained"},
     "sharegpt": {"renamed: kto_tag": "without a label all answers are trained"},
-    "ms-swift": {"renamed: label": "without a label all answers are trained"},
+    "ms-swift": {
+        "renamed: label": "without a label all answers are trained",
+        **dict.fromkeys(
+            ("renamed: rejected_response", "null: rejected_response"), "without a second answer all turns are trained"
+        ),
+    },
+    "trl-packed": {"true: seq_lengths": "token ids beside a flag of this name"},
+    "text-trees": {"true: children": "a conversation beside a flag of this name"},
+    "pi": {"null: parentId": "an entry without a parent begins a branch"},
+    "claude-code": {"null: parentUuid": "a line of the user without a parent begins a conversation"},
     "swe-agent": {
         "empty: history.agent": "a history of one agent fewer",
         "empty: trajectory.query.content": "the prompt does not continue the calls before it",
@@ -74,11 +83,8 @@ LEGAL = {
     "auto-code-rover": dict.fromkeys(
         ("empty: content", "list of texts: content"), "an earlier round that is not the beginning of the last one"
     ),
-    "openai-responses": dict.fromkeys(
-        ("null: conversation.id", "empty: conversation.id"), "a call of no conversation is a rollout of its own"
-    ),
+    "openai-responses": {"null: conversation.id": "a call of no conversation is a rollout of its own"},
     "codex": {
-        "down: payload.action.type": "an argument of a call",
         "empty: metadata.compaction_output": "an answer without this flag is not a summary",
         "null: metadata.compaction_output": "an answer without this flag is not a summary",
     },
@@ -123,7 +129,7 @@ def test_no_note_calls_a_value_unused_that_is_used(name: str) -> None:
     assert [path for path in wrong if not excused(name, path, NOT_NEEDED)] == []
 
 
-@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.slow), 8])
 @pytest.mark.parametrize("name", formats_by_name())
 def test_a_changed_field_never_trains_other_turns_in_silence(name: str, every: int) -> None:
     found = [change for records in files_of(name) for change in law.silent(records, every=every)]
@@ -137,16 +143,18 @@ def test_no_answer_mask_or_cut_beside_the_known_fields_is_ignored(name: str) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", formats_by_name())
-def test_two_changed_fields_never_train_other_turns_in_silence(name: str) -> None:
-    rng = random.Random(name)
+def test_two_changed_fields_never_train_other_turns_in_silence(name: str, seed: int) -> None:
+    rng = random.Random(f"{name}{seed}")
     for records in files_of(name):
-        for _ in range(40):
+        base = law.read(records)
+        for _ in range(9):
             place = rng.randrange(len(records))
-            one = law.changed_by_chance(records, place, rng)
+            one = law.changed_by_chance(records, place, rng, base)
             # After a harmless change; the second may undo the first, so it is compared with the records before both.
             is_harmless = one is not None and one.trains_same
-            two = law.changed_by_chance(one.records, place, rng, before=records) if one and is_harmless else None
+            two = law.changed_by_chance(one.records, place, rng, base) if one and is_harmless else None
             for change in (one, two):
                 if change is not None and change.is_silent:
                     assert excused(name, change.name, LEGAL), change.name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from support.read_rollouts import read_trajectories
 from support.readings import chats, read_value, reasons, turns
 from treepack.errors import TreepackError
 from treepack.formats.data_sets import text_trees
+from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.reading import detect_format
 from treepack.trajectory import PromptCompletion, Skipped, Trajectory
@@ -213,3 +215,12 @@ def test_a_tree_is_recognised_and_its_sample_read() -> None:
 def test_a_node_with_a_list_of_texts_or_messages_as_json_text_is_refused(said_by: Node) -> None:
     with pytest.raises(TreepackError, match="expected text, or messages as objects"):
         read({"prompt": "2 + 2?", "children": [said_by]})
+
+
+def test_children_that_are_json_text_are_the_same_tree() -> None:
+    value = {"prompt": "2 + 2?", "children": [node("It is", node(" 4."), node(" 5."))]}
+    stored = Record("r:1", "r", value | {"children": json.dumps(value["children"])})
+    assert detect_format(stored) == "text-trees"
+    assert [item.content for item in text_trees.FORMAT.trajectories([stored], ReadOptions())] == [  # type: ignore[union-attr]
+        item.content for item in built(value)
+    ]

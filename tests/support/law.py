@@ -27,6 +27,7 @@ from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.unread import is_prose
 from treepack.ingest.readers.files.json_text import parsed_json
 from treepack.ingest.readers.files.records import Record
+from treepack.ingest.readers.format import Format
 from treepack.ingest.readers.reading import detect_format
 from treepack.ingest.readers.registry import formats_by_name
 from treepack.trajectory import Chat, PromptCompletion, Skipped, Tokens, Trajectory
@@ -62,10 +63,11 @@ SYNONYMS = {
 
 @dataclass(frozen=True)
 class Reading:
-    """What a reader made of records: its items, or the sentence of its refusal."""
+    """What the reader of `form` made of records: its items, or the sentence of its refusal."""
 
     items: tuple[Item, ...] = ()
     refusal: str = ""
+    form: Format | None = None
 
     @cached_property
     def notes(self) -> Counter[str]:
@@ -121,16 +123,16 @@ def _call(function: dict[str, Any]) -> tuple[str, Any]:
     return function["name"], arguments if parsed is None else parsed
 
 
-def read(records: Sequence[Record]) -> Reading:
-    """Read `records` as one file, whose format its first record decides."""
+def read(records: Sequence[Record], form: Format | None = None) -> Reading:
+    """Read `records` as one file, whose format its first record decides if it is not given."""
     if not records:
         return Reading()
     np.set_printoptions(threshold=100_000)
     try:
-        form = formats_by_name()[detect_format(records[0])]
-        return Reading(tuple(form.trajectories(records, ReadOptions(shapes=True))))
+        form = form or formats_by_name()[detect_format(records[0])]
+        return Reading(tuple(form.trajectories(records, ReadOptions(shapes=True))), form=form)
     except TreepackError as error:
-        return Reading(refusal=str(error))
+        return Reading(refusal=str(error), form=form)
 
 
 def leaves(value: Any, path: Path = ()) -> Iterator[Path]:
@@ -314,7 +316,7 @@ def _edits(path: Path, name: str, field: Any) -> Iterator[tuple[str, Edit]]:
         # A field that is there already would be lost by the mutation itself.
         def edit(record: Any) -> None:
             target = to(record)
-            if isinstance(target, dict) and key not in target:
+            if isinstance(target, dict) and key not in target and target is not at(record, path):
                 target[key] = at(record, path[:-1]).pop(name)
 
         return edit
@@ -407,22 +409,26 @@ class Change:
 
 
 def silent(records: Sequence[Record], *, every: int) -> list[str]:
-    """Return the mutations of the first record that change what is trained without a new note, skip or refusal.
+    """Return the mutations of each record that change what is trained without a new note, skip or refusal.
 
-    Of the mutations, one in `every` is tried.
+    Of the mutations, one in `every` is tried. A record that is read alone decides the format of its file.
     """
-    base = read(records)
-    tried = itertools.islice(mutations(records[0].value), 0, None, every)
-    changes = (_change(records, base, 0, *mutation) for mutation in tried)
+    is_one_file = formats_by_name()[detect_format(records[0])].read_file is not None
+    files = [records] if is_one_file else [[record] for record in records]
+    tried = itertools.islice(itertools.chain.from_iterable(map(_mutations_of, files)), 0, None, every)
+    changes = (_change(*each) for each in tried)
     return [change.name for change in changes if change is not None and change.is_silent]
 
 
-def changed_by_chance(
-    records: Sequence[Record], number: int, rng: random.Random, *, before: Sequence[Record] | None = None
-) -> Change | None:
-    """Return a mutation of record `number`, compared with `before`, or else `records`; None if there is none."""
+def _mutations_of(records: Sequence[Record]) -> Iterator[tuple[Sequence[Record], Reading, int, str, Path, Edit]]:
+    base = read(records)
+    for number, record in enumerate(records):
+        yield from ((records, base, number, *mutation) for mutation in mutations(record.value))
+
+
+def changed_by_chance(records: Sequence[Record], number: int, rng: random.Random, base: Reading) -> Change | None:
+    """Return a mutation of record `number`, compared with the reading `base`; None if there is none."""
     choices = list(mutations(records[number].value))
-    base = read(records if before is None else before)
     return _change(records, base, number, *rng.choice(choices)) if choices else None
 
 
@@ -432,11 +438,12 @@ def _change(records: Sequence[Record], base: Reading, number: int, kind: str, pa
         return None
     if _is_argument(records[number].value, path):
         return None
-    # A record without a list of steps is a rollout with fewer steps.
-    if kind in ("null", "empty") and isinstance(at(records[number].value, path), list | dict | np.ndarray):
+    # A record without a list of steps is a rollout with fewer steps, also if the list was JSON text.
+    field = at(records[number].value, path)
+    if kind in ("null", "empty") and (isinstance(field, list | dict | np.ndarray) or parsed_json(field) is not None):
         return None
     edited = _edited(records, number, edit)
-    after = read(edited)
+    after = read(edited, base.form if number else None)
     # null and "" remove the value itself, so texts may go; which turns are trained may not change.
     before, now = (base.turns, after.turns) if kind in ("null", "empty") else (base.trained, after.trained)
     is_noted = bool(after.refusal) or not after.items or bool(after.notes - base.notes)

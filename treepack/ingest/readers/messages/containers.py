@@ -18,7 +18,7 @@ from treepack.ingest.readers.fields.values import is_messages
 from treepack.ingest.readers.files.json_text import parsed_json
 from treepack.ingest.readers.files.records import Record
 
-_TALKS = ("messages", "conversations")  # always lists of messages
+_TALKS = ("messages", "conversations", "children")  # always lists of messages, or of the nodes of a tree
 # Text or messages. The fields of a row are parsed together: a prompt in prose may ask for an answer in JSON.
 _PROSE = (("prompt", "completion"), ("chosen", "rejected"))
 _SPEAKERS = ("role", "from")
