@@ -1,6 +1,6 @@
 """The time from the command `treepack train` to its second step, part by part, and what choosing a plan costs of it.
 
-    python benchmarks/first_minute.py PACKED [--model CONFIG.json] [--work DIR] [--steps N] [more of train, after --]
+    python benchmarks/first_minute.py PACKED [--model CONFIG.json] [--work DIR] [--steps N] [--cold] [options of train]
 
 First a model of random weights in bfloat16 is saved. Then the command runs in fresh processes:
 
@@ -9,10 +9,10 @@ caches                    of the first run
 plan given, empty caches  the options that the first run chose: nothing is measured
 plan given, caches        of the run before
 
-So the totals differ by what the choice costs beside compilation, which the first step needs in any case. A run writes a
-line when it begins a part, and the script notes when each line arrives: a part's time includes everything up to the
-next line. Runs plan for --steps, and are stopped after the second. Prints a Markdown table of seconds, after the
-versions and the device.
+With --cold only the two with empty caches run. The totals differ by what the choice costs beside compilation, which the
+first step needs in any case. A run writes a line when it begins a part, and the script notes when each line arrives: a
+part's time includes everything up to the next line. Runs plan for --steps, and are stopped after the second. Prints a
+Markdown table of seconds, after the versions and the device.
 """
 
 from __future__ import annotations
@@ -53,6 +53,9 @@ def save_weights(config: Path, folder: Path) -> None:
     with device:
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config), dtype=torch.bfloat16)
     model.save_pretrained(folder)
+    del model
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # for the runs
 
 
 def times(command: list[str], environment: dict[str, str]) -> dict[str, float]:
@@ -99,20 +102,23 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=Path("sample_data/tiny-qwen3.json"))
     parser.add_argument("--work", type=Path, default=Path("first_minute"))
     parser.add_argument("--steps", default="300")
-    parser.add_argument("options", nargs="*", help="options of train, after --")
-    arguments = parser.parse_args()
+    parser.add_argument("--cold", action="store_true", help="only the runs with empty caches")
+    arguments, options = parser.parse_known_args()
     shutil.rmtree(arguments.work, ignore_errors=True)
     weights, out = arguments.work / "weights", arguments.work / "out"
     save_weights(arguments.model, weights)
-    usual = ["--rows-per-step", "1", "--steps", arguments.steps, "--checkpoint-every", "0", *arguments.options]
+    usual = ["--rows-per-step", "1", "--steps", arguments.steps, "--checkpoint-every", "0", *options]
     columns, plan = dict[str, dict[str, float]](), list[str]()
     runs = {"empty caches": "a", "caches": "a", "plan given, empty caches": "b", "plan given, caches": "b"}
+    if arguments.cold:
+        runs = {name: cache for name, cache in runs.items() if "empty" in name}
     for name, cache in runs.items():
         words = ["train", arguments.packed, "--model", str(weights), "--out", str(out), "--overwrite", *usual]
         folder = arguments.work.resolve() / cache
         environment = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "TRITON_CACHE_DIR": f"{folder}/triton"}
-        columns[name] = times([sys.executable, "-c", COMMAND, *words, *plan], {**os.environ, **environment})
-        plan = chosen(out) if name == "caches" else plan
+        given = plan if cache == "b" else []
+        columns[name] = times([sys.executable, "-c", COMMAND, *words, *given], {**os.environ, **environment})
+        plan = plan or chosen(out)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     print(f"{device}, torch {torch.__version__}, commit {commit()}: train {' '.join(usual)}; plan {' '.join(plan)}\n")
     print("| part | " + " | ".join(columns) + " |\n|---|" + "---|" * len(columns))

@@ -348,7 +348,9 @@ def _run_steps(
                 start.log.end()
             if run_options.report_to and run.ranks.leads:
                 # Opened at the first step and not before: `train` may replace `out`, and finds the step to resume from.
-                sinks = sinks or stack.enter_context(_open_sinks(run, place, run_options, start, done=metrics.step - 1))
+                if sinks is None:
+                    sinks = _open_sinks(run, place, run_options, start, done=metrics.step - 1)
+                    stack.callback(sinks.close)
                 sinks.write(metrics.as_record())
             steps.append(metrics)
             if run.ranks.leads:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from support.oracle_model import Sample, make_row, tiny_config
 from treepack.data.batch import make_batch
 from treepack.errors import TreepackError
+from treepack.model.adapters.lora_options import LoraOptions
 from treepack.model.forward import row_loss
 from treepack.model.layers import adapt_layers, compile_layers
 from treepack.model.load import load_model
@@ -65,6 +66,19 @@ def test_compiled_layers_agree_and_serve_every_length(tmp_path: Path, graphs: li
     again = losses_and_gradients(loaded)
     assert len(graphs) == traced, "the same lengths need no other graph"
     assert all(torch.equal(a, b) for a, b in zip(again, results, strict=True))
+
+
+def test_all_layers_under_an_adapter_are_one_graph(tmp_path: Path, graphs: list[int]) -> None:
+    source, counts = tiny_config(tmp_path / "config.json"), []
+    row = make_batch(make_row([Sample((1, 2, 3, 4), (0.0, 1.0, 1.0, 1.0))]))
+    for lora in (None, LoraOptions(rank=2)):
+        loaded = load_model(source, attention="reference", device="cpu", lora=lora)
+        adapt_layers(loaded.causal, checkpointing=False, compiled=True)
+        graphs.clear()
+        trained = [weight for weight in loaded.model.parameters() if weight.requires_grad]
+        torch.autograd.grad(row_loss(loaded, row), trained, allow_unused=True)
+        counts.append(len(graphs))
+    assert counts[0] == counts[1] > 0
 
 
 def test_a_model_without_marked_layers_is_refused() -> None:

@@ -52,6 +52,7 @@ class SimulatedDevice:
     launch: float = 0.01
     allocated: int = 0
     passes: int = 0
+    longest: int = 0  # tokens of a pass
     layer: LayerBytes | None = None
 
     def __post_init__(self) -> None:
@@ -84,6 +85,7 @@ class SimulatedDevice:
         self._peak = max(self._peak, num_bytes)
         self._now += max(self.launch, tokens * self.seconds * (1 + share * (self.again - 1)))
         self.passes += 1
+        self.longest = max(self.longest, tokens)
 
     def _reset(self) -> None:
         self._peak = 0

@@ -6,6 +6,7 @@ import json
 import math
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from treepack.train.watch.metrics import MetricsLog, TensorBoardLog, read_metric
 
 
 def write_log(path: Path, *records: dict[str, Any], keep_until: int | None = None) -> Path:
-    with MetricsLog(path, keep_until=keep_until) as log:
+    with closing(MetricsLog(path, keep_until=keep_until)) as log:
         for record in records:
             log.write(record)
     return path
@@ -62,11 +63,12 @@ def test_a_killed_process_loses_no_line_that_it_wrote(tmp_path: Path) -> None:
 
 def test_a_full_disk_is_one_sentence_and_a_resumed_run_goes_on(tmp_path: Path) -> None:
     code = (
-        "import resource, sys; from pathlib import Path; from treepack.errors import TreepackError\n"
+        "import resource, sys; from contextlib import closing; from pathlib import Path\n"
+        "from treepack.errors import TreepackError\n"
         "from treepack.train.watch.metrics import MetricsLog\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (30, 30))\n"  # 30 bytes: two lines of 11 and part of a third
         "try:\n"
-        "    with MetricsLog(Path(sys.argv[1]), keep_until=None) as log:\n"
+        "    with closing(MetricsLog(Path(sys.argv[1]), keep_until=None)) as log:\n"
         "        for step in range(1, 9): log.write({'step': step})\n"
         "except TreepackError as error: print(error)"
     )
@@ -105,13 +107,13 @@ def test_a_resumed_run_without_a_file_begins_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("written", "keep_until", "lost"), [(5, 3, 0), (3, 3, 0), (1, 3, 2), (0, 3, 3), (2, 0, 0)])
 def test_lost_lines_are_counted(tmp_path: Path, written: int, keep_until: int, lost: int) -> None:
     path = write_log(tmp_path / "m.jsonl", *({"step": step + 1} for step in range(written)))
-    with MetricsLog(path, keep_until=keep_until) as log:
+    with closing(MetricsLog(path, keep_until=keep_until)) as log:
         assert log.num_lost == lost
     path.unlink()
-    with MetricsLog(path, keep_until=keep_until) as log:
+    with closing(MetricsLog(path, keep_until=keep_until)) as log:
         assert log.num_lost == keep_until
     path.unlink()
-    with MetricsLog(path, keep_until=None) as log:
+    with closing(MetricsLog(path, keep_until=None)) as log:
         assert log.num_lost == 0
 
 
@@ -169,7 +171,7 @@ def test_tensorboard_shows_the_numbers_of_a_resumed_run_once(tmp_path: Path) -> 
 
     # Steps 1 to 4, then a run resumed after step 2 that computes steps 3 and 4 again.
     for keep_until, first, loss in ((None, 1, 0.5), (2, 3, 0.25)):
-        with TensorBoardLog(tmp_path, keep_until=keep_until) as log:
+        with closing(TensorBoardLog(tmp_path, keep_until=keep_until)) as log:
             for step in range(first, 5):
                 log.write({"step": step, "loss": loss, "kl": math.nan, "epoch": 0, "name": "x", "skipped_rows": [1]})
     events = EventAccumulator(str(tmp_path)).Reload()

@@ -90,16 +90,16 @@ def test_the_bytes_of_any_number_of_recomputed_layers_are_those_of_the_pass(tmp_
 
 
 def test_longer_passes_run_until_the_processor_is_not_what_they_wait_for(loaded: LoadedModel) -> None:
-    # A start takes 1,000 us and a token 10: passes of 128 tokens or fewer show nothing of the GPU.
+    # A start takes 1,000 us and a token 10: passes of 64 tokens or fewer show nothing of the GPU.
     device = SimulatedDevice(free=10**9, launch=0.001, seconds=1e-5)
     result = probe(loaded, device, lengths=(16, 64, 128, 256, 512, 1024))
-    assert device.passes == 4 * 2 * 2 + 3  # 256 recomputed tokens take 3.2 starts
+    assert device.passes == 3 * 2 * 2 + 3  # 128 recomputed tokens take 1.6 starts
     assert result.seconds_kept == pytest.approx(device.seconds)
     assert result.launch == pytest.approx(device.launch)
 
 
 def test_compiled_layers_run_only_the_longest_passes_that_fit(loaded: LoadedModel) -> None:
-    plain = probe(loaded, SimulatedDevice(free=10**9, launch=0.001))
+    plain = probe(loaded, SimulatedDevice(free=10**9))
     # 128 kept tokens fit, and 256 recomputed ones.
     device = SimulatedDevice(free=1_000_000 + 300_000)
     result = probe(loaded, device, compiled=True, plain=plain)
@@ -111,7 +111,7 @@ def test_compiled_layers_run_only_the_longest_passes_that_fit(loaded: LoadedMode
 
 @pytest.mark.parametrize("count", [0, LAYERS])
 def test_compiled_layers_run_one_graph_and_the_other_numbers_follow(loaded: LoadedModel, count: int) -> None:
-    plain = probe(loaded, SimulatedDevice(free=10**9, launch=0.001))
+    plain = probe(loaded, SimulatedDevice(free=10**9))
     device = SimulatedDevice(free=10**9, kept=1_500.0, recomputed=400.0, seconds=0.5e-4)
     result = probe(loaded, device, compiled=True, plain=plain, counts=(count,))
     assert device.passes == 2 * 2 + 1
@@ -122,9 +122,16 @@ def test_compiled_layers_run_one_graph_and_the_other_numbers_follow(loaded: Load
     assert result.seconds_recomputed == pytest.approx(1.25 * device.seconds)
 
 
+def test_compiled_passes_are_not_longer_than_they_need_to_be(loaded: LoadedModel) -> None:
+    plain = probe(loaded, SimulatedDevice(free=10**9, launch=0.002))  # 20 tokens
+    device = SimulatedDevice(free=10**9)
+    probe(loaded, device, compiled=True, plain=plain, counts=(0,))
+    assert device.longest == 64  # 128 tokens take 6.4 starts
+
+
 def test_a_pass_that_does_not_fit_by_the_shorter_ones_is_not_run(loaded: LoadedModel) -> None:
     # 128 tokens fit, and 256 only if layers are recomputed; a pass that does not fit would raise an error.
-    device = SimulatedDevice(free=1_000_000 + 300_000)
+    device = SimulatedDevice(free=1_000_000 + 300_000, launch=0.02)
     result = probe(loaded, device)
     assert device.passes == 4 * 2 * 2 - 2 + 3
     assert result.kept == pytest.approx(device.kept)
@@ -183,7 +190,7 @@ def test_the_weights_of_products_are_cast_to_16_bits(loaded: LoadedModel) -> Non
 
 
 def test_casts_are_no_bytes_of_a_token(loaded: LoadedModel) -> None:
-    device = SimulatedDevice(free=10**9)
+    device = SimulatedDevice(free=10**9, launch=0.02)
     plain, fused = probe(loaded, device), probe(loaded, device, casts=128_000)
     assert plain.kept - fused.kept == pytest.approx(128_000 / 256)
     assert fused.pass_bytes(256, 0, 96) == plain.pass_bytes(256, 0, 96)

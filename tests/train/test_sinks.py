@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,7 @@ def test_trackers_get_finite_numbers_under_train_and_eval() -> None:
 def test_a_tracker_that_fails_is_left_out_with_one_note(tmp_path: Path) -> None:
     (tmp_path / "tensorboard").write_text("a file in the place of the folder")
     notes: list[str] = []
-    with Sinks(["tensorboard"], sink_run(tmp_path), notes.append) as sinks:
+    with closing(Sinks(["tensorboard"], sink_run(tmp_path), notes.append)) as sinks:
         for step in (1, 2):
             sinks.write({"step": step, "loss": 1.0})
     assert len(notes) == 1
@@ -38,7 +39,7 @@ def test_a_tracker_that_fails_is_left_out_with_one_note(tmp_path: Path) -> None:
 
 
 def test_a_tracker_named_twice_is_opened_once(tmp_path: Path) -> None:
-    with Sinks(["tensorboard", "tensorboard"], sink_run(tmp_path), pytest.fail) as sinks:
+    with closing(Sinks(["tensorboard", "tensorboard"], sink_run(tmp_path), pytest.fail)) as sinks:
         sinks.write({"step": 1, "loss": 1.0})
     assert len(list((tmp_path / "tensorboard").iterdir())) == 1
 

@@ -74,10 +74,7 @@ def adapt_layers(
         TreepackError: if the model's layers cannot be compiled or checkpointed, or it has fewer than `recomputed`.
     """
     layers = tuple(find_layers(model))
-    plain = getattr(model, _PLAIN, None)
-    if plain is None:
-        plain = [layer.forward for layer in layers]
-        setattr(model, _PLAIN, plain)
+    plain = vars(model).setdefault(_PLAIN, [layer.forward for layer in layers])
     for layer, forward in zip(layers, plain, strict=True):
         layer.forward = forward
     setattr(model, _COMPILED, False)
@@ -123,6 +120,9 @@ def compile_layers(model: Any) -> None:
     torch._dynamo.config.specialize_float = True
     # Otherwise the sizes at which fused norms pay are guards, and each of them compiles the layers again for long rows.
     torch._inductor.config.triton.mix_order_reduction_non_strict_mode = True
+    # Otherwise the first layer under an adapter gets an input without a gradient, and is another graph than the others.
+    if not model.get_input_embeddings().weight.requires_grad and not hasattr(model, "_require_grads_hook"):
+        model.enable_input_require_grads()
     for layer in layers:
         layer.forward = torch.compile(layer.forward, dynamic=True)
     setattr(model, _COMPILED, True)

@@ -116,7 +116,7 @@ def _steps(
     with (
         _close_after(Checkpoints(place.folder / CHECKPOINTS, keep=options.keep, upload=upload)) as checkpoints,
         closing(FittingRun(run, optimiser, note=note, record=partial(record_plan, out=place.out))) as fitting,
-        MetricsLog(place.folder / METRICS, keep_until=done) if ranks.leads else nullcontext() as log,
+        closing(MetricsLog(place.folder / METRICS, keep_until=done)) if ranks.leads else nullcontext() as log,
     ):
         if log is not None and log.num_lost:
             note(f"{METRICS} lacks {log.num_lost} of the {done} steps before; the weights are whole")

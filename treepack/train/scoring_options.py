@@ -16,6 +16,10 @@ from treepack.train.options import ATTENTION, CHUNK, DTYPES, MAX_SEED, ROUTES, c
 
 # Tokens of a piece with `carry` "auto". Longer pieces are not faster: without gradients each token runs once anyway.
 AUTO_PIECE = 8192
+_PASS_TOKENS = (
+    "Join consecutive rows into passes of at most N tokens, which are faster on a GPU; auto is 32768 there, and 1 runs "
+    "every row alone, as auto does on the CPU."
+)
 
 
 @dataclass(frozen=True)
@@ -51,11 +55,7 @@ class ScoreOptions:
         "Run a row of more than N tokens in pieces of at most N, so that memory limits the piece and not the row; auto "
         "is 8192, and off runs every row as a whole.",
     )
-    pass_tokens: int | str = option(
-        "auto",
-        "Join consecutive rows into passes of at most N tokens, which are faster on a GPU; auto is 32768 there, and 1 "
-        "runs every row alone, as auto does on the CPU.",
-    )
+    pass_tokens: int | str = option("auto", _PASS_TOKENS)
     routes: str = option("replay", "As in treepack train.", choices=ROUTES)
     dtype: str = option("auto", "As in treepack train.", choices=DTYPES)
     attention: str = option("auto", "As in treepack train.", choices=ATTENTION)
@@ -105,11 +105,7 @@ class CriticOptions:
         "Put each tree into one row, and run a row of more than N tokens in pieces of at most N, so that each tree "
         "token runs once; auto is 8192, and off runs every row as a whole.",
     )
-    pass_tokens: int | str = option(
-        "auto",
-        "Join consecutive rows into passes of at most N tokens, which are faster on a GPU; auto is 32768 there, and 1 "
-        "runs every row alone, as auto does on the CPU.",
-    )
+    pass_tokens: int | str = option("auto", _PASS_TOKENS)
     routes: str = option("replay", "As in treepack train.", choices=ROUTES)
     dtype: str = option("auto", "As in treepack train; the value head computes in fp32.", choices=DTYPES)
     attention: str = option("auto", "As in treepack train.", choices=ATTENTION)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -73,12 +74,12 @@ def test_a_line_without_end_takes_no_more_memory(tmp_path: Path, monkeypatch: py
 
 def test_a_resume_that_cuts_steps_off_starts_again(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    with MetricsLog(path, keep_until=None) as log:
+    with closing(MetricsLog(path, keep_until=None)) as log:
         for step in (1, 2, 3):
             log.write({"step": step})
     tail = MetricsTail(path)
     assert steps_of(tail) == [1, 2, 3]
-    with MetricsLog(path, keep_until=2) as log:
+    with closing(MetricsLog(path, keep_until=2)) as log:
         log.write({"step": 3, "loss": 0.5})
         assert steps_of(tail) == [None, 1, 2, 3]
     path.unlink()

@@ -7,6 +7,7 @@ import re
 import time
 import urllib.error
 import urllib.request
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -89,7 +90,7 @@ def fetch(url: str) -> str:
 def test_the_page_of_a_trainer_starts_and_ends_with_its_sink(tmp_path: Path) -> None:
     folder = run_folder(tmp_path / "run")
     notes: list[str] = []
-    with Sinks(["page"], SinkRun(folder, "project", "name", "1f2e", note=notes.append), notes.append) as sinks:
+    with closing(Sinks(["page"], SinkRun(folder, "project", "name", "1f2e", note=notes.append), notes.append)) as sinks:
         (page,) = sinks._sinks.values()
         page._announcing.join(60)  # type: ignore[attr-defined]
         (url,) = re.findall(r"the page of this run is (http://127\.0\.0\.1:\d+/\S+/)$", notes[0])

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from treepack.attention.hopper.delta import compute_delta
+from treepack.attention.delta import compute_delta
 from treepack.attention.hopper.join_shares import join_shares
 from treepack.attention.hopper.matrices import matrix_arguments
 from treepack.attention.hopper.shapes import SHAPES, HeadShape

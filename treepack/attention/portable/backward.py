@@ -15,18 +15,17 @@ derivative of the cap.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from treepack.attention.delta import compute_delta
 from treepack.attention.kernel_launch import (
     AttentionInputs,
     BackwardInputs,
     KernelLaunch,
     key_arguments,
     key_window,
-    padded_width,
     query_arguments,
     query_window,
     sink_gradient,
@@ -47,31 +46,6 @@ from treepack.attention.portable.forward import (
     store_portable_rows,
 )
 from treepack.attention.schedule import KEY_BLOCK, QUERY_BLOCK, Schedule
-
-# Queries per program of the delta kernel; not tuned, because that kernel reads o and do once and has no product.
-DELTA_BLOCK = 64
-
-
-@triton.jit(do_not_specialize=["length"])
-def _delta_kernel(
-    o, do, delta, o_strides, do_strides, length, heads,
-    BLOCK: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    blocks = tl.cdiv(length, BLOCK)
-    i_q, i_bh = tl.program_id(0) % blocks, tl.program_id(0) // blocks
-    row, head = (i_bh // heads).to(tl.int64), (i_bh % heads).to(tl.int64)
-    # [BLOCK]
-    o_q = i_q * BLOCK + tl.arange(0, BLOCK)
-    m_q = o_q < length
-    # [BLOCK, BLOCK_D]
-    b_o = load_portable_rows(o + row * o_strides[0] + head * o_strides[1], o_q, m_q, o_strides[2], D, BLOCK_D, True)
-    b_do = load_portable_rows(
-        do + row * do_strides[0] + head * do_strides[1], o_q, m_q, do_strides[2], D, BLOCK_D, True
-    )
-    # [BLOCK, BLOCK_D] -> [BLOCK]
-    b_delta = tl.sum(b_o.to(tl.float32) * b_do.to(tl.float32), 1)
-    # [BLOCK]
-    tl.store(delta + i_bh.to(tl.int64) * length + o_q, b_delta, mask=m_q)
 
 
 @triton.jit
@@ -312,33 +286,13 @@ def portable_backward(
         grad: [B, H, T - first, D_v], the gradient of `out`; stride 1 in the last dimension and any other strides.
     """
     inputs = AttentionInputs(query, key, value, schedule, scale, sinks, softcap)
-    incoming = BackwardInputs(grad, lse, _delta(out, grad))
+    incoming = BackwardInputs(grad, lse, compute_delta(out, grad, lse))
     dq, dk, dv = token_major(query), token_major(key), token_major(value)
     configs = configs_of(query, value)
     query_launch(inputs, incoming, dq, configs.query).run()
     key_launch(inputs, incoming, dk, dv, configs.key).run()
     dsinks = None if sinks is None else sink_gradient(sinks, lse, incoming.delta, query.shape[2])
     return dq, dk, dv, dsinks
-
-
-def _delta(out: Tensor, grad: Tensor) -> Tensor:
-    """Return delta, float32 [B, H, T - first]; token and row are the same to this kernel."""
-    batch, heads, length, width = out.shape
-    delta = torch.empty((batch, heads, length), dtype=torch.float32, device=out.device)
-    _delta_kernel[(batch * heads * triton.cdiv(length, DELTA_BLOCK),)](
-        out,
-        grad,
-        delta,
-        out.stride()[:3],
-        grad.stride()[:3],
-        length,
-        heads,
-        BLOCK=DELTA_BLOCK,
-        D=width,
-        BLOCK_D=padded_width(width),
-        num_warps=4,
-    )
-    return delta
 
 
 def query_launch(inputs: AttentionInputs, incoming: BackwardInputs, dq: Tensor, config: PortableConfig) -> KernelLaunch:

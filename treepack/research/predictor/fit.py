@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -204,7 +205,7 @@ def fit(run: CheckedFit, out: str | AnyPath, *, overwrite: bool = False) -> Iter
     states_of = _frozen_states(run) if run.options.freeze else lambda row: end_states(loaded, row, dtype=_dtype(run))
     with finished_directory(as_output(out), overwrite=overwrite) as temporary:
         # The log is closed before the directory gets its name. A fit is short and cannot be resumed.
-        with MetricsLog(temporary / METRICS, keep_until=None) as log:
+        with closing(MetricsLog(temporary / METRICS, keep_until=None)) as log:
             for number in range(len(run.schedule)):
                 step = _fit_step(run, optimiser, number, states_of)
                 log.write(asdict(step))

@@ -4,10 +4,10 @@ model, a row --probe_model--> ModelProbe        whole rows, with every layer rec
 ModelProbe --agreed--> ModelProbe               the cautious numbers of all ranks, so that all of them choose one plan
 
 Each length runs twice: with few logits at a time for its memory, then with a chunk of them for its time. Logits would
-hide the memory of layers in such short passes, and hardly matter in long ones. Before them one pass compiles. A longer
-pass runs only if the shorter ones took hardly longer than the processor needs to start them, and if it fits by them:
-ranks of a sharded model meet in every layer, so a rank that runs out of memory inside a pass would leave the others
-waiting.
+hide the memory of layers in such short passes, and hardly matter in long ones. Before them one pass compiles, kernels
+in threads. A longer pass runs only if the shorter ones took hardly longer than the processor needs to start them, and
+if it fits by them: ranks of a sharded model meet in every layer, so a rank that runs out of memory inside a pass would
+leave the others waiting.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from treepack.model.forward import WholeRows
 from treepack.model.layers import adapted_layers, find_layers, recomputed_layers
 from treepack.model.loaded import LoadedModel
 from treepack.train.ranks import Ranks
+from treepack.train.setup.kernel_threads import compile_in_threads
 from treepack.train.setup.run_plan import ModelProbe
 
 # Targets whose logits are in memory in passes that measure memory.
@@ -34,7 +35,8 @@ FEW_LOGITS = 128
 # Tokens of the passes. From the two longest, a straight line gives the bytes of a token. None is the size of a layer
 # (64, 2048, ...), for which torch.compile would make code of its own.
 LENGTHS = (192, 2176, 4736, 9344, 18560)
-_BUSY = 2  # the time of a pass whose kernels are measured, in starts of a pass
+_BUSY = 1.5  # the time of a pass whose kernels are measured, in starts of a pass
+_LONG = 6  # the same of a compiled pass: a longer one would tell no more
 _CHAIN = 64  # tokens of each of their sequences: every model has these positions
 # Logits of a target, their softmax and their gradient, in float32.
 _LOGIT_BYTES = 12
@@ -94,8 +96,12 @@ def probe_model(
     devices = [loaded.device] if loaded.device.type == "cuda" else []
     try:
         with torch.random.fork_rng(devices=devices):
+            if plain is None:
+                tree = star(batch, lengths[0])
+                compile_in_threads(loaded.device, lambda: _measured(runners[-1], tree, meter))
+                loaded.model.zero_grad(set_to_none=True)
             for number, length in enumerate(lengths):
-                if number > 2 and plain is None and not on_any(_waits(known[count].seconds, known[0].start)):
+                if number > 2 and plain is None and not on_any(known[count].waits):
                     break
                 for recomputed, passes in known.items():
                     if length not in chosen[recomputed]:
@@ -108,7 +114,7 @@ def probe_model(
             between = 0
             if len(known) > 1 and count > 1:
                 with recomputed_layers(loaded.causal, count // 2):
-                    between, _ = _measured(runners[0], batch, known[0].longest, meter)
+                    between, _ = _measured(runners[0], chains(batch, known[0].longest), meter)
     finally:
         loaded.model.train(training)
     return ModelProbe(
@@ -161,6 +167,11 @@ class _Passes:
         return self.seconds[min(self.seconds)]
 
     @property
+    def waits(self) -> bool:
+        """True if the passes so far took hardly longer than a start."""
+        return max(self.seconds.values()) < _BUSY * self.start
+
+    @property
     def longest(self) -> int:
         """Tokens of the longest pass."""
         return max(self.bytes)
@@ -179,19 +190,19 @@ class _Passes:
 
     def measure(self, runners: Sequence[WholeRows], batch: Batch, length: int, meter: MemoryMeter) -> None:
         """Run passes of `length` tokens; `runners` have few logits in memory, and a chunk of them."""
+        row = chains(batch, length)
         if not self.bytes:  # this pass compiles
-            _measured(runners[-1], batch, length, meter)
-        self.bytes[length], _ = _measured(runners[0], batch, length, meter)
-        self.with_logits, self.seconds[length] = _measured(runners[-1], batch, length, meter)
+            _measured(runners[-1], row, meter)
+        self.bytes[length], _ = _measured(runners[0], row, meter)
+        self.with_logits, self.seconds[length] = _measured(runners[-1], row, meter)
 
     def covered(self, logits: int) -> float:
         """Return how many of the bytes of more logits are free again when a layer needs most, per token."""
         return max(0.0, (logits - max(0, self.with_logits - self.bytes[self.longest])) / self.longest)
 
 
-def _measured(runner: WholeRows, batch: Batch, length: int, meter: MemoryMeter) -> tuple[int, float]:
-    """Run a pass of `length` tokens; return its peak in bytes and its seconds."""
-    row = chains(batch, length)
+def _measured(runner: WholeRows, row: Batch, meter: MemoryMeter) -> tuple[int, float]:
+    """Run a pass over a row; return its peak in bytes and its seconds."""
     start, before = meter.clock(), meter.allocated()
     meter.reset()
     with cast_once(keep=runner.loaded.root is None):
@@ -208,14 +219,11 @@ def cast_bytes(causal: Any) -> int:
     return sum(2 * weight.numel() for weight in weights if weight.dtype == torch.float32)
 
 
-def _waits(seconds: dict[int, float], start: float) -> bool:
-    """Return True if the passes so far took hardly longer than a start."""
-    return max(seconds.values()) < _BUSY * start
-
-
 def _longest(lengths: Sequence[int], plain: ModelProbe, recomputed: int, fits: Callable[[int], bool]) -> Sequence[int]:
-    """Return the two longest passes that fit by an earlier probe; the two shortest if not even they do."""
-    fitting = [length for length in lengths if fits(plain.pass_bytes(length, recomputed, plain.chunk))]
+    """Return the two longest passes that fit by an earlier probe, and are not too long; else the two shortest."""
+    long = _LONG * plain.launch / plain.seconds(recomputed)
+    few = [length for length in lengths if length <= long]
+    fitting = [length for length in few if fits(plain.pass_bytes(length, recomputed, plain.chunk))]
     return (fitting if len(fitting) > 1 else lengths[:2])[-2:]
 
 
@@ -233,6 +241,22 @@ def chains(batch: Batch, length: int) -> Batch:
         scale=torch.ones(length, dtype=torch.int32),
         loss_weight=(position > 0).double(),
         num_tokens=length,
+    )
+
+
+def star(batch: Batch, length: int) -> Batch:
+    """Return a row of one tree with the tokens of a row, a prompt and eight branches, that launches every kernel."""
+    # Length 48: a prompt of 32 tokens, branches 32 33, 34 35, ... of 2: parent of 34 is 31 and of 35 is 34
+    prompt, tokens = _CHAIN // 2, torch.arange(length)
+    branch = max(1, (length - prompt) // 8)
+    inside = torch.where(tokens < prompt, tokens, (tokens - prompt) % branch)
+    in_prompt = tokens < prompt
+    return replace(
+        chains(batch, length),
+        position_ids=torch.where(in_prompt, tokens, prompt + inside),
+        parent=torch.where(~in_prompt & (inside == 0), prompt - 1, tokens - 1),
+        subtree_end=torch.where(in_prompt, length, (tokens - inside + branch).clamp(max=length)).int(),
+        loss_weight=(tokens > 0).double(),
     )
 
 

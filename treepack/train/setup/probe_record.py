@@ -12,12 +12,13 @@ import hashlib
 import json
 import os
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
 
 from treepack import __version__
+from treepack.carry.limit import CarryCosts
 from treepack.train.setup.memory_input import MemoryInput
 from treepack.train.setup.run_plan import ModelProbe
 
@@ -36,11 +37,13 @@ class ProbeRecord:
         fused: compiled layers; None if no run was long enough for them.
         only: recomputed layers of the passes that measured `fused`, if passes with the others would be another graph,
             which no run used; None if both were measured.
+        pieces: costs of rows in pieces, by the number of recomputed layers in digits.
     """
 
     plain: ModelProbe
     fused: ModelProbe | None = None
     only: int | None = None
+    pieces: dict[str, CarryCosts] = field(default_factory=dict)
 
 
 def pays(seconds: float, known: ProbeRecord | None) -> bool:
@@ -57,7 +60,8 @@ def known_probes(given: MemoryInput, chunk: int) -> ProbeRecord | None:
         if path is not None:
             record = json.loads(path.read_text())
             fused = None if record["fused"] is None else ModelProbe(**record["fused"])
-            return ProbeRecord(ModelProbe(**record["plain"]), fused, record["only"])
+            pieces = {count: CarryCosts(**costs) for count, costs in record["pieces"].items()}
+            return ProbeRecord(ModelProbe(**record["plain"]), fused, record["only"], pieces)
     return None
 
 

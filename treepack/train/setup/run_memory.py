@@ -180,6 +180,7 @@ class _Planner:
 
     def __init__(self, given: MemoryInput, memory: StepMemory) -> None:
         self.given, self.memory, self.meter = given, memory, memory.meter
+        self.record: ProbeRecord | None = None  # what is measured
         self.rows: RunRows = given.rows()
         self.batch = given.longest_batch()
         self.chunk = CHUNK if given.options.loss_chunk == "auto" else int(given.options.loss_chunk)
@@ -241,7 +242,7 @@ class _Planner:
         """Return layers as they are, compiled, or both, measured now or in an earlier run, and the reason."""
         given, wanted = self.given, self.given.options.compile
         # The first rank decides, because machines have records of their own.
-        known = given.ranks.lead(lambda: known_probes(given, self.chunk))
+        known = self.record = given.ranks.lead(lambda: known_probes(given, self.chunk))
         plain = self._plain_probe() if known is None else known.plain
         seconds = given.tokens * plain.seconds_kept
         if wanted is False:
@@ -267,8 +268,12 @@ class _Planner:
         if has_compiled_layers(given.loaded.causal):
             adapt(given.loaded.causal, replace(given.options, compile=False), given.loaded.device)
         probe = self._probe()
-        keep_probes(given, self.chunk, ProbeRecord(probe))
+        self._keep(ProbeRecord(probe))
         return probe
+
+    def _keep(self, record: ProbeRecord) -> None:
+        self.record = record
+        keep_probes(self.given, self.chunk, record)
 
     def _compiled_probe(self, plain: ModelProbe) -> tuple[ModelProbe | None, str]:
         """Compile and measure the layers; return the probe and its time in words, or None and the problem of a rank."""
@@ -283,16 +288,19 @@ class _Planner:
         if given.ranks.any(record is None) or record is None:
             adapt(given.loaded.causal, replace(given.options, compile=False), given.loaded.device)
             return None, problem or "on another rank"
-        keep_probes(given, self.chunk, record)
+        self._keep(record)
         return record.fused, f"after {self.meter.clock() - start:.0f} s of compilation and measurement"
 
     def _fused_record(self, plain: ModelProbe) -> ProbeRecord:
         """Measure compiled layers that keep their activations, or run again; both, two graphs, only if the run does."""
-        count = 0 if 0 <= self._recomputed(plain) < plain.num_layers else plain.num_layers
-        fused = self._probe(plain, counts=(count,))
-        if self._has_graphs(fused, count):
-            return ProbeRecord(plain, fused, count)
-        return ProbeRecord(plain, self._probe(plain))
+        planned, pieces = self._recomputed(plain), {} if self.record is None else self.record.pieces
+        # Compiled layers keep about half as much, so a plan that keeps few layers as they are keeps some compiled ones.
+        if not plain.num_layers / 2 < planned < plain.num_layers:
+            count = plain.num_layers if planned in (-1, plain.num_layers) else 0
+            fused = self._probe(plain, counts=(count,))
+            if self._has_graphs(fused, count):
+                return ProbeRecord(plain, fused, count, pieces)
+        return ProbeRecord(plain, self._probe(plain), pieces=pieces)
 
     def _has_graphs(self, probe: ModelProbe, only: int | None) -> bool:
         """Return True if the plan by this probe uses no graph that was not measured."""
@@ -345,17 +353,19 @@ class _Planner:
         wanted = given.options.checkpoint_layers
         counts = (wanted,) if isinstance(wanted, int) else (0, probe.num_layers) if wanted == "auto" else (
             probe.num_layers,)  # fmt: skip
-        pieces = []
-        _log.info("measuring the memory of pieces")
-        for count in sorted(set(counts)):
+        record = self.record or ProbeRecord(probe)
+        for count in sorted({*counts} - {*map(int, record.pieces)}):
+            _log.info("measuring the memory of pieces with %d recomputed layers", count)
             if adapted_layers(loaded.causal) is not None:
                 set_recomputed(loaded.causal, count)
             # Without compilation, of whose code for such short pieces a run would use nothing; it needs less memory.
             with torch.compiler.set_stance("force_eager"):
                 costs = measured_pieces(given, self.batch, self.chunk)
             if costs is not None:
-                pieces.append(PieceProbe(probe.compiled, count, costs))
-        return tuple(pieces)
+                record.pieces[str(count)] = costs
+                self._keep(record)
+        known = record.pieces
+        return tuple(PieceProbe(probe.compiled, n, known[str(n)]) for n in sorted({*counts}) if str(n) in known)
 
 
 def measured_pieces(given: MemoryInput, batch: Batch, chunk: int) -> CarryCosts | None:

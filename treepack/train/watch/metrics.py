@@ -18,8 +18,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from numbers import Real
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import orjson
 
@@ -78,14 +77,6 @@ class MetricsLog:
         with _disk_errors(self._path):
             self._file.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
 
 def scalars(record: Mapping[str, Any]) -> dict[str, float]:
     """Return the finite numbers of a record by the name that trackers show: train/NAME, or eval/NAME for eval_NAME."""
@@ -134,14 +125,6 @@ class TensorBoardLog:
         """
         with _disk_errors(self._directory):
             self._writer.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def read_metrics(path: Path) -> dict[str, list[Any]]:

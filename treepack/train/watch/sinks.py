@@ -24,8 +24,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType, TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Protocol
 
 from treepack.errors import TreepackError, install_hint
 from treepack.files.directory import finished_file
@@ -110,14 +110,6 @@ class Sinks:
                 sink.close()
             except Exception as error:
                 self._leave_out(name, error)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _leave_out(self, name: str, error: Exception) -> None:
         reason = next(iter(str(error).splitlines()), "") or type(error).__name__

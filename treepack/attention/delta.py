@@ -1,4 +1,4 @@
-"""Delta on Hopper: the sum of output * gradient over the head dimension, which both kernels of the backward subtract.
+"""Delta: the sum of output * gradient over the head dimension, which all kernels of the backward subtract.
 
 out, grad [B, H, T, D_v], lse [B, H, T_pad] --compute_delta--> delta, float32 [B, H, T_pad], 0 after the row
 
@@ -20,7 +20,7 @@ def compute_delta(out: Tensor, grad: Tensor, lse: Tensor) -> Tensor:
     batch, heads, length, width = out.shape
     padded = lse.shape[-1]
     delta = torch.empty_like(lse)
-    _delta_kernel[(batch * heads * padded // QUERY_TILE,)](
+    _delta_kernel[(batch * heads * triton.cdiv(padded, QUERY_TILE),)](
         out,
         grad,
         delta,
@@ -31,12 +31,12 @@ def compute_delta(out: Tensor, grad: Tensor, lse: Tensor) -> Tensor:
         heads,
         WIDTH=width,
         D=triton.next_power_of_2(width),
-        BLOCK=QUERY_TILE,
+        BLOCK=QUERY_TILE,  # not tuned: the kernel reads both tensors once and has no product
     )
     return delta
 
 
-@triton.jit(do_not_specialize=["length"])
+@triton.jit(do_not_specialize=["length", "padded"])
 def _delta_kernel(
     o,
     do,
@@ -51,8 +51,8 @@ def _delta_kernel(
     BLOCK: tl.constexpr,
 ):
     """Write delta of BLOCK consecutive tokens of one head, and 0 for the tokens that pad the row."""
-    # T_pad is a multiple of BLOCK, so only `inside` masks tokens; D is WIDTH rounded up to a power of two.
-    blocks = padded // BLOCK
+    # T_pad is T itself, or T rounded up to a multiple of BLOCK. D is WIDTH rounded up to a power of two.
+    blocks = tl.cdiv(padded, BLOCK)
     # [BLOCK]
     i_t = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     i_h = (tl.program_id(0) // blocks % heads).to(tl.int64)
@@ -65,4 +65,5 @@ def _delta_kernel(
     b_o = tl.load(o + i_b * o_strides[0] + i_h * o_strides[1] + rows * o_strides[2] + o_d, mask=inside, other=0.0)
     b_do = tl.load(do + i_b * do_strides[0] + i_h * do_strides[1] + rows * do_strides[2] + o_d, mask=inside, other=0.0)
     # [BLOCK, D] -> [BLOCK]
-    tl.store(delta + (i_b * heads + i_h) * padded + i_t, tl.sum(b_o.to(tl.float32) * b_do.to(tl.float32), 1))
+    b_delta = tl.sum(b_o.to(tl.float32) * b_do.to(tl.float32), 1)
+    tl.store(delta + (i_b * heads + i_h) * padded + i_t, b_delta, mask=i_t < padded)
