@@ -10,9 +10,9 @@ For each model, its shape with random weights, and each kind of rows, the run is
 train` plans it, and its first steps are timed. Then the same rows run with the plans of `CANDIDATES`, each as given by
 hand. The learning rate is 0, so all losses must agree. Steps include the update; the first one, which compiles, is not
 timed. --seconds ends the candidates of a model and rows early, --limit-gib makes the GPU smaller. Nothing starts after
---budget seconds; every record is written to --json at once. Over ranks the model is sharded, each has as many rows as
-one GPU alone, and candidates that do not fit by the measurements of the chosen plan are not run: a rank without memory
-would leave the others waiting.
+--budget seconds; every record is written to --json at once. Over ranks the model is divided as a run divides it, each
+has as many rows as one GPU alone, and candidates that do not fit by the measurements of the chosen plan are not run: a
+rank without memory would leave the others waiting.
 
 plan       chosen, or the options of a candidate
 tokens/s   of the fastest timed step
@@ -55,6 +55,7 @@ from treepack.train.retry import FittingRun
 from treepack.train.run import TrainingRun
 from treepack.train.setup.compute import ComputeSetting, choose_compute
 from treepack.train.setup.memory_input import MemoryInput
+from treepack.train.setup.rank_choice import choose_ranks
 from treepack.train.setup.run_data import open_data
 from treepack.train.setup.run_memory import MemoryChoices, choose_memory, coming_bytes
 from treepack.train.setup.run_model import load_run_model
@@ -128,17 +129,29 @@ class Bench:
         config = dict(PRESETS[name]) | (TINY if args.dry_run else {})
         if args.layers:
             config["num_hidden_layers"] = args.layers
+        self.meter = self._meter()
         with tempfile.TemporaryDirectory() as folder, made_on(self.compute.device):
             path = Path(folder) / "config.json"
             path.write_text(json.dumps({**config, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}))
-            options = replace(self.options, dtype=self.compute.dtype)
-            self.loaded: LoadedModel = load_run_model(path, options, self.compute, self.ranks)
-        self.meter = self._meter()
+            self._divide(path)
+            self.loaded: LoadedModel = load_run_model(path, self.options, self.compute, self.ranks)
+
+    def _divide(self, model: Path) -> None:
+        """Choose the ranks of a row and of experts and the place of weights, by the longest rows, as a run does."""
+        longest = max(self.args.rows.split(","), key=lambda rows: ROWS[rows][0])
+        options = replace(self.options, dtype=self.compute.dtype, rows_per_step=self._rows_per_step(longest))
+        data = open_data(Path(self.args.data) / longest, options, self.ranks)
+        self.options, lines = choose_ranks(model, options, data, self.ranks, self.meter)
+        self.ranks = self.ranks.sharing(self.options.ranks_of_row)
+        say(self.ranks, "\n".join((f"{self.name}: {self.ranks.size} ranks", *lines)))
+
+    def _rows_per_step(self, rows: str) -> int:
+        return ROWS_PER_STEP[rows] * self.ranks.size
 
     def _meter(self) -> MemoryMeter | None:
         if self.args.dry_run:
             return None
-        meter = gpu_meter(self.loaded.device)
+        meter = gpu_meter(self.compute.device)
         if not self.args.limit_gib:
             return meter
         limit = int(self.args.limit_gib * 2**30)
@@ -149,12 +162,7 @@ class Bench:
         """Plan and time a run of rows; return a record."""
         count = len(self.loaded.causal.model.layers)
         changes = {k: count // 2 if v == "half" else v for k, v in changes.items()}
-        options = replace(
-            self.options,
-            dtype=self.compute.dtype,
-            rows_per_step=ROWS_PER_STEP[rows] * self.ranks.size,
-            **changes,
-        )
+        options = replace(self.options, rows_per_step=self._rows_per_step(rows), **changes)
         record: dict[str, Any] = {"model": self.name, "rows": rows, "plan": name}
         torch._dynamo.reset()
         start, notes = time.perf_counter(), list[str]()

@@ -148,6 +148,12 @@ def test_options_with_values_measure_nothing(plan: Plan) -> None:
     assert adapted.recomputed == 4
 
 
+def test_half_of_the_margin_stays_free_if_all_of_it_cannot(plan: Plan) -> None:
+    # 3 layers save 1,410,000 bytes beside 1 layer: less than the margin of 1,600,000, and more than half of it.
+    choices, _ = plan(device_for(1, total=20_000_000), carry=None, offload_checkpoints=False)
+    assert choices.plan.checkpoint_layers == 3
+
+
 def test_a_plan_that_needs_the_margin_is_better_than_none(plan: Plan) -> None:
     options: dict[str, Any] = {"carry": None, "offload_checkpoints": False}
     device = device_for(3, total=4_000_000)  # a margin of 320,000 bytes

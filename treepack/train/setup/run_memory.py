@@ -208,11 +208,11 @@ class _Planner:
         return plan, lines, memory
 
     def _choose(self, probes: list[ModelProbe]) -> tuple[RunPlan, RunRoom, tuple[PieceProbe, ...]]:
-        try:
-            return self._choose_within(self._room(self.memory.margin), probes)
-        except TreepackError:
-            # The margin may do: a step that lacks memory all the same runs again with a smaller plan.
-            return self._choose_within(self._room(0), probes)
+        # Ranks that meet in every layer cannot repeat a step that lacks memory, so as much as possible stays free.
+        for part in (1, 0.5, 0.25):
+            with suppress(TreepackError):
+                return self._choose_within(self._room(int(part * self.memory.margin)), probes)
+        return self._choose_within(self._room(0), probes)
 
     def _choose_within(
         self, room: RunRoom, probes: list[ModelProbe]
