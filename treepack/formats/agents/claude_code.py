@@ -39,7 +39,7 @@ from treepack.ingest.readers.calls.session_files import (
     in_session,
 )
 from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.fields.values import object_or_empty
+from treepack.ingest.readers.fields.values import as_text, object_or_empty
 from treepack.ingest.readers.files.inputs import STDIN
 from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import MASKS, Format
@@ -155,7 +155,7 @@ def _session(rows: list[Record]) -> _SessionTree:
         # A resumed session may repeat lines; titles, snapshots and queues have no uuid and no place in the tree.
         if not isinstance(uuid, str) or uuid in session.entries:
             continue
-        parent = parent if isinstance(parent, str) else None
+        parent = as_text(parent, source=row.source, name="parentUuid", default="") or None
         key = None
         if value.get("type") == "assistant":
             if message.get("id") is None or parent is None:

@@ -25,7 +25,7 @@ from treepack.ingest.readers.calls.conversations import conversation
 from treepack.ingest.readers.fields import endings
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.rollout_facts import temperature_of
-from treepack.ingest.readers.fields.values import as_objects, is_messages, object_or_empty
+from treepack.ingest.readers.fields.values import as_objects, is_messages, object_at, object_or_empty
 from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import LINEAGE, MASKS, REWARDS, Format
 from treepack.ingest.readers.kinds import OBJECT, OBJECTS, TEXT
@@ -113,7 +113,7 @@ def _calls(sample: _Sample, source: str) -> CallLog:
     reasons = [skip_reason([each]) for each in messages]
     log = CallLog()
     for event in events:
-        choices = object_or_empty(event.get("output")).get("choices")
+        choices = object_at(event, "output", source).get("choices")
         if event.get("event") != "model" or event.get("role") is not None or str(event.get("span_id")) in scoring:
             continue
         # A call that failed has no choice; Inspect repeats it.

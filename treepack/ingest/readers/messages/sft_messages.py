@@ -116,11 +116,13 @@ def read_pair(
         yield Skipped(record.source, "chosen and rejected are the same")
         return
     tools = normalise_tools(record.value.get("tools"), source=record.source)
+    told = set[str]()
     for side, answer, reward in (("chosen", chosen, 1.0), ("rejected", rejected, 0.0)):
         done = normalise_messages([*prompt, *split_blocks(answer)], source=f"{record.source}: {side}")
         weights = [0.0] * len(prompt) + done.weights[len(prompt) :]
         content = Chat(done.messages, weights, tools, message_cuts=done.cuts)
-        notes = done.notes if side == "chosen" else ()  # once per record
+        notes = tuple(note for note in done.notes if note not in told)  # once per record
+        told.update(notes)
         item = describe(record, content, used={*used, "tools"}, options=options, notes=notes)
         name = f"{item.trajectory_id}/{side}"
         yield replace(item, trajectory_id=name, group_id=record.source, reward=reward)
