@@ -237,5 +237,6 @@ FORMAT = Format(
         "toolCall of a checkpoint (the last call of its clientHistory)",
     ),
     keeps={MASKS},
+    links="id $rewindTo".split(),
     read_file=_read_gemini_cli,
 )

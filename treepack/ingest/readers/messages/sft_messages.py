@@ -39,7 +39,9 @@ def rounds(system: Any, history: Any, query: str, response: str | None, *, sourc
     system = as_text(system, source=source, name="system", default="")
     # An empty system prompt is not a message: data sets have the field in every record.
     messages = [{"role": "system", "content": system}] if system else []
-    for number, pair in enumerate(_list(history, "history", source)):
+    if not isinstance(history, list | None):
+        raise TreepackError(f"{source}: history is {shown(history)}; expected a list")
+    for number, pair in enumerate(history or []):
         if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
             raise TreepackError(f"{source}: history[{number}] is {shown(pair)}; expected a query and its response")
         messages += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
@@ -145,9 +147,3 @@ def read_whole_pair(
     both = zip(chosen, rejected, strict=False)
     shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], both))
     yield from read_pair(record, chosen[:shared], chosen[shared:], rejected[shared:], options, used=used)
-
-
-def _list(value: Any, name: str, source: str) -> list[Any]:
-    if value is not None and not isinstance(value, list):
-        raise TreepackError(f"{source}: {name} is {shown(value)}; expected a list")
-    return value or []
