@@ -221,6 +221,12 @@ def test_a_conversation_goes_on_and_a_session_repeats_its_messages() -> None:
     assert outline(read_as("openai-responses", *session)) == [("r1", None, None, texts)]
 
 
+@pytest.mark.parametrize("odd", [{"conversation": [{"id": "v"}]}, {"previous_response_id": ""}])
+def test_an_id_of_a_response_of_another_form_is_refused(odd: dict[str, Any]) -> None:
+    with pytest.raises(TreepackError, match=rf"{next(iter(odd))} is .*; expected an id"):
+        read_as("openai-responses", response("r1", "2 + 3?", "5") | odd)
+
+
 def test_calls_with_images_are_skipped_and_so_are_those_that_go_on_from_them() -> None:
     seen = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}
     skipped = [Skipped("r.jsonl:1", "images, audio and video are not read")]

@@ -101,6 +101,14 @@ def test_atif_steps_that_were_copied_or_that_no_model_made_are_not_trained() -> 
     ((_, content),) = chats(read_atif(*steps))
     assert [weight for *_, weight in turns(content)] == [0.0, 0.0, 0.0, 1.0]
     assert reasons(read_atif(*steps[:3])) == ["no step of a model that can be trained"]
+    ((_, content),) = chats(read_atif(told("Q"), agent_step("A", is_copied_context="false")))
+    assert content.message_weights == [0.0, 1.0]
+
+
+@pytest.mark.parametrize("odd", [{"llm_call_count": "0"}, {"llm_call_count": [0]}, {"metrics": [{}]}])
+def test_a_step_whose_calls_or_metrics_have_another_form_is_refused(odd: dict[str, Any]) -> None:
+    with pytest.raises(TreepackError, match=rf"{next(iter(odd))} is .*; expected"):
+        read_atif(told("Q"), agent_step("A", **odd))
 
 
 def test_atif_token_ids_of_some_steps_only_are_not_used() -> None:

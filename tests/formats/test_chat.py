@@ -277,6 +277,10 @@ EXPECTED = "expected system, user, assistant or tool"
             "message 3 has the id [1]; expected text or an integer",
         ),
         (
+            ASSISTANT | {"content": ["Well", '{"type": "text"}']},
+            'message 3 has the content part "{\\"type\\": \\"text\\"}"; expected text, or an object in place of JSON',
+        ),
+        (
             {"role": "tool", "content": "", "tool_call_id": {}},
             "message 3 has the tool_call_id {}; expected text or an integer",
         ),

@@ -143,6 +143,8 @@ def shell(**action: Any) -> Line:
         (line("compacted", message=["z"]), 'message is ["z"]; expected text'),
         (line("event_msg", type="thread_rolled_back"), "num_turns is null; expected the number of turns"),
         (line("event_msg", type="thread_rolled_back", num_turns=True), "num_turns is true; expected the number"),
+        (item(**message("assistant", "z")) | {"metadata": [{"compaction_output": True}]}, "metadata is [{"),
+        (talk("A")[0] | {"type": 7}, "type is 7; expected text"),
         (line("event_msg", type=["thread_rolled_back"], num_turns=1), "payload.type is"),
         (item(type="custom_tool_call", call_id="c", name="patch", input=["x"]), 'input is ["x"]; expected text'),
         (shell(type="exec", command="ls"), 'action.command is "ls"; expected a list'),

@@ -251,11 +251,12 @@ def test_both_names_of_calls_and_results_are_read_and_other_fields_are_noted(cal
 @pytest.mark.parametrize(
     ("part", "fault"),
     [
-        ({"text": ["x"]}, 'has the text ["x"]; expected text'),
+        ('{"text": "x"}', "has the content part"),
+        ({"text": ["x"]}, 'text is ["x"]; expected text'),
         ({"text": "x", "thought": "yes"}, 'has the thought "yes"; expected true or false'),
     ],
 )
-def test_a_text_or_a_mark_of_another_type_is_refused(part: dict[str, Any], fault: str) -> None:
+def test_a_part_text_or_mark_of_another_type_is_refused(part: Any, fault: str) -> None:
     with pytest.raises(TreepackError, match=re.escape(fault)):
         messages_of_content({"role": "model", "parts": [part]}, where="r.jsonl:1")
 

@@ -160,6 +160,32 @@ def test_two_changed_fields_never_train_other_turns_in_silence(name: str, seed: 
                     assert excused(name, change.name, LEGAL), change.name
 
 
+# Changes that gave the model another prompt in silence, by the file of the sample that has the field.
+PROMPTS = {
+    "claude-code/session": [
+        "list of texts: subtype",
+        "renamed: compactMetadata.preservedSegment.tailUuid",
+        "true: compactMetadata.preservedSegment",
+    ],
+    "codex/rollout": ["renamed: payload.replacement_history.content"],
+    "gemini-cli/session-2026-01-02T03-09": ["list of texts: $rewindTo", "true: id"],
+    "inspect/": ["renamed: samples.attachments", "list of texts: samples.attachments.h1"],
+    "nemo-gym": ["true: responses_create_params.instructions"],
+    "openai-responses": ["renamed: input.content", "renamed: input.output", "list of texts: instructions"],
+    "opencode/messages": ["list of texts: info.id"],
+    "openhands/events": ["JSON text: system_prompt", "renamed: system_prompt.text", "true: forgotten_event_ids"],
+    "openhands/points": ["list of texts: instruction"],
+    "tau2/one-file/results": ["true: info.environment_info.policy"],
+}
+
+
+@pytest.mark.parametrize(("file", "change"), [(file, change) for file, names in PROMPTS.items() for change in names])
+def test_a_changed_field_never_gives_another_prompt_in_silence(file: str, change: str) -> None:
+    beginning = f"{ROLLOUTS}/{file}"
+    (records,) = (each for each in files_of(file.partition("/")[0]) if each[0].path.startswith(beginning))
+    assert law.silently_read(records, change) == 0
+
+
 CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "an answer beside the messages of a request": (
         {

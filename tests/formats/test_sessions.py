@@ -189,6 +189,7 @@ def test_a_fork_of_a_pi_session_is_of_its_group() -> None:
         ([entry("A", None, "assistant", [5])], "r.jsonl:2: content is [5]; expected a list of objects"),
         ([entry("a", None), {"type": "message"}], "r.jsonl:3: id is null; expected text"),
         ([entry("A", "", "assistant", text("A"))], 'r.jsonl:2: parentId is ""; expected an id'),
+        ([entry("A", None) | {"parentId": 7}], "r.jsonl:2: parentId is 7; expected text"),
         ([entry("A", None, "assistant", [{"type": "thinking", "thinking": ["Hm"]}])], 'r.jsonl:2: thinking is ["Hm"]'),
         (
             [entry("s", None, type="compaction", summary=["z"]), entry("A", "s", "assistant", text("A"))],

@@ -28,6 +28,12 @@ def test_steps_up_to_the_last_one_are_one_rollout_with_the_reward_of_the_last() 
     assert back(second) == ([*ids[:6], 50, 53, 2], [6, 7, 8], [-0.5, -2.0, -0.125], 0.0)
 
 
+def test_flags_of_the_last_step_may_be_texts() -> None:
+    value = json.loads((SAMPLES / "generator_output.json").read_text())
+    texts = value | {"is_last_step": [str(flag) for flag in value["is_last_step"]]}
+    assert [back(item) for item in read(texts)] == [back(item) for item in read(value)]
+
+
 def test_a_generator_and_the_batch_made_of_it_hold_the_same() -> None:
     of_generator = read(json.loads((SAMPLES / "generator_output.json").read_text()))
     of_batch = read(json.loads((SAMPLES / "batch.json").read_text()))

@@ -25,7 +25,7 @@ def test_a_swe_agent_run_is_named_by_its_folder_and_its_task() -> None:
             {"role": "system", "content": "S", "agent": "a"},
             {"role": "assistant", "content": "demo", "is_demo": True},
             {"role": "user", "content": "U"},
-            {"role": "assistant", "content": "A", "thought": "A", "action": "ls", "agent": "a"},
+            {"role": "assistant", "content": "A", "thought": "A", "action": "ls", "agent": "a", "is_demo": "false"},
         ],
         "trajectory": [{"action": "ls"}],
         "info": {"exit_status": "submitted", "submission": "diff"},

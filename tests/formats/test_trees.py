@@ -174,7 +174,10 @@ def test_an_alternative_that_many_paths_go_through_is_trained_once() -> None:
 def test_demonstrations_and_submissions_of_the_program_are_not_trained() -> None:
     submitted = said("assistant", "bye", thought="Auto-submitting")
     shown = said(
-        "assistant", "demo", said("user", "Q", said("assistant", "A", said("user", "R", submitted))), is_demo=True
+        "assistant",
+        "demo",
+        said("user", "Q", said("assistant", "A", said("user", "R", submitted), is_demo="false")),
+        is_demo="True",
     )
     ((_, content),) = read_dars(said("user", "D", shown))
     assert [weight for role, _, weight in turns(content) if role == "assistant"] == [0.0, 1.0, 0.0]

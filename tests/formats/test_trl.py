@@ -37,6 +37,15 @@ def test_a_pair_is_two_trajectories_of_a_group_of_its_own() -> None:
     assert messages_of(items) == [([USER, GOOD], [0.0, 1.0]), ([USER, BAD], [0.0, 1.0])]
 
 
+@pytest.mark.parametrize("name", ["trl-preference", "openai-preference"])
+def test_a_note_on_the_rejected_answer_alone_is_not_lost(name: str) -> None:
+    empty = {"role": "assistant", "content": ""}
+    pair: dict[str, Any] = {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD, empty]}
+    if name == "openai-preference":
+        pair = {"input": {"messages": [USER]}, "preferred_output": [GOOD], "non_preferred_output": [BAD, empty]}
+    assert [item.notes for item in sides(name, pair)] == [(), ("message of role 'assistant' without text",)]
+
+
 def test_only_behind_the_prompt_is_a_pair_trained_whether_it_is_given_or_implied() -> None:
     chosen, rejected = [USER, BAD, USER, GOOD], [USER, BAD, USER, BAD]
     expected = [(chosen, [0.0, 0.0, 0.0, 1.0]), (rejected, [0.0, 0.0, 0.0, 1.0])]

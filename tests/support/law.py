@@ -420,6 +420,23 @@ def silent(records: Sequence[Record], *, every: int) -> list[str]:
     return [change.name for change in changes if change is not None and change.is_silent]
 
 
+def silently_read(records: Sequence[Record], name: str) -> int:
+    """Return how many mutations of this name give another result, of a prompt or anything else, without a new note.
+
+    Raises:
+        AssertionError: no record has the field of the mutation.
+    """
+    base = read(records)
+    edits = [(number, edit) for _, _, number, kind, path, edit in _mutations_of(records) if _named(kind, path) == name]
+    assert edits, name
+    others = (read(_edited(records, number, edit)) for number, edit in edits)
+    return sum(not each.refusal and each.facts != base.facts and not each.notes - base.notes for each in others)
+
+
+def _named(kind: str, path: Path) -> str:
+    return f"{kind}: {'.'.join(schema_path(path))}"
+
+
 def _mutations_of(records: Sequence[Record]) -> Iterator[tuple[Sequence[Record], Reading, int, str, Path, Edit]]:
     base = read(records)
     for number, record in enumerate(records):
@@ -448,4 +465,4 @@ def _change(records: Sequence[Record], base: Reading, number: int, kind: str, pa
     before, now = (base.turns, after.turns) if kind in ("null", "empty") else (base.trained, after.trained)
     is_noted = bool(after.refusal) or not after.items or bool(after.notes - base.notes)
     trains_same = after.trained == base.trained
-    return Change(f"{kind}: {'.'.join(schema_path(path))}", edited, not is_noted and before != now, trains_same)
+    return Change(_named(kind, path), edited, not is_noted and before != now, trains_same)

@@ -39,7 +39,7 @@ from treepack.ingest.readers.calls.session_files import (
     in_session,
 )
 from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.fields.values import object_or_empty
+from treepack.ingest.readers.fields.values import as_text, object_at, object_or_empty
 from treepack.ingest.readers.files.inputs import STDIN
 from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import MASKS, Format
@@ -155,7 +155,10 @@ def _session(rows: list[Record]) -> _SessionTree:
         # A resumed session may repeat lines; titles, snapshots and queues have no uuid and no place in the tree.
         if not isinstance(uuid, str) or uuid in session.entries:
             continue
-        parent = parent if isinstance(parent, str) else None
+        segment = object_at(object_at(value, "compactMetadata", row.source), "preservedSegment", row.source)
+        for name in ("headUuid", "tailUuid", "anchorUuid") if segment else ():
+            as_text(segment.get(name), source=row.source, name=name)
+        parent = as_text(parent, source=row.source, name="parentUuid", default="") or None
         key = None
         if value.get("type") == "assistant":
             if message.get("id") is None or parent is None:
@@ -177,9 +180,7 @@ def _session(rows: list[Record]) -> _SessionTree:
 
 def _add_kept(session: _SessionTree, entry: _SessionEntry) -> None:
     """Record the entries that the compaction at `entry` kept, under the summary after which they are in the prompt."""
-    segment = object_or_empty(entry.value.get("compactMetadata")).get("preservedSegment")
-    if not isinstance(segment, dict):
-        return
+    segment = object_or_empty(object_or_empty(entry.value.get("compactMetadata")).get("preservedSegment"))
     # The segment head - x - tail is walked from its end, and ends with the head or the root: tail, x, head.
     uuids: list[str] = []
     uuid = segment.get("tailUuid")
@@ -326,6 +327,6 @@ FORMAT = Format(
         "lines that are not in the tree: summary, file-history-snapshot, queue-operation, last-prompt, mode",
     ),
     keeps={MASKS},
-    links="uuid parentUuid sessionId message.id".split(),
+    links="uuid parentUuid sessionId message.id type subtype".split(),
     read_file=_read_claude_code,
 )

@@ -22,6 +22,7 @@ from treepack.ingest.readers.files.companion_files import companion_path, folder
 from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import LINEAGE, MASKS, Format
 from treepack.ingest.readers.kinds import ANY
+from treepack.ingest.readers.messages.turn_weights import as_flag
 from treepack.trajectory import Skipped, Trajectory
 
 # The tree, and the bookkeeping of the search, which repeats it.
@@ -71,7 +72,8 @@ def _is_alternative(node: dict[str, Any]) -> bool:
 def _message(node: dict[str, Any]) -> dict[str, Any]:
     message = {"role": node.get("role"), "content": node.get("content")}
     # Every other assistant message on a path is a real turn of that path.
-    trained = not node.get("is_demo") and node.get("thought") != _BY_PROGRAM and not _is_alternative(node)
+    is_demo = as_flag(node.get("is_demo") or False) is not False
+    trained = not is_demo and node.get("thought") != _BY_PROGRAM and not _is_alternative(node)
     return message if trained else message | {"loss": False}
 
 

@@ -25,7 +25,7 @@ from treepack.errors import TreepackError
 from treepack.ingest.readers.calls.call_logs import CallLog
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.unread import is_empty
-from treepack.ingest.readers.fields.values import as_objects, as_text, shown
+from treepack.ingest.readers.fields.values import as_objects, as_text, object_at, shown
 from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import MASKS, Format
 from treepack.ingest.readers.kinds import ANY, LIST, OBJECTS, TEXT, first, one_of, some
@@ -117,9 +117,7 @@ def _apply(session: _SessionState, row: Record) -> None:
         session.history = {name: session.history[name] for name in names[:index]}
         return
     if "$set" in value:
-        changed = value["$set"]
-        if not isinstance(changed, dict):
-            raise TreepackError(f"{row.source}: $set is {shown(changed)}; expected an object")
+        changed = object_at(value, "$set", row.source)
         if changed.get("messages") is not None:
             _flush(session)
             session.history = {}
@@ -239,5 +237,6 @@ FORMAT = Format(
         "toolCall of a checkpoint (the last call of its clientHistory)",
     ),
     keeps={MASKS},
+    links="id $rewindTo".split(),
     read_file=_read_gemini_cli,
 )

@@ -312,5 +312,6 @@ FORMAT = Format(
         "state.title, state.metadata (what the program showed)",
     ),
     keeps={MASKS},
+    links="info.id info.parentID info.sessionID id parentID sessionID messageID".split(),
     read_file=_read_opencode,
 )

@@ -185,6 +185,7 @@ def _entries(records: list[Record]) -> dict[str, Record]:
             }
             record = Record(record.source, record.path, value)
         before = as_text(value.get("id"), source=record.source, name="id")
+        as_text(value.get("parentId"), source=record.source, name="parentId", default="")
         entries[before] = record
     return entries
 

@@ -29,6 +29,7 @@ from treepack.ingest.readers.files.companion_files import folder_and_document
 from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import LINEAGE, MASKS, Format
 from treepack.ingest.readers.kinds import ANY, FILLED, OBJECT, OBJECTS, Fields, each, no
+from treepack.ingest.readers.messages.turn_weights import as_flag
 from treepack.trajectory import Skipped, Trajectory
 
 # Parts of the content, or bookkeeping of the agent that no model saw.
@@ -97,7 +98,11 @@ def _message(item: dict[str, Any]) -> dict[str, Any]:
     if blocks := kept.pop("thinking_blocks", None):
         texts = [block.get("thinking") for block in blocks] if is_messages(blocks) else []
         kept["reasoning_content"] = "".join(text for text in texts if isinstance(text, str))
-    return kept | {"loss": False} if item.get("is_demo") or _gave_up(item) else kept
+    return kept | {"loss": False} if _is_demo(item) or _gave_up(item) else kept
+
+
+def _is_demo(item: dict[str, Any]) -> bool:
+    return as_flag(item.get("is_demo") or False) is not False
 
 
 def _gave_up(item: dict[str, Any]) -> bool:
@@ -115,7 +120,7 @@ def _calls(
     A step contains only the text of its reply. The tool calls are in the history, which lacks the refused replies. The
     steps and the replies of the history are therefore compared one by one.
     """
-    replies = [item for item in history if item.get("role") == "assistant" and not item.get("is_demo")]
+    replies = [item for item in history if item.get("role") == "assistant" and not _is_demo(item)]
     calls_tools = any(reply.get("tool_calls") for reply in replies)
     calls: list[ChatCall] = []
     notes: dict[str, None] = {}

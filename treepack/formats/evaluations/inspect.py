@@ -25,7 +25,7 @@ from treepack.ingest.readers.calls.conversations import conversation
 from treepack.ingest.readers.fields import endings
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.rollout_facts import temperature_of
-from treepack.ingest.readers.fields.values import as_objects, is_messages, object_or_empty
+from treepack.ingest.readers.fields.values import as_objects, as_text, is_messages, object_at, object_or_empty
 from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import LINEAGE, MASKS, REWARDS, Format
 from treepack.ingest.readers.kinds import OBJECT, OBJECTS, TEXT
@@ -55,7 +55,7 @@ def read_inspect(record: Record, options: ReadOptions) -> Iterator[Trajectory | 
     for number, sample in enumerate(samples):
         # A document has many samples; a file .eval is read with one sample per record.
         source = record.source if len(samples) == 1 else f"{record.source}: samples[{number}]"
-        yield from _read_sample(replace(record, source=source), _resolved(sample), options)
+        yield from _read_sample(replace(record, source=source), _resolved(sample, source), options)
 
 
 def _read_sample(record: Record, sample: _Sample, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
@@ -88,13 +88,13 @@ def _read_sample(record: Record, sample: _Sample, options: ReadOptions) -> Itera
     yield conversation(one, endings.mark(messages, ending), options, notes=(MESSAGES_NOTE, *notes))
 
 
-def _resolved(sample: _Sample) -> _Sample:
+def _resolved(sample: _Sample, source: str) -> _Sample:
     """Return `sample` with the texts of its attachments in their places."""
-    attachments = object_or_empty(sample.get("attachments"))
+    attachments = object_at(sample, "attachments", source)
 
     def resolve(value: Any) -> Any:
         if isinstance(value, str) and value.startswith(_ATTACHMENT):
-            return attachments.get(value.removeprefix(_ATTACHMENT), value)
+            return as_text(attachments.get(value.removeprefix(_ATTACHMENT)), source=source, name=value)
         if isinstance(value, dict):
             return {name: resolve(field) for name, field in value.items()}
         return [resolve(each) for each in value] if isinstance(value, list) else value
@@ -113,7 +113,7 @@ def _calls(sample: _Sample, source: str) -> CallLog:
     reasons = [skip_reason([each]) for each in messages]
     log = CallLog()
     for event in events:
-        choices = object_or_empty(event.get("output")).get("choices")
+        choices = object_at(event, "output", source).get("choices")
         if event.get("event") != "model" or event.get("role") is not None or str(event.get("span_id")) in scoring:
             continue
         # A call that failed has no choice; Inspect repeats it.

@@ -22,7 +22,7 @@ from treepack.ingest.readers.calls.conversations import conversation, without
 from treepack.ingest.readers.fields import endings
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.rollout_facts import temperature_of
-from treepack.ingest.readers.fields.values import as_objects, object_or_empty
+from treepack.ingest.readers.fields.values import as_objects, as_text, object_or_empty
 from treepack.ingest.readers.files.companion_files import companion_path, read_document
 from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import LINEAGE, MASKS, REWARDS, Format
@@ -81,8 +81,8 @@ def _read_simulation(record: Record, run: dict[str, Any], options: ReadOptions) 
     as_objects(value["messages"], source=source, name="messages")
     info = object_or_empty(run.get("info"))
     agent, environment = object_or_empty(info.get("agent_info")), object_or_empty(info.get("environment_info"))
-    policy = value.get("policy") or environment.get("policy")
-    system = [{"role": "system", "content": policy}] if isinstance(policy, str) else []
+    policy = as_text(value.get("policy") or environment.get("policy"), source=source, name="policy", default="")
+    system = [{"role": "system", "content": policy}] if policy else []
     spoken = _agent_messages(value["messages"], _num_scripted(run, value, source), source)
     domain, task = environment.get("domain_name"), value.get("task_id")
     group = f"{domain}/{task}" if isinstance(domain, str) else str(task)

@@ -23,7 +23,15 @@ from treepack.ingest.readers.calls.chat_calls import ChatCall, read_chats
 from treepack.ingest.readers.fields import endings
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.rollout_facts import temperature_of
-from treepack.ingest.readers.fields.values import as_id, as_number, as_objects, object_or_empty, shown, start_time
+from treepack.ingest.readers.fields.values import (
+    as_id,
+    as_number,
+    as_objects,
+    object_at,
+    object_or_empty,
+    shown,
+    start_time,
+)
 from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import LINEAGE, REWARDS, Format
 from treepack.ingest.readers.kinds import ANY, FILLED, TEXT, Fields, first, no
@@ -113,9 +121,7 @@ def _trace_of(run: dict[str, Any], record: Record) -> str:
 
 def _scores(run: dict[str, Any], source: str) -> dict[str, Any]:
     """Return the means of the feedback on a run, as a reward of several scores."""
-    stats = run.get("feedback_stats") or {}
-    if not isinstance(stats, dict):
-        raise TreepackError(f"{source}: feedback_stats is {shown(stats)}; expected an object of them")
+    stats = object_at(run, "feedback_stats", source)
     means = {name: each.get("avg") for name, each in stats.items() if isinstance(each, dict)}
     return {
         name: {"score": as_number(mean, source=source, name=f"feedback_stats.{name}.avg")}

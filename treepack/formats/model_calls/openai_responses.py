@@ -21,7 +21,7 @@ from treepack.ingest.readers.calls.conversations import with_notes
 from treepack.ingest.readers.fields import endings
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.rollout_facts import temperature_of
-from treepack.ingest.readers.fields.values import is_messages
+from treepack.ingest.readers.fields.values import as_id, as_text, is_messages
 from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import LINEAGE, MASKS, REWARDS, Format
 from treepack.ingest.readers.messages.content_blocks import skip_reason
@@ -135,7 +135,8 @@ def _add(
     """
     request, response = exchange.request, exchange.response
     instructions = request.get("instructions") or response.get("instructions")
-    system = [{"role": "system", "content": instructions}] if isinstance(instructions, str) else []
+    instructions = as_text(instructions, source=exchange.record.source, name="instructions", default="")
+    system = [{"role": "system", "content": instructions}] if instructions else []
     prompt = [*earlier, *question.messages]
     # The response repeats the tools of its request, which a log may lack.
     tools = request.get("tools") or response.get("tools") or None
@@ -151,8 +152,8 @@ def _identifier(exchange: ApiExchange, name: str) -> str | None:
     """Return the field `name` of the response, or of the request: an id, or an object that has one."""
     for part in (exchange.response.get(name), exchange.request.get(name)):
         identifier = part.get("id") if isinstance(part, dict) else part
-        if isinstance(identifier, str):
-            return identifier
+        if identifier is not None:
+            return str(as_id(identifier, source=exchange.record.source, name=name))
     return None
 
 

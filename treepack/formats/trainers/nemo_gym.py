@@ -21,7 +21,7 @@ from treepack.ingest.readers.calls.token_calls import TokenCall, read_calls
 from treepack.ingest.readers.fields import endings
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.rollout_facts import GROUPS, IDS, temperature_of
-from treepack.ingest.readers.fields.values import object_or_empty
+from treepack.ingest.readers.fields.values import as_text, object_or_empty
 from treepack.ingest.readers.files.json_text import parsed_json
 from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import EVERYTHING, Format
@@ -94,7 +94,8 @@ def _calls_of_items(value: dict[str, Any], source: str) -> _RolloutCalls:
     output = messages_of_items(response["output"], source=f"{source}: output", summaries=True)
     instructions = params.get("instructions") or response.get("instructions")
     # If the request has no instructions, the response may repeat the instructions of the server.
-    system = [{"role": "system", "content": instructions}] if isinstance(instructions, str) else []
+    instructions = as_text(instructions, source=source, name="instructions", default="")
+    system = [{"role": "system", "content": instructions}] if instructions else []
     input_messages = messages_of_items(params.get("input"), source=f"{source}: input", summaries=True)
     # Items [reasoning, message, function_call, result] are 2 messages; the turn's ids are on its last item.
     pairs = zip(output.messages, output.items, strict=True)

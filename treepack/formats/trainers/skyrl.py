@@ -27,6 +27,7 @@ from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import EVERYTHING, Format
 from treepack.ingest.readers.kinds import COLUMN, Fields
 from treepack.ingest.readers.messages.content_blocks import MEDIA_REASON
+from treepack.ingest.readers.messages.turn_weights import as_flag
 from treepack.ingest.readers.tokens.route_fields import kept_routes, rows_of_all
 from treepack.ingest.readers.tokens.token_records import read_tokens
 from treepack.ingest.readers.tokens.trainer_batches import rows_of
@@ -72,7 +73,7 @@ def read_skyrl(record: Record, options: ReadOptions) -> Iterator[Trajectory | Sk
         else:
             # is_last_step [F, T, T] -> rollouts [0, 1] and [2]; without it every row is a rollout.
             steps.append((one, row))
-            if row.get("is_last_step") is not False or number == len(rows) - 1:
+            if as_flag(row.get("is_last_step")) is not False or number == len(rows) - 1:
                 yield from read_calls(steps[-1][0], [_call(each) for _, each in steps], options)
                 steps = []
 

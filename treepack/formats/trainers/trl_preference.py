@@ -64,6 +64,7 @@ def _read_trl_preference(record: Record, options: ReadOptions) -> Iterator[Traje
             f"{record.source}: has a completion beside chosen and rejected; leave it out with "
             "--columns ignore=completion"
         )
+    told = set[str]()
     notes_on_messages = _notes_on_messages(value, prompt, (chosen, rejected), record.source)
     for completion, (side, reward) in zip((chosen, rejected), _SIDES.items(), strict=True):
         rest = without(value, {*_SIDES, "messages"})
@@ -73,7 +74,9 @@ def _read_trl_preference(record: Record, options: ReadOptions) -> Iterator[Traje
                 yield item
                 continue
             # A note on the prompt concerns both sides and is counted once.
-            name, notes = f"{item.trajectory_id}/{side}", item.notes + notes_on_messages if side == "chosen" else ()
+            name = f"{item.trajectory_id}/{side}"
+            notes = tuple(note for note in (*item.notes, *notes_on_messages) if note not in told)
+            told.update(notes)
             yield replace(item, trajectory_id=name, group_id=record.source, reward=reward, notes=notes)
 
 

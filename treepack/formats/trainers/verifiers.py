@@ -28,7 +28,7 @@ from treepack.ingest.readers.calls.token_calls import TokenCall, read_calls
 from treepack.ingest.readers.fields import endings
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.rollout_facts import temperature_of
-from treepack.ingest.readers.fields.values import as_objects, shown
+from treepack.ingest.readers.fields.values import as_objects, object_at, shown
 from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import EVERYTHING, Format
 from treepack.ingest.readers.kinds import ANY, LIST, OBJECT, OBJECTS, Fields, each, first, no, optional
@@ -95,7 +95,7 @@ def _as_rollouts(traces: list[list[Trajectory | Skipped]], episode: str) -> Iter
 def _read_trace(
     record: Record, episode: dict[str, Any], trace: dict[str, Any], options: ReadOptions
 ) -> Iterator[Trajectory | Skipped]:
-    agent = _object(trace, "agent", record.source)
+    agent = object_at(trace, "agent", record.source)
     if agent.get("trainable") is False:
         yield Skipped(record.source, "agent that is not trained", is_rollout=False)
         return
@@ -137,7 +137,7 @@ def _read_trace(
 
 def _temperatures(trace: dict[str, Any], agent: dict[str, Any], source: str) -> dict[int, float]:
     """Return the temperature of each node of which one is known: that of its call, or else that of the agent."""
-    usual = temperature_of(_object(agent, "config", source).get("sampling"))
+    usual = temperature_of(object_at(agent, "config", source).get("sampling"))
     known = dict.fromkeys(range(len(trace.get("nodes") or [])), usual)
     for call in as_objects(trace.get("calls"), source=source, name="calls"):
         if isinstance(node := call.get("node"), int) and (own := temperature_of(call.get("sampling"))) is not None:
@@ -167,51 +167,43 @@ def _token_call(nodes: list[dict[str, Any]], ids: list[Any], path: list[int], nu
 def _chat_call(trace: dict[str, Any], path: list[int], number: int, source: str) -> ChatCall:
     """Return the call of node `number`. The tools of its root come first: the trace lists the tools of all paths."""
     nodes = [trace["nodes"][each] for each in (*path, number)]
-    messages = [_object(node, "message", source) for node in nodes]
+    messages = [object_at(node, "message", source) for node in nodes]
     return ChatCall(messages[:-1], messages[-1:], nodes[0].get("tools") or trace.get("tools"))
 
 
 def _skip_reason(trace: dict[str, Any], ids: list[Any], source: str) -> str | None:
     """Return a reason if a message contains more than text, or the tokens contain a placeholder for media."""
     # The map's keys are the ids of placeholders: {"151655": 1} -> [151655]
-    indices = [int(name) for name in _object(trace, "mm_token_type_id_map", source) if name.isdecimal()]
-    messages = [_object(node, "message", source) for node in trace["nodes"]]
+    indices = [int(name) for name in object_at(trace, "mm_token_type_id_map", source) if name.isdecimal()]
+    messages = [object_at(node, "message", source) for node in trace["nodes"]]
     return MEDIA_REASON if any(np.isin(each, indices).any() for each in ids) else skip_reason(messages)
 
 
 def _facts(episode: dict[str, Any], trace: dict[str, Any], agent: dict[str, Any], source: str) -> dict[str, Any]:
     """Return the facts of a trace besides its nodes, under the names that every reader uses."""
-    task = _object(trace, "task", source) or _object(episode, "task", source)
-    group = _object(episode, "group", source).get("id") or task.get("key") or task.get("hash")
+    task = object_at(trace, "task", source) or object_at(episode, "task", source)
+    group = object_at(episode, "group", source).get("id") or task.get("key") or task.get("hash")
     name = agent.get("name")
     # The model of an agent is in its config, or in its calls.
     models = [call.get("model") for call in as_objects(trace.get("calls"), source=source, name="calls")]
     # A reward that was not computed is null.
-    rewards = {key: part for key, part in _object(trace, "rewards", source).items() if part is not None}
-    work = _object(_object(episode, "run", source), "work", source)
-    config = _object(agent, "config", source)
+    rewards = {key: part for key, part in object_at(trace, "rewards", source).items() if part is not None}
+    work = object_at(object_at(episode, "run", source), "work", source)
+    config = object_at(agent, "config", source)
     return {
         **without(trace, _KNOWN),
         "trajectory_id": trace.get("id"),
         "group_id": f"{group}/{name}" if group is not None and name not in (None, _AGENT) else group,
         "step": work.get("step"),
         "reward": rewards or None,
-        "env": _object(episode, "env", source).get("id"),
+        "env": object_at(episode, "env", source).get("id"),
         "agent": name,
         "model": config.get("model") or next((model for model in models if model), None),
         "ok": trace.get("ok"),
         "stop_condition": trace.get("stop_condition"),
         "info": trace.get("info") or None,
-        "extra": _object(trace, "metrics", source) or None,
+        "extra": object_at(trace, "metrics", source) or None,
     }
-
-
-def _object(value: dict[str, Any], name: str, source: str) -> dict[str, Any]:
-    """Return `value[name]`, or {} if it is null or missing."""
-    field = value.get(name)
-    if field is not None and not isinstance(field, dict):
-        raise TreepackError(f"{source}: {name} is {shown(field)}; expected an object")
-    return field or {}
 
 
 _GRAPH: Fields = {"nodes": first({"message": OBJECT, "sampled": ANY})}

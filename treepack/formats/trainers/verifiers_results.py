@@ -21,7 +21,7 @@ from treepack.ingest.readers.calls.token_calls import TokenCall, read_calls
 from treepack.ingest.readers.fields import endings
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.rollout_facts import temperature_of
-from treepack.ingest.readers.fields.values import as_objects, is_messages, shown
+from treepack.ingest.readers.fields.values import as_objects, is_messages, object_at, shown
 from treepack.ingest.readers.files.companion_files import companion_path, read_document
 from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import EVERYTHING, Format
@@ -54,9 +54,7 @@ def _read_verifiers_results(record: Record, options: ReadOptions) -> Iterator[Tr
 def _read_rollout(record: Record, run: dict[str, Any], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     value, source = record.value, record.source
     steps = as_objects(value.get("trajectory"), source=source, name="trajectory")
-    metrics = value.get("metrics") or {}
-    if not isinstance(metrics, dict):
-        raise TreepackError(f"{source}: metrics is {shown(metrics)}; expected an object")
+    metrics = object_at(value, "metrics", source)
     repeated = _DROPPED | (metrics.keys() - {"reward"})  # the record repeats each metric as a field
     rest = without(value, repeated)
     rest |= {"trajectory_id": _name(value, steps, record), "extra": metrics or None}
@@ -64,8 +62,8 @@ def _read_rollout(record: Record, run: dict[str, Any], options: ReadOptions) -> 
     if (temperature := temperature_of(run.get("sampling_args"))) is not None:
         rest = {"temperature": temperature} | rest
     one = replace(record, value=rest)
-    tokens = [step.get("tokens") for step in steps]
-    if steps and all(isinstance(each, dict) for each in tokens):
+    tokens = [object_at(step, "tokens", source) for step in steps]
+    if steps and all(tokens):
         yield from read_calls(one, [_token_call(step, source) for step in steps], options)
         return
     tools = value.get("tool_defs") or value.get("oai_tools")

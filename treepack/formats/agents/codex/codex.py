@@ -32,7 +32,7 @@ from treepack.ingest.readers.calls.chat_calls import read_chats
 from treepack.ingest.readers.calls.rollout_names import group_of_first
 from treepack.ingest.readers.calls.session_files import first_records, in_session
 from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.fields.values import as_objects, as_text, shown
+from treepack.ingest.readers.fields.values import as_objects, as_text, object_at, shown
 from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import MASKS, Format
 from treepack.ingest.readers.kinds import OBJECT, one_of
@@ -115,13 +115,12 @@ def _stretches(rows: list[Record], log: CallLog) -> list[_ItemRange]:
     """Return the stretches of the history."""
     stretches = [_ItemRange()]
     for row in rows:
-        kind, payload = row.value.get("type"), row.value.get("payload")
-        if payload is not None and not isinstance(payload, dict):
-            raise TreepackError(f"{row.source}: payload is {shown(payload)}; expected an object")
-        if payload is None:
+        kind = as_text(row.value.get("type"), source=row.source, name="type")
+        payload, metadata = (object_at(row.value, name, row.source) for name in ("payload", "metadata"))
+        as_text(payload.get("type"), source=row.source, name="payload.type", default="")
+        if not payload:
             continue
-        metadata = row.value.get("metadata")
-        if kind == "response_item" and isinstance(metadata, dict) and metadata.get("compaction_output"):
+        if kind == "response_item" and metadata.get("compaction_output"):
             log.note(SUMMARY_NOTE)
         elif kind == "response_item" and payload.get("type") != _SNAPSHOT:
             stretches[-1].items.append(payload)
@@ -206,6 +205,5 @@ FORMAT = Format(
         "payload.encrypted_content and payload.summary of reasoning",
     ),
     keeps={MASKS},
-    links="type payload.type".split(),
     read_file=_read_codex,
 )

@@ -24,7 +24,7 @@ from treepack.formats.agents.openhands.openhands_events import add_events
 from treepack.ingest.readers.calls.event_views import EventView
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.rollout_facts import temperature_of
-from treepack.ingest.readers.fields.values import as_objects, object_or_empty
+from treepack.ingest.readers.fields.values import as_objects, as_text, object_or_empty
 from treepack.ingest.readers.files.companion_files import folder_and_document, read_document
 from treepack.ingest.readers.files.inputs import STDIN
 from treepack.ingest.readers.files.records import Record
@@ -88,7 +88,8 @@ def _read(record: Record, events: Sequence[Event], options: ReadOptions) -> Iter
         view.log.note(SYSTEM_NOTE)
     description = _description(record)
     group, instruction = description.get("group_id"), record.value.get("instruction")
-    if isinstance(instruction, str) and not any(event.get("source") == "user" for event in before):
+    instruction = as_text(instruction, source=record.source, name="instruction", default="")
+    if instruction and not any(event.get("source") == "user" for event in before):
         view.add(None, {"role": "user", "content": instruction})
     actions = [event for event in events if event.get("kind") == "ActionEvent"]
     for action in actions:
@@ -97,7 +98,7 @@ def _read(record: Record, events: Sequence[Event], options: ReadOptions) -> Iter
         yield Skipped(record.source, "llm_response_id of an action is not text", group_id=group)
         return
     if any("kind" in event for event in events):
-        add_events(view, events)
+        add_events(view, events, record.source)
     else:
         for event in events:
             if (reason := add_action_event(view, event)) is not None:
@@ -163,6 +164,6 @@ FORMAT = Format(
         "history.action of the SDK (repeats tool_call)",
     ),
     keeps={MASKS, REWARDS},
-    links="kind".split(),
+    links="kind id".split(),
     read_file=_read_openhands,
 )

@@ -17,7 +17,7 @@ from itertools import groupby
 from typing import Any
 
 from treepack.ingest.readers.calls.event_views import EventView, Message, command_output, event_parts, event_text
-from treepack.ingest.readers.fields.values import is_messages
+from treepack.ingest.readers.fields.values import as_text, as_texts, is_messages, object_at
 
 Event = dict[str, Any]
 
@@ -26,7 +26,7 @@ _ERROR = "[An error occurred during execution.]\n"  # the agent puts it before t
 _SHELLS = frozenset({"TerminalObservation", "ExecuteBashObservation"})
 
 
-def add_events(view: EventView, events: Sequence[Event]) -> None:
+def add_events(view: EventView, events: Sequence[Event], source: str) -> None:
     """Add all `events` of a conversation to `view`."""
     for group in _responses(events):
         first, kind = group[0], group[0].get("kind")
@@ -36,8 +36,11 @@ def add_events(view: EventView, events: Sequence[Event]) -> None:
                 view.tools = tools or None
             elif tools:
                 view.log.note(_TOOLS_NOTE)
-            prompt = [event_text(first.get("system_prompt")), event_text(first.get("dynamic_context"))]
-            view.add(first.get("id"), {"role": "system", "content": "".join(filter(None, map(str, prompt)))})
+            prompt = [
+                as_text(object_at(first, name, source).get("text"), source=source, name=f"text of {name}", default="")
+                for name in ("system_prompt", "dynamic_context")
+            ]
+            view.add(first.get("id"), {"role": "system", "content": "".join(prompt)})
         elif kind == "ActionEvent":
             view.answer(first.get("id"), _response(group), name=None)
             for event in group[1:]:
@@ -45,7 +48,8 @@ def add_events(view: EventView, events: Sequence[Event]) -> None:
         elif kind == "MessageEvent":
             _add_message(view, first)
         elif kind == "Condensation":
-            forgotten = {event for event in event_parts(first.get("forgotten_event_ids")) if isinstance(event, str)}
+            forgotten = set(as_texts(first.get("forgotten_event_ids") or [], source=source, name="forgotten_event_ids"))
+            as_text(first.get("summary"), source=source, name="summary", default="")
             view.forget(forgotten, first.get("summary"), first.get("summary_offset"))
         elif first.get("tool_call_id") is not None:
             result = {"tool_call_id": first["tool_call_id"], "name": first.get("tool_name"), "content": _result(first)}

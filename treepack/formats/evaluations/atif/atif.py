@@ -43,13 +43,14 @@ from treepack.ingest.readers.fields import endings
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.rewards import reward_of
 from treepack.ingest.readers.fields.rollout_facts import describe, temperature_of
-from treepack.ingest.readers.fields.values import as_objects, object_or_empty, shown
+from treepack.ingest.readers.fields.values import as_objects, object_at, object_or_empty, shown
 from treepack.ingest.readers.files.companion_files import companion_path, folder_and_document, read_document
 from treepack.ingest.readers.files.records import NoObjectError, Record
 from treepack.ingest.readers.format import EVERYTHING, Format
 from treepack.ingest.readers.kinds import ANY, LIST, Fields, has_fields, starting
 from treepack.ingest.readers.messages.conversation_settings import normalise_tools
 from treepack.ingest.readers.messages.normal_form import normalise_messages
+from treepack.ingest.readers.messages.turn_weights import as_flag
 from treepack.trajectory import Chat, Skipped, Trajectory
 
 # The sources of ATIF -> the roles of chat.
@@ -207,6 +208,10 @@ def _read_agent(
 ) -> Iterator[Trajectory | Skipped]:
     """Read the steps of one agent, whose document is `value`; `record` has its facts."""
     steps = as_objects(value["steps"], source=record.source, name="steps")
+    for step in steps:
+        object_at(step, "metrics", record.source)
+        if not isinstance(number := step.get("llm_call_count"), int | None):
+            raise TreepackError(f"{record.source}: llm_call_count is {shown(number)}; expected a number of calls")
     trained = [step for step in steps if _is_trained(step)]
     with_ids = [step for step in trained if _has_ids(step)]
     # Ids of some steps only would mix two tokenisations in one trajectory, so then all are read as text.
@@ -217,7 +222,8 @@ def _read_agent(
 
 
 def _is_trained(step: dict[str, Any]) -> bool:
-    return step.get("source") == "agent" and not step.get("is_copied_context") and step.get("llm_call_count") != 0
+    is_own = as_flag(step.get("is_copied_context") or False) is False
+    return step.get("source") == "agent" and is_own and step.get("llm_call_count") != 0
 
 
 def _metrics(step: dict[str, Any]) -> dict[str, Any]:

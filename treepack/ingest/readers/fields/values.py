@@ -146,6 +146,18 @@ def is_messages(value: Any) -> TypeGuard[list[dict[str, Any]]]:
     return isinstance(value, list) and all(isinstance(message, dict) for message in value)
 
 
+def object_at(value: dict[str, Any], name: str, source: str) -> dict[str, Any]:
+    """Return the object `value[name]`, or an empty one if it is null or missing.
+
+    Raises:
+        TreepackError: it is something else.
+    """
+    field = value.get(name)
+    if not isinstance(field, dict | None):
+        raise TreepackError(f"{source}: {name} is {shown(field)}; expected an object")
+    return field or {}
+
+
 def object_or_empty(value: Any) -> dict[str, Any]:
     """Return `value` if it is an object, else an empty one."""
     return value if isinstance(value, dict) else {}

@@ -15,6 +15,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from treepack.errors import TreepackError
+from treepack.ingest.readers.fields.values import object_or_empty, shown
+from treepack.ingest.readers.files.json_text import parsed_json
+
 _THINKING = frozenset("thinking redacted_thinking reasoning reasoning_content reasoningContent thought think".split())
 # Fields of such a block that contain its text.
 _THOUGHTS = ("thinking", "text", "reasoning", "think", "reasoningText", "content", "summary")
@@ -24,6 +28,7 @@ MEDIA_REASON = "images, audio and video are not read"
 MEDIA_PARTS = frozenset(
     "image image_url input_image image_file input_audio audio audio_url video video_url input_video".split()
 )
+_NAMES_OF_PARTS = frozenset({"type", "text", "functionCall", "functionResponse"})
 
 Message = dict[str, Any]
 
@@ -48,6 +53,17 @@ def skip_reason(messages: Sequence[Message]) -> str | None:
     if any(kind in MEDIA_PARTS for kind in kinds):
         return MEDIA_REASON
     return f"content parts of type '{next(iter(kinds))[:40]}' are not read" if kinds else None
+
+
+def plain_part(text: str, where: str) -> str:
+    """Return `text`, a content part that is not an object.
+
+    Raises:
+        TreepackError: it is such an object as JSON text.
+    """
+    if object_or_empty(parsed_json(text)).keys() & _NAMES_OF_PARTS:
+        raise TreepackError(f"{where} has the content part {shown(text)}; expected text, or an object in place of JSON")
+    return text
 
 
 def _has_blocks(message: Any) -> bool:

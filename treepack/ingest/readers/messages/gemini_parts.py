@@ -18,7 +18,8 @@ from typing import Any
 
 from treepack.errors import TreepackError
 from treepack.ingest.readers.fields.unread import is_empty
-from treepack.ingest.readers.fields.values import as_objects, is_messages, quoted, shown
+from treepack.ingest.readers.fields.values import as_objects, as_text, is_messages, quoted, shown
+from treepack.ingest.readers.messages.content_blocks import plain_part
 from treepack.ingest.readers.messages.merged_turns import left_over
 
 EMPTY_NOTE = "message of the model without text or calls not used"
@@ -117,7 +118,7 @@ def gemini_parts_of(parts: Any, *, where: str) -> list[Part]:
     """
     listed = [parts] if isinstance(parts, dict) else parts
     if isinstance(listed, list):
-        listed = [{"text": part} if isinstance(part, str) else part for part in listed]
+        listed = [{"text": plain_part(part, where)} if isinstance(part, str) else part for part in listed]
     return as_objects(listed, source=where, name="parts")
 
 
@@ -143,7 +144,7 @@ def assistant_message(parts: list[Part], *, where: str) -> Message | None:
     for part in parts:
         name, call = _object(part, _CALL)
         if _is_thought(part, where):
-            thoughts.append(_text(part, where) or "")
+            thoughts.append(as_text(part.get("text"), source=where, name="text", default=""))
             rest |= left_over(part, ("text", "thought", *_DETAILS), "content")
         elif name is not None:
             arguments = {} if call.get("args") is None else call["args"]
@@ -216,26 +217,19 @@ def _is_thought(part: Part, where: str) -> bool:
     return bool(thought)
 
 
-def _text(part: Part, where: str) -> str | None:
-    text = part.get("text")
-    if text is not None and not isinstance(text, str):
-        raise TreepackError(f"{where} has the text {shown(text)}; expected text")
-    return text
-
-
 def _message(role: str, parts: list[Part], where: str) -> Message:
     """Return the message of text and files; a part that is not text has the type of its field."""
     content: list[dict[str, Any]] = []
     rest: Message = {}
     for part in parts:
-        text = _text(part, where)
+        text = as_text(part.get("text"), source=where, name="text", default="")
         known = ("text", *(["thought"] if part.get("thought") is False else []), *_DETAILS)
         fields = {name: value for name, value in part.items() if name not in known and not is_empty(value)}
         if text:
             content.append({"type": "text", "text": text})
         if media := [name for name in fields if name in _MEDIA]:
             content.append({"type": "image"})
-        elif fields and text is None:
+        elif fields and part.get("text") is None:
             content.append({"type": next(iter(fields))})
         else:
             rest |= left_over(fields, media, "content")

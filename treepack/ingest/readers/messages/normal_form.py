@@ -21,6 +21,7 @@ from treepack.errors import TreepackError
 from treepack.ingest.readers.fields import endings
 from treepack.ingest.readers.fields.unread import ANSWER, MASK, danger, is_empty
 from treepack.ingest.readers.fields.values import BadValueError, quoted, shown
+from treepack.ingest.readers.messages.content_blocks import plain_part
 from treepack.ingest.readers.messages.reasoning import REASONING, reasoning_of
 from treepack.ingest.readers.messages.tool_calls import (
     CALLS,
@@ -238,7 +239,7 @@ def _content(content: Any, where: str, notes: dict[str, None]) -> str:
 
 def _part(part: Any, where: str, notes: dict[str, None]) -> str:
     if isinstance(part, str):
-        return part
+        return plain_part(part, where)
     kind = part.get("type", "text") if isinstance(part, dict) else type(part).__name__
     if kind == "refusal" and isinstance(part.get("refusal"), str):
         return str(part["refusal"])  # the model wrote it in place of the content

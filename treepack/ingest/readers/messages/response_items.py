@@ -143,8 +143,7 @@ def _call(item: Item, source: str) -> dict[str, Any]:
         as_texts(action.get("command"), source=source, name="action.command")
         action = {name: value for name, value in action.items() if value is not None}
         item = item | {"name": "local_shell", "arguments": json.dumps(action, ensure_ascii=False)}
-    if not isinstance(item.get("name"), str):
-        raise TreepackError(f"{source}: has the item {shown(item)}; expected a call with a name")
+    as_text(item.get("name"), source=source, name="name of a call")
     # A custom tool takes free text; chat messages need JSON: "ls" -> {"input": "ls"}.
     arguments = item.get("arguments")
     if _kind(item) == "custom_tool_call":
@@ -156,6 +155,8 @@ def _call(item: Item, source: str) -> dict[str, Any]:
 
 def _input_message(item: Item, source: str) -> dict[str, Any]:
     """Return the message of an item that the assistant has not written."""
+    if ("content" if _kind(item) == "message" else "output") not in item:
+        raise TreepackError(f"{source}: has the item {shown(item)}; expected a message with content, or an output")
     if _kind(item) == "message":
         return {"role": item.get("role"), "content": _content(item.get("content"), source)}
     output = item.get("output")

@@ -39,7 +39,9 @@ def rounds(system: Any, history: Any, query: str, response: str | None, *, sourc
     system = as_text(system, source=source, name="system", default="")
     # An empty system prompt is not a message: data sets have the field in every record.
     messages = [{"role": "system", "content": system}] if system else []
-    for number, pair in enumerate(_list(history, "history", source)):
+    if not isinstance(history, list | None):
+        raise TreepackError(f"{source}: history is {shown(history)}; expected a list")
+    for number, pair in enumerate(history or []):
         if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
             raise TreepackError(f"{source}: history[{number}] is {shown(pair)}; expected a query and its response")
         messages += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
@@ -116,11 +118,13 @@ def read_pair(
         yield Skipped(record.source, "chosen and rejected are the same")
         return
     tools = normalise_tools(record.value.get("tools"), source=record.source)
+    told = set[str]()
     for side, answer, reward in (("chosen", chosen, 1.0), ("rejected", rejected, 0.0)):
         done = normalise_messages([*prompt, *split_blocks(answer)], source=f"{record.source}: {side}")
         weights = [0.0] * len(prompt) + done.weights[len(prompt) :]
         content = Chat(done.messages, weights, tools, message_cuts=done.cuts)
-        notes = done.notes if side == "chosen" else ()  # once per record
+        notes = tuple(note for note in done.notes if note not in told)  # once per record
+        told.update(notes)
         item = describe(record, content, used={*used, "tools"}, options=options, notes=notes)
         name = f"{item.trajectory_id}/{side}"
         yield replace(item, trajectory_id=name, group_id=record.source, reward=reward)
@@ -143,9 +147,3 @@ def read_whole_pair(
     both = zip(chosen, rejected, strict=False)
     shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], both))
     yield from read_pair(record, chosen[:shared], chosen[shared:], rejected[shared:], options, used=used)
-
-
-def _list(value: Any, name: str, source: str) -> list[Any]:
-    if value is not None and not isinstance(value, list):
-        raise TreepackError(f"{source}: {name} is {shown(value)}; expected a list")
-    return value or []
