@@ -38,8 +38,11 @@ settings.load_profile("treepack")
 MISSING = [name for name in ("torch", "triton") if find_spec(name) is None]
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out of a thorough run the properties that try as many examples under every profile."""
+    """Order the tests alike in every worker; leave out of a thorough run the properties with a number of their own."""
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: item.path)
     if config.getoption("--hypothesis-profile") != "thorough":
         return
     repeated = [item for item in items if has_own_number(item) and item.get_closest_marker("slow") is None]
@@ -63,8 +66,13 @@ def pytest_collection() -> Generator[None, object, object]:
 def pytest_make_collect_report(
     collector: pytest.Collector,
 ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
-    """Skip the files that import torch or triton if it is not installed."""
+    """Skip the files that import torch or triton if it is not installed; every second worker begins with the last file.
+
+    On a fresh machine each worker then compiles one half of the files, and finds the other half compiled.
+    """
     report = yield
+    if isinstance(collector, pytest.Directory) and worker_number(collector.config) % 2:
+        report.result.reverse()
     for name in MISSING:
         if report.outcome == "failed" and f"No module named '{name}" in str(report.longrepr):
             report.outcome = "skipped"
@@ -82,6 +90,11 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
         if name not in MISSING:
             raise
         pytest.skip(f"needs {name}")
+
+
+def worker_number(config: pytest.Config) -> int:
+    """Return 1 in the worker gw1, and 0 without workers."""
+    return int(getattr(config, "workerinput", {}).get("workerid", "gw0").removeprefix("gw"))
 
 
 def has_own_number(item: pytest.Item) -> bool:

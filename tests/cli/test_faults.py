@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import click
 import pytest
 
 from support.command_line import Run
+from support.fresh_processes import PROCESSES, lose_a_rank
 from support.written_rollouts import write_rollouts
 
 TREEPACK = Path(sys.executable).parent / "treepack"
@@ -69,37 +71,16 @@ def test_an_unforeseen_exception_names_a_file_with_its_traceback(
     assert "['treepack', 'formats']" in text
 
 
-LOSE_A_RANK = """
-import sys
-from importlib import import_module
-import torch
-from torch import distributed
-rank = int(sys.argv[1])
-distributed.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=2)
-distributed.all_reduce(torch.ones(1))
-if rank == 1:
-    import os
-    os._exit(9)
-try:
-    distributed.all_reduce(torch.ones(1))
-except Exception as error:
-    print(import_module("treepack_cli.faults").describe_fault(error))
-"""
-
-
 def test_a_rank_that_loses_another_one_does_not_ask_for_a_report(tmp_path: Path) -> None:
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", LOSE_A_RANK, str(rank), tmp_path / "store"],
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "TMPDIR": str(tmp_path)},
-        )
-        for rank in range(2)
-    ]
-    sentence, _ = [each.communicate(timeout=120)[0] for each in ranks]
+    ranks = [PROCESSES.Process(target=lose_a_rank, args=(rank, tmp_path), daemon=True) for rank in range(2)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(120)
+    assert [rank.exitcode for rank in ranks] == [0, 9]
+    sentence = (tmp_path / "sentence").read_text()
     assert sentence.startswith("stopped because another rank of the run ended or does not answer (RuntimeError: ")
-    assert sentence.endswith("); see the error of that rank\n")
+    assert sentence.endswith("); see the error of that rank")
     assert ". " not in sentence
     assert not [*tmp_path.glob("treepack-fault-*")]
 
@@ -175,30 +156,51 @@ COMMANDS = {
 }
 
 
-# Without any stream each command is tried; the guard of a single stream is the same for all.
-@pytest.mark.parametrize(
-    ("command", "closed"), [*((command, (0, 1, 2)) for command in COMMANDS), ("json", (1,)), ("build-trie", (2,))]
-)
-def test_closed_streams_are_no_error(inputs: Path, tmp_path: Path, command: str, closed: tuple[int, ...]) -> None:
+# What the entry point does, in one process, which closes all three streams before each command.
+ALL_CLOSED = """
+import json, os, sys
+from treepack_cli import main
+for words in json.loads(sys.argv[1]):
+    os.closerange(0, 3)
+    sys.argv = ["treepack", *words]
+    try:
+        main()
+    except SystemExit as end:
+        if end.code:
+            os._exit(3)
+"""
+
+
+def test_no_command_needs_a_stream(inputs: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    commands = [command.replace("OUT", str(out)).split() for command in COMMANDS.values()]
+    program = [sys.executable, "-c", ALL_CLOSED, json.dumps(commands)]
+    done = subprocess.run(program, cwd=inputs, preexec_fn=close(0, 1, 2), capture_output=True, check=False, stdin=-3)
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
+    assert (out / "manifest.json").exists()
+
+
+@pytest.mark.parametrize(("command", "closed"), [("json", 1), ("build-trie", 2)])
+def test_a_closed_stream_is_no_error(inputs: Path, tmp_path: Path, command: str, closed: int) -> None:
     words = [word.replace("OUT", str(tmp_path / "out")) for word in COMMANDS[command].split()]
     done = subprocess.run(
-        [TREEPACK, *words], cwd=inputs, preexec_fn=close(*closed), capture_output=True, check=False, stdin=-3
+        [TREEPACK, *words], cwd=inputs, preexec_fn=close(closed), capture_output=True, check=False, stdin=-3
     )
     assert (done.returncode, done.stderr) == (0, b"")
-    if 1 not in closed:
-        assert done.stdout
-    if command == "build-trie":
-        assert (tmp_path / "out" / "manifest.json").exists()
+    assert bool(done.stdout) == (closed != 1)
 
 
 @pytest.mark.parametrize("words", [["stats", "absent"], ["stats", "trie", "--no-such"]])
-def test_errors_without_a_place_for_them_keep_their_status(inputs: Path, words: list[str]) -> None:
-    expected = subprocess.run([TREEPACK, *words], cwd=inputs, capture_output=True, check=False)
+def test_errors_without_a_place_for_them_keep_their_status(
+    treepack: Run, inputs: Path, words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(inputs)
+    expected = treepack(*words).status
     closed = subprocess.run([TREEPACK, *words], cwd=inputs, preexec_fn=close(2), stdout=-3, check=False)
     with Path("/dev/full").open("w") as full:
         failed = subprocess.run([TREEPACK, *words], cwd=inputs, stderr=full, stdout=-3, check=False)
-    assert expected.returncode in (1, 2)
-    assert [closed.returncode, failed.returncode] == [expected.returncode] * 2
+    assert expected in (1, 2)
+    assert [closed.returncode, failed.returncode] == [expected] * 2
 
 
 def test_a_full_stderr_does_not_stop_a_command(inputs: Path, tmp_path: Path) -> None:

@@ -127,7 +127,7 @@ PART_OF_COMMAND = {
     "advantages data --estimator dr_grpo --out advantages": "trie",
     "stats data": "packed",
     "show data": "packed",
-    "report data --png pictures": "packed",
+    "report data --out page.html": "packed",
     "simulate allocation data --steps 2 --persistence 0": "trie",
 }
 

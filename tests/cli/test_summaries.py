@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import io
 import json
 import os
 import pty
@@ -10,6 +11,8 @@ import struct
 import subprocess
 import sys
 import termios
+from contextlib import redirect_stdout
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -32,10 +35,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "packed": ["pack", str(path / "trie"), "--capacity", "4096", "--verbose"],
     }
     for name, command in commands.items():
-        done = subprocess.run(
-            [TREEPACK, *command, "--out", str(path / name)], capture_output=True, text=True, check=True
-        )
-        (path / f"{name}.txt").write_text(done.stdout)
+        with redirect_stdout(io.StringIO()) as output, pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "argv", ["treepack", *command, "--out", str(path / name)])
+            with pytest.raises(SystemExit, match="0"):
+                import_module("treepack_cli").main()
+        (path / f"{name}.txt").write_text(output.getvalue())
     return path
 
 

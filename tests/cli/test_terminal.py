@@ -63,9 +63,8 @@ def make_inputs(folder: Path) -> dict[str, list[str]]:
     write(folder / "raises.jsonl", {"messages": [{"role": "user", "content": EVIL}, *chat["messages"]]})
     change(folder / "trie", folder / "version", version=EVIL)
     change(folder / "trie", folder / "format", format=EVIL)
+    shutil.copytree(folder / "tokenizer", folder / EVIL)  # another tokenizer than that of the trie
     change(folder / "trie", folder / "named", tokenizer={"name": EVIL, "sha256": "0" * 64, "vocab_size": 9})
-    (folder / "model").mkdir()
-    (folder / "model" / "config.json").write_text(json.dumps({"model_type": EVIL}))
     return {
         "field": ["build-trie", "field.jsonl", "--out", "a"],
         "role": ["build-trie", "role.jsonl", "--tokenizer", "tokenizer", "--out", "b"],
@@ -78,7 +77,6 @@ def make_inputs(folder: Path) -> dict[str, list[str]]:
         "version": ["stats", "version"],
         "format": ["stats", "format"],
         "tokenizer": ["show", "named", "--text"],
-        "model_type": ["train", "packed", "--model", "model", "--out", "f", "--device", "cpu"],
         "usage": ["stats", "trie", f"--{EVIL}"],
         "command": [EVIL],
     }
@@ -91,6 +89,15 @@ def test_no_place_lets_an_escape_sequence_through(folder: Path) -> None:
         assert CONTROL.search(ALLOWED.sub("", output)) is None, (place, output)
         if place != "build":
             assert ESCAPED in output, (place, output)
+
+
+@pytest.mark.slow
+def test_a_command_that_imports_torch_escapes_too(folder: Path) -> None:
+    (folder / "model").mkdir()
+    (folder / "model" / "config.json").write_text(json.dumps({"model_type": EVIL}))
+    (output,) = on_terminal(folder, ["train", "packed", "--model", "model", "--out", "f", "--device", "cpu"])
+    assert CONTROL.search(ALLOWED.sub("", output)) is None
+    assert ESCAPED in output
 
 
 class RudeServer(EngineServer):

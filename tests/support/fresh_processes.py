@@ -4,6 +4,7 @@ The import of torch and transformers takes seconds of a core. The server does it
 
 PROCESSES    multiprocessing's context of that server
 run_command  the command line, as the function of such a process
+lose_a_rank  one of two ranks, the second of which ends
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
+import tempfile
 from collections.abc import Mapping
+from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import MappingProxyType
@@ -41,3 +44,19 @@ def run_command(arguments: list[str], folder: Path, environment: Mapping[str, ob
     sys.argv = ["treepack", *arguments]
     (entry,) = entry_points(group="console_scripts", name="treepack")
     entry.load()()
+
+
+def lose_a_rank(rank: int, folder: Path) -> None:
+    """Join two ranks; rank 1 ends, and rank 0 writes the command's sentence about that to the file `sentence`."""
+    import torch  # the server has imported it, but tests of the data half have no torch
+    from torch import distributed
+
+    tempfile.tempdir = str(folder)
+    distributed.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=2)
+    distributed.all_reduce(torch.ones(1))
+    if rank == 1:
+        os._exit(9)
+    try:
+        distributed.all_reduce(torch.ones(1))
+    except Exception as error:
+        (folder / "sentence").write_text(import_module("treepack_cli.faults").describe_fault(error))

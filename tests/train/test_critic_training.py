@@ -80,7 +80,8 @@ def go(
 
 
 def test_a_critic_learns_returns_and_is_written_beside_its_model(packed: Path, base: Path, tmp_path: Path) -> None:
-    steps, run = go(packed, base, tmp_path / "critic", replace(VALUE, value_clip=0.0), epochs=25, rows_per_step=100)
+    options: dict[str, Any] = {"epochs": 25, "rows_per_step": 100, "checkpoint_every": 25}
+    steps, run = go(packed, base, tmp_path / "critic", replace(VALUE, value_clip=0.0), **options)
     assert steps[-1].means["value_loss"] < 0.5 * steps[0].means["value_loss"]
     assert steps[-1].means["explained_variance"] > 0.3 > steps[0].means["explained_variance"]
     _, report = AutoModelForCausalLM.from_pretrained(tmp_path / "critic", output_loading_info=True)

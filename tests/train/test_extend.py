@@ -25,16 +25,28 @@ CONSTANT = TrainOptions(device="cpu", lr=1e-2, rows_per_step=2, steps=8, warmup_
 TIMES = ("seconds", "wait_seconds", "slowest_pass", "tokens_per_second", "tokens_flat_per_second")
 
 
-@pytest.fixture
-def packed(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("extend")
+
+
+@pytest.fixture(scope="module")
+def packed(folder: Path) -> Path:
     generator = np.random.default_rng(0)
     rollouts = [make(f"t{i}", [i // 3, *range(9), 5, *generator.integers(20, 24, 8).tolist()]) for i in range(15)]
-    return packed_directory(tmp_path / "packed", rollouts, capacity=40)
+    return packed_directory(folder / "packed", rollouts, capacity=40)
 
 
-@pytest.fixture
-def config(tmp_path: Path) -> Path:
-    return tiny_config(tmp_path / "tiny.json")
+@pytest.fixture(scope="module")
+def config(folder: Path) -> Path:
+    return tiny_config(folder / "tiny.json")
+
+
+@pytest.fixture(scope="module")
+def whole(folder: Path, packed: Path, config: Path) -> Path:
+    """The output of one run of all steps."""
+    go(packed, config, folder / "whole")
+    return folder / "whole"
 
 
 def go(
@@ -59,13 +71,12 @@ def files(out: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("lengths", [[(3, None), (8, None)], [(5, 2), (4, None), (8, 2), (8, None)]])
 def test_with_a_constant_rate_an_extended_run_has_the_bits_of_one_long_run(
-    packed: Path, config: Path, tmp_path: Path, lengths: list[tuple[int, int | None]]
+    packed: Path, config: Path, whole: Path, tmp_path: Path, lengths: list[tuple[int, int | None]]
 ) -> None:
-    go(packed, config, tmp_path / "whole")
     for steps, until in lengths:
         go(packed, config, tmp_path / "parts", steps=steps, until=until)
         assert is_finished(tmp_path / "parts") is (until is None)
-    assert files(tmp_path / "parts") == files(tmp_path / "whole")
+    assert files(tmp_path / "parts") == files(whole)
 
 
 def test_more_epochs_extend_a_run_too(packed: Path, config: Path, tmp_path: Path) -> None:
@@ -119,7 +130,7 @@ def test_a_finished_run_without_a_checkpoint_is_not_started_again(packed: Path, 
     assert files(tmp_path / "out") == before
 
 
-def test_a_second_trainer_of_a_run_is_refused(packed: Path, config: Path, tmp_path: Path) -> None:
+def test_a_second_trainer_of_a_run_is_refused(packed: Path, config: Path, whole: Path, tmp_path: Path) -> None:
     first = train(open_run(packed, config, CONSTANT), tmp_path / "out")
     next(first)
     errors: list[TreepackError] = []
@@ -135,5 +146,4 @@ def test_a_second_trainer_of_a_run_is_refused(packed: Path, config: Path, tmp_pa
     thread.join()
     assert "is being written by process" in str(errors[0])
     assert len([*first]) == 7
-    go(packed, config, tmp_path / "whole")
-    assert files(tmp_path / "out") == files(tmp_path / "whole")
+    assert files(tmp_path / "out") == files(whole)

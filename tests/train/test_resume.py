@@ -37,16 +37,24 @@ OPTIONS = TrainOptions(device="cpu", lr=1e-2, rows_per_step=2, epochs=3, checkpo
 TIMES = ("seconds", "wait_seconds", "slowest_pass", "tokens_per_second", "tokens_flat_per_second")
 
 
-@pytest.fixture
-def packed(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     generator = np.random.default_rng(0)
     rollouts = [make(f"t{i}", [i // 3, *range(9), 5, *generator.integers(20, 24, 8).tolist()]) for i in range(15)]
-    return packed_directory(tmp_path / "packed", rollouts, capacity=40)
+    return packed_directory(tmp_path_factory.mktemp("rows") / "packed", rollouts, capacity=40)
 
 
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
     return tiny_config(tmp_path / "tiny.json")
+
+
+@pytest.fixture(scope="module")
+def whole(packed: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The output of a run that was not interrupted."""
+    folder = tmp_path_factory.mktemp("whole")
+    go(packed, tiny_config(folder / "tiny.json"), folder / "out")
+    return folder / "out"
 
 
 def go(
@@ -77,22 +85,21 @@ def assert_equal_runs(out: Path, whole: Path) -> None:
     assert lines(out) == lines(whole)
 
 
-def test_a_stopped_run_goes_on_bit_for_bit(packed: Path, config: Path, tmp_path: Path) -> None:
-    whole, _ = go(packed, config, tmp_path / "whole")
+def test_a_stopped_run_goes_on_bit_for_bit(packed: Path, config: Path, whole: Path, tmp_path: Path) -> None:
+    num_steps = len(lines(whole))
     parts: list[StepMetrics] = []
     for until in (3, 4, None):  # steps 1 to 3, step 4, and the rest
         steps, notes = go(packed, config, tmp_path / "parts", until=until)
-        assert notes == ([f"resumed after step {len(parts)} of {len(whole)}"] if parts else [])
+        assert notes == ([f"resumed after step {len(parts)} of {num_steps}"] if parts else [])
         parts += steps
         assert is_finished(tmp_path / "parts") is (until is None)
-    assert [metrics.step for metrics in parts] == [metrics.step for metrics in whole] == list(range(1, len(whole) + 1))
-    assert_equal_runs(tmp_path / "parts", tmp_path / "whole")
+    assert [metrics.step for metrics in parts] == list(range(1, num_steps + 1))
+    assert_equal_runs(tmp_path / "parts", whole)
 
 
 def test_a_closed_iterator_loses_at_most_the_steps_since_the_last_checkpoint(
-    packed: Path, config: Path, tmp_path: Path
+    packed: Path, config: Path, whole: Path, tmp_path: Path
 ) -> None:
-    go(packed, config, tmp_path / "whole")
     steps = train(open_run(packed, config, OPTIONS), tmp_path / "out")
     for _ in range(5):  # checkpoint_every is 2: the last checkpoint is step 4
         next(steps)
@@ -100,11 +107,12 @@ def test_a_closed_iterator_loses_at_most_the_steps_since_the_last_checkpoint(
     assert len(lines(tmp_path / "out")) == 5
     _, notes = go(packed, config, tmp_path / "out")
     assert notes[0].startswith("resumed after step 4 of")
-    assert_equal_runs(tmp_path / "out", tmp_path / "whole")
+    assert_equal_runs(tmp_path / "out", whole)
 
 
-def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(packed: Path, config: Path, tmp_path: Path) -> None:
-    go(packed, config, tmp_path / "whole")
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
+    packed: Path, config: Path, whole: Path, tmp_path: Path
+) -> None:
     go(packed, config, tmp_path / "out", until=6)
     newest = sorted((tmp_path / "out" / "checkpoints").iterdir())[-1]
     data = next(newest.glob("*.distcp"))
@@ -113,22 +121,22 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(packed: Path, co
     assert len(notes) == 2
     assert "step-00000006 is damaged" in notes[0]
     assert notes[1].startswith("resumed after step 4 of")
-    assert_equal_runs(tmp_path / "out", tmp_path / "whole")
+    assert_equal_runs(tmp_path / "out", whole)
 
 
-def test_lines_that_the_metrics_lost_are_noted(packed: Path, config: Path, tmp_path: Path) -> None:
-    whole, _ = go(packed, config, tmp_path / "whole")
+def test_lines_that_the_metrics_lost_are_noted(packed: Path, config: Path, whole: Path, tmp_path: Path) -> None:
+    num_steps = len(lines(whole))
     go(packed, config, tmp_path / "parts", until=4)
     metrics = tmp_path / "parts" / "metrics.jsonl"
     kept = metrics.read_bytes().splitlines(keepends=True)[:2]
     metrics.write_bytes(b"".join(kept))
     _, notes = go(packed, config, tmp_path / "parts")
     assert notes == [
-        f"resumed after step 4 of {len(whole)}",
+        f"resumed after step 4 of {num_steps}",
         "metrics.jsonl lacks 2 of the 4 steps before; the weights are whole",
     ]
-    assert [line["step"] for line in lines(tmp_path / "parts")] == [1, 2, *range(5, len(whole) + 1)]
-    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "parts")]
+    assert [line["step"] for line in lines(tmp_path / "parts")] == [1, 2, *range(5, num_steps + 1)]
+    weights = [(out / "model.safetensors").read_bytes() for out in (whole, tmp_path / "parts")]
     assert weights[0] == weights[1]
 
 
@@ -181,12 +189,12 @@ def test_an_unfinished_run_is_neither_overwritten_nor_resumed_unasked(
         TreepackError, match="is not complete; continue it with --resume or replace it with --overwrite"
     ):
         list(train(open_run(packed, config, OPTIONS), tmp_path / "out"))
-    steps = list(train(open_run(packed, config, OPTIONS), tmp_path / "out", overwrite=True))
-    assert steps[0].step == 1
+    steps = train(open_run(packed, config, OPTIONS), tmp_path / "out", overwrite=True)
+    assert next(steps).step == 1
 
 
-def test_resuming_a_finished_run_trains_nothing(packed: Path, config: Path, tmp_path: Path) -> None:
-    go(packed, config, tmp_path / "out")
+def test_resuming_a_finished_run_trains_nothing(packed: Path, config: Path, whole: Path, tmp_path: Path) -> None:
+    shutil.copytree(whole, tmp_path / "out")
     before = (tmp_path / "out" / "model.safetensors").read_bytes()
     steps, notes = go(packed, config, tmp_path / "out")
     assert steps == []
@@ -194,8 +202,9 @@ def test_resuming_a_finished_run_trains_nothing(packed: Path, config: Path, tmp_
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == before
 
 
-def test_a_model_that_could_not_be_written_is_written_by_resume(packed: Path, config: Path, tmp_path: Path) -> None:
-    whole, _ = go(packed, config, tmp_path / "whole")
+def test_a_model_that_could_not_be_written_is_written_by_resume(
+    packed: Path, config: Path, whole: Path, tmp_path: Path
+) -> None:
     run, out = open_run(packed, config, OPTIONS), tmp_path / "out"
 
     def full(directory: Path, **_: Any) -> None:
@@ -208,8 +217,9 @@ def test_a_model_that_could_not_be_written_is_written_by_resume(packed: Path, co
     assert not is_finished(out)
     assert sorted(path.name for path in out.iterdir()) == ["checkpoints", "metrics.jsonl", "run.json"]
     steps, notes = go(packed, config, out)
-    assert (steps, notes) == ([], [f"resumed after step {len(whole)} of {len(whole)}"])
-    assert_equal_runs(out, tmp_path / "whole")
+    num_steps = len(lines(whole))
+    assert (steps, notes) == ([], [f"resumed after step {num_steps} of {num_steps}"])
+    assert_equal_runs(out, whole)
 
 
 def test_another_configuration_of_the_model_is_not_resumed(packed: Path, config: Path, tmp_path: Path) -> None:
@@ -221,17 +231,18 @@ def test_another_configuration_of_the_model_is_not_resumed(packed: Path, config:
         go(packed, config, tmp_path / "out")
 
 
-def test_the_output_may_be_a_link_and_what_it_held_is_gone(packed: Path, config: Path, tmp_path: Path) -> None:
-    (tmp_path / "there").mkdir()
+def test_the_output_may_be_a_link_and_what_it_held_is_gone(
+    packed: Path, config: Path, whole: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(whole, tmp_path / "there")
     out = tmp_path / "link"
     out.symlink_to(tmp_path / "there", target_is_directory=True)
-    go(packed, config, out)
     (out / "foreign").mkdir()
-    list(train(open_run(packed, config, OPTIONS), out, overwrite=True))
+    list(train(open_run(packed, config, replace(OPTIONS, epochs=1)), out, overwrite=True))
     assert out.is_symlink()
     assert is_finished(tmp_path / "there")
     assert not (out / "foreign").exists()
-    assert len(lines(out)) == lines(out)[-1]["step"]
+    assert [line["step"] for line in lines(out)] == [1, 2, 3]
 
 
 @pytest.mark.slow
