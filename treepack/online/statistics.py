@@ -21,7 +21,7 @@ from treepack.errors import TreepackError
 from treepack.online.batch import OnlineBatch, plan_batch
 from treepack.online.options import OnlineOptions
 from treepack.online.ranks import agree_on_rows, gradient_exchange, uses_deepspeed
-from treepack.online.row_cuts import RowShare, row_shares
+from treepack.online.row_cuts import row_shares
 from treepack.online.row_run import RowRun, Values, join_values, row_limit
 from treepack.online.sequences import Flags, Ids
 
@@ -77,8 +77,8 @@ def batch_statistics(
     has_graph = torch.is_grad_enabled() and any(each.requires_grad for each in model.parameters())
     limit = row_limit(model, has_graph=has_graph)
     shares = [row_shares(row, limit) for row in batch.rows]
-    # The longest row first, as in the batch.
-    order = sorted(((i, k) for i, own in enumerate(shares) for k in range(len(own))), key=lambda at: _size(shares, at))
+    order = [(i, k) for i, own in enumerate(shares) for k in range(len(own))]
+    order.sort(key=lambda at: -shares[at[0]][at[1]].row.num_tokens)  # the longest row first, as in the batch
     rows = [shares[i][k].row for i, k in order]
     rows += [_padding(device)] * (agree_on_rows(model, len(rows)) - len(rows))
     values = _values(run, rows, has_graph=has_graph)
@@ -87,10 +87,6 @@ def batch_statistics(
     joined += values[len(order) :]  # of padding
     logprobs, entropies = _columns(joined)
     return batch.scatter(logprobs), None if entropies is None else batch.scatter(entropies)
-
-
-def _size(shares: list[list[RowShare]], at: tuple[int, int]) -> int:
-    return -shares[at[0]][at[1]].row.num_tokens
 
 
 def _padding(device: torch.device) -> Batch:

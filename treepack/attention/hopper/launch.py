@@ -135,7 +135,7 @@ def hopper_query_launch(inputs: AttentionInputs, incoming: BackwardInputs, dq: T
 def empty_sums(inputs: AttentionInputs) -> tuple[Tensor, Tensor] | None:
     """Return memory for the sums of dk and dv of all shares; None if no key block is divided."""
     shares = inputs.schedule.shares
-    if not _takes_shares(inputs) or shares is None or not shares.num_sums:
+    if _shape(inputs).parts is not None or shares is None or not shares.num_sums:
         return None
     shape = (shares.num_sums, inputs.key.shape[1], KEY_BLOCK, inputs.key.shape[-1])
     dk, dv = (torch.empty(shape, dtype=torch.float32, device=inputs.key.device) for _ in range(2))
@@ -184,10 +184,6 @@ def _launch(kernel: Any, programs: int, arguments: dict[str, Any], constants: di
     return KernelLaunch(
         kernel, programs, present, constants | dict.fromkeys(arguments.keys() - present.keys()), OPTIONS
     )
-
-
-def _takes_shares(inputs: AttentionInputs) -> bool:
-    return _shape(inputs).parts is None
 
 
 def _shape(inputs: AttentionInputs) -> HeadShape:

@@ -215,7 +215,8 @@ def _answers(path: str, field: Any) -> Iterator[tuple[str, str]]:
     texts = [key for key in objects[0] if all(isinstance(each.get(key), str) for each in objects)]
     texts = [key for key in texts if _is_answer(key) or key == "content"]
     texts.sort(key=lambda key: -_length(key, objects))
-    numbers = [key for key in objects[0] if _REWARD.search(key) and all(_is_number(each.get(key)) for each in objects)]
+    named = [key for key in objects[0] if _REWARD.search(key)]
+    numbers = [key for key in named if all(isinstance(each.get(key), int | float) for each in objects)]
     for text in texts if numbers or _is_answer(path) else ():
         rewards = f",reward={path}[].{numbers[0]}" if numbers else ""
         yield path, f"answer={path}[].{text}{rewards}"
@@ -228,10 +229,6 @@ def _is_answer(path: str) -> bool:
 
 def _is_talk(field: Any) -> bool:
     return (isinstance(field, str) and bool(field)) or bool(as_messages(field))
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float)
 
 
 def _reward(fields: dict[str, Any]) -> str:

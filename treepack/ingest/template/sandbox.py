@@ -192,7 +192,7 @@ def new_environment(kind: type[SandboxEnvironment] = SandboxEnvironment) -> Sand
     environment.filters["tojson"] = _tojson
     environment.globals |= {
         "raise_exception": _raise_exception,
-        "strftime_now": _strftime_now,
+        "strftime_now": lambda format: datetime.now().strftime(format),  # noqa: A006
         "dict": _SafeDict(),
         "namespace": SandboxNamespace,
     }
@@ -208,10 +208,6 @@ def _tojson(
 
 def _raise_exception(message: Any) -> None:
     raise TemplateError(message)
-
-
-def _strftime_now(format: str) -> str:  # noqa: A002
-    return datetime.now().strftime(format)
 
 
 class _SafeDict:

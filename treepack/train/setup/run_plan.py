@@ -168,12 +168,13 @@ def choose_plan(
         TreepackError: no plan fits; the sentence names the smallest one.
     """
     every: list[RunPlan] = []
-    for offload in _values(options.offload_checkpoints, (False, True)):
+    for offload in (False, True) if options.offload_checkpoints == "auto" else (bool(options.offload_checkpoints),):
         for chunk in CHUNKS if options.loss_chunk == "auto" else (int(options.loss_chunk),):
             plans = list(_plans(probes, rows, room, options, pieces, chunk, offload))
             fitting = [plan for plan in plans if plan.num_bytes <= room.gpu]
             if fitting:
-                return min(fitting, key=_cautious_seconds)  # the first one of equal ones
+                # The first one of equal ones.
+                return min(fitting, key=lambda plan: plan.seconds * (1 if plan.pieces is None else _WORTHWHILE))
             every += plans
     if not every and pieces:
         costs = min((each.costs for each in pieces), key=lambda costs: costs.piece)
@@ -183,10 +184,6 @@ def choose_plan(
             rows.longest_of_all, rows.longest_path, costs, gpu_bytes=room.gpu, host_bytes=room.host, limit=limit
         )
     raise _refusal(min(every, key=lambda plan: plan.num_bytes, default=None), probes, rows, room)
-
-
-def _cautious_seconds(plan: RunPlan) -> float:
-    return plan.seconds * (1 if plan.pieces is None else _WORTHWHILE)
 
 
 def _plans(
@@ -286,10 +283,6 @@ def layer_counts(options: TrainOptions, num_layers: int, auto: Iterable[int]) ->
     if wanted == "all":
         return [num_layers]
     return list(auto) if wanted == "auto" else [int(wanted)]
-
-
-def _values(wanted: bool | str, auto: Sequence[bool]) -> Sequence[bool]:
-    return auto if wanted == "auto" else (bool(wanted),)
 
 
 def _aligned(tokens: int) -> int:

@@ -151,10 +151,6 @@ def check_sinks(names: Sequence[str]) -> None:
             raise TreepackError(f"--report-to {name} needs {package}, which is not installed; {install_hint(extra)}")
 
 
-def _open_tensorboard(run: SinkRun) -> Sink:
-    return TensorBoardLog(run.folder / "tensorboard", keep_until=run.done)
-
-
 class _Wandb:
     def __init__(self, run: SinkRun) -> None:
         import wandb
@@ -235,7 +231,7 @@ class RunPage:
 
 
 SINKS: dict[str, Callable[[SinkRun], Sink]] = {
-    "tensorboard": _open_tensorboard,
+    "tensorboard": lambda run: TensorBoardLog(run.folder / "tensorboard", keep_until=run.done),
     "wandb": _Wandb,
     "trackio": _Trackio,
     "page": RunPage,
