@@ -273,7 +273,8 @@ class _Planner:
 
     def _keep(self, record: ProbeRecord) -> None:
         self.record = record
-        keep_probes(self.given, self.chunk, record)
+        if self.given.ranks.leads:  # the one that reads it
+            keep_probes(self.given, self.chunk, record)
 
     def _compiled_probe(self, plain: ModelProbe) -> tuple[ModelProbe | None, str]:
         """Compile and measure the layers; return the probe and its time in words, or None and the problem of a rank."""
