@@ -14,6 +14,7 @@ import torch
 from support.oracle_model import packed_directory, tiny_config
 from support.simulated_device import SimulatedDevice, simulated
 from support.strategies import make
+from treepack.carry.limit import CarryCosts
 from treepack.errors import TreepackError
 from treepack.model.layers import adapted_layers, has_compiled_layers
 from treepack.train.options import TrainOptions
@@ -122,6 +123,19 @@ def test_pieces_are_measured_only_if_layers_would_be_recomputed(plan: Plan, monk
     tight, given = plan(device_for(2))
     assert asked == [0, 4]
     assert tight.plan.carry is None or tight.plan.carry < given.rows().longest_of_all
+    # With the record of a machine they are not measured again if they fitted.
+    record: ProbeRecord | None = None
+
+    def keep(_: MemoryInput, chunk: int, measured: ProbeRecord) -> None:
+        nonlocal record
+        record = measured
+
+    monkeypatch.setattr(run_memory, "keep_probes", keep)
+    monkeypatch.setattr(run_memory, "known_probes", lambda *_: record)
+    plan(device_for(2))
+    again, _ = plan(device_for(2))
+    assert asked == [0, 4, 0, 4, 0]  # those that keep all activations did not fit, and are tried again
+    assert again.plan == tight.plan
 
 
 def test_a_plan_for_nothing_is_refused_with_what_would_fit(plan: Plan) -> None:
@@ -256,7 +270,7 @@ def test_a_machine_remembers_measurements(plan: Plan, tmp_path: Path, monkeypatc
     monkeypatch.setattr(torch.cuda, "get_device_name", str)
     given = replace(given, loaded=replace(given.loaded, device=torch.device("cuda", 0)))
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-    record = ProbeRecord(PLAIN, FUSED, only=4)
+    record = ProbeRecord(PLAIN, FUSED, only=4, pieces={"0": CarryCosts(4, 1000, 20, 8, 8, 4, 1)})
     keep_probes(given, 64, record)
     assert known_probes(given, 64) is None
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
