@@ -164,6 +164,7 @@ def test_two_changed_fields_never_train_other_turns_in_silence(name: str, seed: 
 PROMPTS = {
     "claude-code/session": [
         "list of texts: subtype",
+        "true: message.content",
         "renamed: compactMetadata.preservedSegment.tailUuid",
         "true: compactMetadata.preservedSegment",
     ],

@@ -39,7 +39,7 @@ from treepack.ingest.readers.calls.session_files import (
     in_session,
 )
 from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.fields.values import as_text, object_at, object_or_empty
+from treepack.ingest.readers.fields.values import as_text, object_at, object_or_empty, shown
 from treepack.ingest.readers.files.inputs import STDIN
 from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import MASKS, Format
@@ -155,6 +155,8 @@ def _session(rows: list[Record]) -> _SessionTree:
         # A resumed session may repeat lines; titles, snapshots and queues have no uuid and no place in the tree.
         if not isinstance(uuid, str) or uuid in session.entries:
             continue
+        if not isinstance(content := message.get("content"), str | list | None):
+            raise TreepackError(f"{row.source}: message.content is {shown(content)}; expected text or a list of blocks")
         segment = object_at(object_at(value, "compactMetadata", row.source), "preservedSegment", row.source)
         for name in ("headUuid", "tailUuid", "anchorUuid") if segment else ():
             as_text(segment.get(name), source=row.source, name=name)
