@@ -18,6 +18,7 @@ import sys
 import tokenize
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -77,20 +78,24 @@ def texts(path: Path) -> Iterator[tuple[int, bool, str]]:
         yield 1, False, re.sub(r"```.*?```", "", source, flags=re.DOTALL)
         return
     docstrings = set()
-    tree = ast.parse(source)
-    for node in ast.walk(tree):
+    for node in ast.walk(ast.parse(source)):  # a docstring comes after the node that has it
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             text = ast.get_docstring(node)
             if text:
                 docstrings.add(id(node.body[0].value))  # type: ignore[attr-defined]
                 yield node.body[0].lineno, True, text
-    for node in ast.walk(tree):
         is_text = isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings
         if is_text and len(node.value.split()) >= MIN_MESSAGE_WORDS:  # type: ignore[attr-defined]
             yield node.lineno, False, node.value  # type: ignore[attr-defined]
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type == tokenize.COMMENT:
-            yield token.start[0], False, token.string.lstrip("# ")
+    for line, comment in comments(path):
+        yield line, False, comment.lstrip("# ")
+
+
+@cache
+def comments(path: Path) -> list[tuple[int, str]]:
+    """Return line and text of every comment in a Python file; the tokenizer takes most of a count."""
+    tokens = tokenize.generate_tokens(io.StringIO(path.read_text(encoding="utf-8")).readline)
+    return [(token.start[0], token.string) for token in tokens if token.type == tokenize.COMMENT]
 
 
 def hits(path: Path) -> tuple[list[Hit], int]:
@@ -119,12 +124,8 @@ def comment_share(paths: Iterable[Path]) -> float:
     num_lines = num_comments = 0
     for path in files_of(paths):
         if path.suffix == ".py":
-            source = path.read_text(encoding="utf-8")
-            num_lines += source.count("\n")
-            tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-            num_comments += sum(
-                token.type == tokenize.COMMENT and not DIRECTIVE.match(token.string) for token in tokens
-            )
+            num_lines += path.read_text(encoding="utf-8").count("\n")
+            num_comments += sum(not DIRECTIVE.match(comment) for _, comment in comments(path))
     return num_comments / max(num_lines, 1)
 
 
