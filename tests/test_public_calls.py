@@ -29,7 +29,8 @@ class Folder:
 
 
 def test_all_public_names_are_listed() -> None:
-    assert set(treepack.__all__) <= set(dir(treepack))
+    assert {name for name in dir(treepack) if not name.startswith("__")} == {*treepack.__all__} - {"__version__"}
+    assert "__version__" in dir(treepack)
 
 
 @pytest.mark.parametrize(

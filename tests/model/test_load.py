@@ -178,12 +178,22 @@ def test_positions_beyond_a_table_are_refused(tmp_path: Path) -> None:
         hidden_states(ready, row)
 
 
+def test_a_row_with_an_id_outside_the_vocabulary_is_refused(tmp_path: Path) -> None:
+    loaded = load_model(tiny_config(tmp_path / "config.json"))
+    row = make_batch(make_row([Sample((1, VOCABULARY, 2), (0.0, 1.0, 1.0))]))
+    sentence = f"the data holds the token id {VOCABULARY} and the vocabulary ends at {VOCABULARY - 1}; use the model"
+    with pytest.raises(TreepackError, match=sentence):
+        row_loss(loaded, row)
+
+
 def test_files_that_are_no_model_are_refused(tmp_path: Path) -> None:
     broken = tmp_path / "broken.json"
     broken.write_text("{")
-    for source in (tmp_path, broken, tmp_path / "missing.json"):
+    for source in (tmp_path, broken):
         with pytest.raises(TreepackError, match=r"cannot load|contains no model"):
             load_model(source)
+    with pytest.raises(TreepackError, match=r"missing.json: no such file or folder; give the folder of a model"):
+        load_model(tmp_path / "missing.json")
 
 
 class Smear(nn.Module):

@@ -91,6 +91,7 @@ def test_losses_of_all_ranks_add_up() -> None:
 
     losses, parts = [], []
     for share in shares_of(7, 3):
+        assert share.total(hidden.sum())._base is None, "FSDP2 warns of views"
         layer, states = OutputLayer(weight, share=share), share.cut(hidden)
         losses.append(float(weighted_nll(states, layer, targets, chunk=2)))
         parts.append(tree_logprobs(states, layer, (tokens, *targets[:2]), chunk=2))

@@ -18,6 +18,7 @@ from support.oracle_model import gradients, tiny_model, worst_error
 from support.oracle_online import FORMS, MemoryBatch, as_lists, each_alone, in_form, random_batches
 from treepack.attention import register
 from treepack.errors import TreepackError
+from treepack.model.loaded import LoadedModel
 from treepack.online import OnlineOptions, batch_statistics, plan_batch, row_statistics, tree_logprobs_like
 
 # 1 2 3 4 5 and its duplicate, 1 2 6, its prefix 1 2, a second tree, one token, none
@@ -201,6 +202,12 @@ def test_ids_outside_of_a_smaller_output_layer_are_refused() -> None:
     model.lm_head = torch.nn.Linear(model.lm_head.in_features, 5, bias=False, dtype=torch.float64)
     with pytest.raises(TreepackError, match="contains the token id 5, and the vocabulary ends at 4;"):
         tree_logprobs_like(model, [torch.tensor([1, 5])])
+
+
+def test_what_is_no_model_is_refused() -> None:
+    loaded = LoadedModel(tree_model(), "tiny", "reference", ())
+    with pytest.raises(TreepackError, match="tree_logprobs_like: model is of type LoadedModel; expected Module, which"):
+        tree_logprobs_like(loaded, [torch.tensor([1, 2])])
 
 
 def test_a_model_with_dropout_is_refused() -> None:

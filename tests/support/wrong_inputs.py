@@ -37,6 +37,8 @@ NOT_ON_HUB += "check the path or the network"
 NO_DEVICE = "device is 'gpu'; expected cpu, cuda or cuda:N"
 EXISTS = "data/trie exists; choose another --out or give --overwrite"
 IS_TRIE = "data/trie: is a trie; pack it first with: treepack pack data/trie --out PACKED"
+CUT = "cut.json: malformed JSON (Expecting ',' delimiter: line 1 column 23 (char 22)); expected what save_pretrained "
+CUT += "writes"
 SMALL = "small.json: the data holds the token id 7 and the vocabulary ends at 3; use the model whose tokenizer "
 SMALL += "made the data"
 
@@ -59,6 +61,7 @@ WRONG_INPUTS = {
     "train data --model nobody/none --out x": NOT_ON_HUB,
     "train data --model m.json --out x --init-from nobody/none": NOT_ON_HUB,
     "train data --model small.json --out x": SMALL,
+    "train data --model cut.json --out x": CUT,
     "train data --model m.json --out x --eval none": MISSING,
     "train data --model m.json --out x --device gpu": NO_DEVICE,
     "train data --model m.json --out x --mix 1,1": "mix has 2 shares for 1 directories; give one for each",
@@ -117,6 +120,7 @@ def write_inputs(folder: Path) -> Path:
     (folder / "torn" / "part-00000.parquet").unlink()
     for name, size in (("m.json", 100), ("small.json", 4), ("wide.json", 200)):
         (folder / name).write_text(json.dumps({"model_type": "qwen3", "vocab_size": size}))
+    (folder / "cut.json").write_text('{"model_type": "qwen3"')
     (folder / "run").mkdir()
     options = replace(TrainOptions(), lr=0.5, dtype="fp32", objective=choose_objective("sft"))
     record = {

@@ -152,8 +152,9 @@ class RowsInPieces:
         for each in row.plan.passes:
             with row.running(each) as piece:
                 if each.kind == "push":
+                    push = partial(run_with_head, loaded, piece.batch, lambda states, _: states.new_zeros(()))
                     with torch.no_grad(), options.autocast():
-                        loaded.compute(partial(run_with_head, loaded, piece.batch, _nothing, **piece.options))
+                        loaded.compute(partial(push, **piece.options))
                     torch.clear_autocast_cache()  # of the wrappers of a trainer; these weights have no graph
                     continue
                 with torch.enable_grad(), options.autocast():
@@ -255,10 +256,6 @@ def backward_row(
         TreepackError: the objective lacks its factors, or as `RowsInPieces.backward`.
     """
     return RowsInPieces(loaded, options).backward(batch, LossPart(objective, factors, denominator))
-
-
-def _nothing(states: Tensor, _: OutputLayer) -> Tensor:
-    return states.new_zeros(())
 
 
 def _check_autocast(device: str) -> None:

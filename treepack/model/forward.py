@@ -32,6 +32,7 @@ from treepack.data.batch import Batch
 from treepack.data.ragged_tensor import RaggedTensor
 from treepack.errors import TreepackError
 from treepack.model.accept.first_batch import check_positions
+from treepack.model.accept.vocabulary import check_vocabulary
 from treepack.model.dropout import check_dropout
 from treepack.model.experts.replay import check_routes, use_routes
 from treepack.model.foreign_errors import one_line
@@ -60,9 +61,11 @@ def prepare_batch(loaded: LoadedModel, batch: Batch) -> Batch:
     """Return the row on the model's device, with the schedules of the model's attention.
 
     Raises:
-        TreepackError: if the model cannot compute positions of the row exactly, has no vision tower for its images, or
-            cannot replay its recorded routes.
+        TreepackError: if the model lacks a token id, cannot compute positions of the row exactly, has no vision tower
+            for its images, or cannot replay its recorded routes.
     """
+    if batch.num_tokens and not batch.input_ids.is_cuda:  # on a GPU it would wait
+        check_vocabulary(loaded.source, int(batch.input_ids.max()), len(loaded.causal.get_input_embeddings().weight))
     check_positions(batch.position_ids, loaded.causal, loaded.source)
     check_text(loaded.causal, batch.input_ids, loaded.source)
     if batch.terms is not None:

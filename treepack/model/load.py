@@ -29,7 +29,7 @@ from torch import Tensor
 from treepack.attention import IMPLEMENTATIONS, register, resolve, takes_chains
 from treepack.errors import TreepackError
 from treepack.files.model_source import local_source
-from treepack.files.remote.hub import is_offline, load_fault
+from treepack.files.remote.hub import is_offline, load_fault, refuse_missing
 from treepack.model.accept.compatibility import check_config
 from treepack.model.accept.first_batch import mark_checked
 from treepack.model.accept.probe import probe
@@ -204,6 +204,7 @@ def _parse_config(source: str | Path) -> Any:
         local = local_source(source)
         if not local.endswith(".json"):
             return _config_of(local)
+        refuse_missing(local, kind="model", files=("config.json",))
         # from_pretrained reads directories and no files: for_model builds the class that `model_type` names.
         fields = json.loads(Path(local).read_text(encoding="utf-8"))
         if not (isinstance(fields, dict) and isinstance(fields.get("model_type"), str)):

@@ -100,4 +100,4 @@ def gather_values(values: Tensor, places: Tensor, count: int, group: Any) -> Ten
 def sum_values(values: Tensor, group: Any) -> Tensor:
     """Return the sum of `values` over the ranks; the gradient is that of the own part."""
     place = torch.zeros(1, dtype=torch.int64, device=values.device)  # the same one on all ranks
-    return gather_values(values[None], place, 1, group)[0]
+    return gather_values(values[None], place, 1, group).sum(0)  # [0] is a view, about which FSDP2 warns

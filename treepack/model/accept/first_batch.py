@@ -67,7 +67,9 @@ def check_first_batch(model: nn.Module, causal: Any, position_ids: Tensor, run: 
         TreepackError: if the model fails a check, on all ranks that share its weights; or if the batch has positions
             that the model cannot compute exactly.
     """
-    source = f"{_class_name(causal)} (model type {causal.config.get_text_config().model_type})"
+    # fully_shard replaces the class of a module by a subclass: GraniteForCausalLM -> FSDPGraniteForCausalLM
+    name = type(causal).__name__.removeprefix("FSDP")
+    source = f"{name} (model type {causal.config.get_text_config().model_type})"
     if causal in _CHECKED:
         check_positions(position_ids, causal, source)
         return
@@ -85,11 +87,6 @@ def check_first_batch(model: nn.Module, causal: Any, position_ids: Tensor, run: 
         raise TreepackError(f"{source}: {error.code}; {REMEDY}") from error
     _agree(_complaint(seen, causal, source), groups or [], seen.states.device, source)
     mark_checked(causal)
-
-
-def _class_name(causal: nn.Module) -> str:
-    # fully_shard replaces the class of a module by a subclass: GraniteForCausalLM -> FSDPGraniteForCausalLM
-    return type(causal).__name__.removeprefix("FSDP")
 
 
 def _complaint(seen: ForwardObservation, causal: Any, source: str) -> TreepackError | None:

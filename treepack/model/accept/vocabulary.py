@@ -45,12 +45,12 @@ def check_same_words(teacher: str, words: int, student: str, size: int) -> None:
 
 
 def find_config(source: str) -> dict[str, Any] | None:
-    """Return the fields of a model's config.json, or None if it is at an address or cannot be read.
+    """Return the fields of a model's config.json, or None if it is at an address or has none.
 
     Of a model of the hub this file is downloaded, if there is no cached copy. Of an adapter this is the base model.
 
     Raises:
-        TreepackError: `source` is a path of this machine without a model, or a name that the hub does not have.
+        TreepackError: `source` is a path without a model, or a name that the hub does not have; or a file is no JSON.
     """
     path = _find(source)
     base = {} if path is None else _read_fields(path / ADAPTER_FILE)
@@ -77,9 +77,11 @@ def _find(source: str) -> Path | None:
 
 
 def _read_fields(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file; empty without a readable one, of which loading the model gives the error."""
+    """Return the object in a JSON file; empty without one, of which loading the model gives the error."""
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+    except OSError:
         return {}
+    except (ValueError, RecursionError) as error:
+        raise TreepackError(f"{path}: malformed JSON ({error}); expected what save_pretrained writes") from error
     return fields if isinstance(fields, dict) else {}

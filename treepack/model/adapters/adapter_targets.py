@@ -36,8 +36,8 @@ def find_targets(causal: Any, targets: str, source: str) -> AdapterTargets:
     Raises:
         TreepackError: a name is that of no linear layer or stacked weight, or that of the output layer.
     """
-    head = causal.get_output_embeddings()
-    linear = [name for name, module in causal.named_modules() if _is_linear(module) and module is not head]
+    head, kinds = causal.get_output_embeddings(), nn.Linear | conv1d_class()
+    linear = [name for name, module in causal.named_modules() if isinstance(module, kinds) and module is not head]
     stacked = stacked_names(causal)
     unusual = _unusual_names(causal.config.model_type)
     if targets == "all-linear":
@@ -97,10 +97,6 @@ def _matches(causal: Any, target: str, linear: list[str], source: str) -> list[s
         raise TreepackError(f"{source}: {target} is the output layer, which must have no adapter; leave it out")
     names = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
     raise TreepackError(f"{source}: no linear layer or expert is named {target!r}; its names are {names}")
-
-
-def _is_linear(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear | conv1d_class())
 
 
 def conv1d_class() -> Any:
