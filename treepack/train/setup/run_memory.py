@@ -180,7 +180,7 @@ class _Planner:
 
     def __init__(self, given: MemoryInput, memory: StepMemory) -> None:
         self.given, self.memory, self.meter = given, memory, memory.meter
-        self.record: ProbeRecord | None = None  # what is measured
+        self.record: ProbeRecord  # all measurements
         self.rows: RunRows = given.rows()
         self.batch = given.longest_batch()
         self.chunk = CHUNK if given.options.loss_chunk == "auto" else int(given.options.loss_chunk)
@@ -242,8 +242,9 @@ class _Planner:
         """Return layers as they are, compiled, or both, measured now or in an earlier run, and the reason."""
         given, wanted = self.given, self.given.options.compile
         # The first rank decides, because machines have records of their own.
-        known = self.record = given.ranks.lead(lambda: known_probes(given, self.chunk))
-        plain = self._plain_probe() if known is None else known.plain
+        known = given.ranks.lead(lambda: known_probes(given, self.chunk))
+        self.record = known or self._plain_record()
+        plain = self.record.plain
         seconds = given.tokens * plain.seconds_kept
         if wanted is False:
             return [plain], ""
@@ -261,15 +262,14 @@ class _Planner:
         rates = f"{1e6 * fused.seconds_kept:.1f} us for a token instead of {1e6 * plain.seconds_kept:.1f}"
         return [fused] if wanted is True else [plain, fused], f"{rates}, {about}"
 
-    def _plain_probe(self) -> ModelProbe:
+    def _plain_record(self) -> ProbeRecord:
         """Measure layers as they are, and keep the numbers."""
         given = self.given
         _log.info("measuring memory and time of a pass")
         if has_compiled_layers(given.loaded.causal):
             adapt(given.loaded.causal, replace(given.options, compile=False), given.loaded.device)
-        probe = self._probe()
-        self._keep(ProbeRecord(probe))
-        return probe
+        self._keep(record := ProbeRecord(self._probe()))
+        return record
 
     def _keep(self, record: ProbeRecord) -> None:
         self.record = record
@@ -294,7 +294,7 @@ class _Planner:
 
     def _fused_record(self, plain: ModelProbe) -> ProbeRecord:
         """Measure compiled layers that keep their activations, or run again; both, two graphs, only if the run does."""
-        planned, pieces = self._recomputed(plain), {} if self.record is None else self.record.pieces
+        planned, pieces = self._recomputed(plain), self.record.pieces
         # Compiled layers keep about half as much, so a plan that keeps few layers as they are keeps some compiled ones.
         if not plain.num_layers / 2 < planned < plain.num_layers:
             count = plain.num_layers if planned in (-1, plain.num_layers) else 0
@@ -354,7 +354,7 @@ class _Planner:
         wanted = given.options.checkpoint_layers
         counts = (wanted,) if isinstance(wanted, int) else (0, probe.num_layers) if wanted == "auto" else (
             probe.num_layers,)  # fmt: skip
-        record = self.record or ProbeRecord(probe)
+        record = self.record
         for count in sorted({*counts} - {*map(int, record.pieces)}):
             _log.info("measuring the memory of pieces with %d recomputed layers", count)
             if adapted_layers(loaded.causal) is not None:
