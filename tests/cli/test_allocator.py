@@ -25,7 +25,7 @@ def test_segments_can_grow_unless_the_environment_says_otherwise(
     given: dict[str, str], expected: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in NAMES:
-        monkeypatch.setenv(name, "before")  # so that pytest removes what the command sets
+        monkeypatch.setenv(name, "before")  # so that pytest removes the value of the command
         monkeypatch.delenv(name)
     for name, value in given.items():
         monkeypatch.setenv(name, value)

@@ -156,7 +156,7 @@ COMMANDS = {
 }
 
 
-# What the entry point does, in one process, which closes all three streams before each command.
+# The work of the entry point, in one process, which closes all three streams before each command.
 ALL_CLOSED = """
 import json, os, sys
 from treepack_cli import main

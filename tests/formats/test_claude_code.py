@@ -237,7 +237,7 @@ def test_a_message_whose_model_is_not_text_is_left_out_and_counted(model: Any) -
 
 @pytest.mark.parametrize("line", [block("b", "u", None, text("A")), block("b", None, "m", text("A"))])
 def test_a_line_of_the_model_without_its_message_or_its_parent_is_refused(line: Line) -> None:
-    with pytest.raises(TreepackError, match=r"r\.jsonl:2: is of the model without message\.id or parentUuid"):
+    with pytest.raises(TreepackError, match=r"r\.jsonl:2: a line of the model lacks message\.id or parentUuid"):
         read([entry("u", None, content="q"), line])
 
 

@@ -63,7 +63,7 @@ SYNONYMS = {
 
 @dataclass(frozen=True)
 class Reading:
-    """What the reader of `form` made of records: its items, or the sentence of its refusal."""
+    """The result of the reader of `form` for records: its items, or the sentence of its refusal."""
 
     items: tuple[Item, ...] = ()
     refusal: str = ""
@@ -409,7 +409,7 @@ class Change:
 
 
 def silent(records: Sequence[Record], *, every: int) -> list[str]:
-    """Return the mutations of each record that change what is trained without a new note, skip or refusal.
+    """Return the mutations of each record that change the trained turns without a new note, skip or refusal.
 
     Of the mutations, one in `every` is tried. A record that is read alone decides the format of its file.
     """

@@ -164,7 +164,7 @@ def _session(rows: list[Record]) -> _SessionTree:
         key = None
         if value.get("type") == "assistant":
             if message.get("id") is None or parent is None:
-                raise TreepackError(f"{row.source}: is of the model without message.id or parentUuid; expected both")
+                raise TreepackError(f"{row.source}: a line of the model lacks message.id or parentUuid; give both")
             key = str(message["id"])
         entry = _SessionEntry(len(session.entries), uuid, parent, str(value.get("type")), message, value, key)
         session.entries[uuid] = entry

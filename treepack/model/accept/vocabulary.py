@@ -83,5 +83,5 @@ def _read_fields(path: Path) -> dict[str, Any]:
     except OSError:
         return {}
     except (ValueError, RecursionError) as error:
-        raise TreepackError(f"{path}: malformed JSON ({error}); expected what save_pretrained writes") from error
+        raise TreepackError(f"{path}: malformed JSON ({error}); expected a file that save_pretrained wrote") from error
     return fields if isinstance(fields, dict) else {}
