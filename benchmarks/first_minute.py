@@ -43,6 +43,7 @@ PARTS = {
     "training: step 1 ": "second step",
 }
 LAST = "training: step 2 "
+_SWITCHES = ("offload_checkpoints", "offload_optimizer")
 
 
 def save_weights(config: Path, folder: Path) -> None:
@@ -89,7 +90,7 @@ def chosen(run: Path) -> list[str]:
     record = json.loads((run / "run.json").read_text())
     plan = record["chosen"]
     words = ["--compile" if plan["compile"] else "--no-compile", "--dtype", record["options"]["dtype"]]
-    words.append("--offload-checkpoints" if plan["offload_checkpoints"] else "--no-offload-checkpoints")
+    words += [f"--{'' if plan[name] else 'no-'}{name.replace('_', '-')}" for name in _SWITCHES]
     for name in ("checkpoint_layers", "carry", "pass_tokens", "loss_chunk"):
         words += [f"--{name.replace('_', '-')}", "off" if plan[name] is None else str(plan[name])]
     return words

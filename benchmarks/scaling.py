@@ -4,10 +4,10 @@
     python benchmarks/scaling.py --packed DIR --dry-run       a tiny model on 1 and 2 CPU processes
 
 First a small model is trained in every way that several ranks offer: sharded, with layers compiled and recomputed,
-gathered in bfloat16, offloaded to the CPU, stopped and resumed with another number of ranks. Each curve of losses must
-equal the curve of one GPU. Then the model itself, with compiled layers, recomputation and AdamW: seconds of a step
-(median without the first), speed-up over one GPU, peak memory of the first rank, and the seconds for which a checkpoint
-interrupts training (first and second save) and takes in total, on the largest number of GPUs.
+gathered in bfloat16, with moments in host memory, stopped and resumed with another number of ranks. Each curve of
+losses must equal the curve of one GPU. Then the model itself, with compiled layers, recomputation and AdamW: seconds of
+a step (median without the first), speed-up over one GPU, peak memory of the first rank, and the seconds for which a
+checkpoint interrupts training (first and second save) and takes in total, on the largest number of GPUs.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "fp32": {"dtype": "fp32"},
     "bf16": {},
     "compiled": {"compile": torch.cuda.is_available(), "checkpoint_layers": "all"},
-    "offloaded": {"cpu_offload": True},
+    "offloaded": {"offload_optimizer": True},
     "gathered in bf16": {"gather_dtype": "bf16"},
     "resumed": {},
 }

@@ -50,9 +50,9 @@ _SECTIONS = {
     "KL from a reference (policy losses)": "kl kl-estimator",
     "Constants and values of single losses": "beta loss-constant value-coef value-clip",
     "Distillation (policy losses)": "distill distill-beta teacher-kl teacher-baseline teacher",
-    "Override what the run chooses": "dtype compile attention checkpoint-layers offload-checkpoints carry pass-tokens "
-    "loss-chunk sequence-ranks expert-ranks cpu-offload whole-weights blocks",
-    "Devices and storage": "device gather-dtype optimizer cache cache-size",
+    "Override what the run chooses": "dtype compile attention checkpoint-layers offload-checkpoints offload-optimizer "
+    "carry pass-tokens loss-chunk sequence-ranks expert-ranks whole-weights blocks",
+    "Devices and storage": "device gather-dtype cache cache-size",
     "Verification": "verify verify-rows help",
 }
 
@@ -73,8 +73,8 @@ _training_options = option_group(
         router_aux={"metavar": "COEF"},
         compile=_SWITCH | {"name": "compile/--no-compile"},
         offload_checkpoints=_SWITCH | {"name": "offload-checkpoints/--no-offload-checkpoints"},
+        offload_optimizer=_SWITCH | {"name": "offload-optimizer/--no-offload-optimizer"},
         whole_weights=_SWITCH | {"name": "whole-weights/--no-whole-weights"},
-        cpu_offload=_SWITCH | {"name": "cpu-offload/--no-cpu-offload"},
         sequence_ranks={"type": RankCount(), "metavar": RankCount.name},
         expert_ranks={"type": RankCount(), "metavar": RankCount.name},
     ),

@@ -27,10 +27,7 @@ from treepack.model.layers import adapt_layers
 from treepack.model.load import load_merged, load_model
 from treepack.model.loaded import LoadedModel
 from treepack.model.verify.gradients import verify_gradients
-from treepack.train.options import TrainOptions
-from treepack.train.ranks import Ranks
 from treepack.train.setup.compute import ComputeSetting
-from treepack.train.sharding import check_sharing
 
 SAMPLES = [
     Sample((1, 2, 3, 4, 5), (0, 1, 1, 1, 1)),
@@ -355,12 +352,6 @@ def test_an_adapter_over_4_bits_is_read_again_over_4_bits(base: Path, tmp_path: 
     over_whole = load_model(tmp_path / "adapter", attention="reference")
     losses = [row_loss(each, row()).item() for each in (loaded, again, over_whole)]
     assert losses[0] == losses[1] != losses[2]
-
-
-def test_a_base_of_4_bits_is_not_offloaded() -> None:
-    options = TrainOptions(lora=LoraOptions(rank=2, quantize="nf4"), cpu_offload=True)
-    with pytest.raises(TreepackError, match="rounds the base to 4 bits on the GPU of each rank; leave out cpu_offload"):
-        check_sharing(options, Ranks(0, 2, grouped=True))
 
 
 def test_random_weights_and_float64_have_no_4_bits(base: Path, tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def test_ranks_with_different_numbers_of_pieces_train_as_one_process_does(packed
         Case("lonely", packed, untied, {"steps": 1, "rows_per_step": 1, "carry": 3}),
         Case("recomputed", packed, tied, {**once, "carry": 7, "checkpoint_layers": "all", "compile": True}),
         Case("mixture", packed, mixture, {**once, "carry": 7}),
-        Case("offloaded", packed, untied, {**whole, "carry": 7, "cpu_offload": True}),
+        Case("offloaded", packed, untied, {**whole, "carry": 7, "offload_optimizer": True}),
         Case("grpo", packed, untied, {**once, "carry": 7}, "grpo"),
         Case("gspo", packed, tied, {**once, "carry": 7}, "gspo"),
     ]

@@ -231,7 +231,7 @@ def test_two_ranks_train_a_critic_as_one_process_does(packed: Path, base: Path) 
         Case("random", packed, tiny, uneven, "value"),
         Case("both", packed, base, uneven, "ppo", value_coef=0.5),
         Case("pieces", packed, base, {**uneven, "carry": 16}, "ppo", value_coef=0.5),
-        Case("offloaded", packed, base, {**uneven, "cpu_offload": True}, "value"),
+        Case("offloaded", packed, base, {**uneven, "offload_optimizer": True}, "value"),
         Case("lora", packed, base, lora, "value"),
         Case("stopped", packed, base, uneven, "ppo", value_coef=0.5, out=folder / "parts", until=2),
         Case("resumed", packed, base, uneven, "ppo", value_coef=0.5, out=folder / "parts"),

@@ -84,6 +84,7 @@ def test_layers_that_are_offloaded_are_recomputed_and_recorded(treepack: Run, pa
         "compile": False,
         "checkpoint_layers": 3,
         "offload_checkpoints": True,
+        "offload_optimizer": False,
         "carry": None,
         "pass_tokens": 1,
         "loss_chunk": 2048,

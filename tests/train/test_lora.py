@@ -262,7 +262,7 @@ def test_two_ranks_train_the_adapter_of_one_process(packed: Path, base: Path, tm
         Case("experts", packed, tiny_config(tmp_path / "moe.json", model_type="qwen3_moe", **EXPERTS), lora),
         Case("4 bits", packed, tmp_path / "wide", {**uneven, "lora": replace(LORA, quantize="nf4")}),
         Case("saved", packed, tmp_path / "saved", uneven),
-        Case("offloaded", packed, base, {**lora, "checkpoint_layers": "all", "cpu_offload": True}),
+        Case("offloaded", packed, base, {**lora, "checkpoint_layers": "all", "offload_optimizer": True}),
         Case("compiled", packed, base, {**lora, "compile": True}),
         Case("grpo", packed, base, lora, "grpo"),
     ]

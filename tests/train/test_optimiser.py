@@ -1,13 +1,24 @@
-"""AdamW of a run is one kernel for all parameters, and its updates follow the formula."""
+"""AdamW of a run is one kernel for all parameters and follows the formula, also with its moments in host memory."""
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
 import torch
 from torch import Tensor, nn
 
-from treepack.train.optimiser import make_adamw
+from treepack.errors import TreepackError
+from treepack.memory.host_pages import HostCopies, PageCopies, copy_back, copy_out
+from treepack.memory.offloaded_adamw import OffloadedAdamW, zeros_in_host
+from treepack.train.optimiser import make_adamw, prepare_states
 from treepack.train.options import TrainOptions
 
+CPU = torch.device("cpu")
 OPTIONS = TrainOptions(lr=1e-2, weight_decay=0.1, betas=(0.9, 0.95))
 
 
@@ -51,3 +62,100 @@ def test_the_state_is_that_of_an_unfused_optimiser() -> None:
     ]
     ours.load_state_dict(theirs.state_dict())  # a checkpoint of either continues
     ours.step()
+
+
+class LateCopies:
+    """Copies in order that happen when something waits for them, or for a later one: the latest that a GPU may be."""
+
+    def __init__(self) -> None:
+        self.coming: list[Callable[[], None]] = []
+
+    def to_pages(self, flat: Tensor, pages: list[Tensor]) -> LateEvent:
+        return self._later(partial(copy_out, flat, pages))
+
+    def to_tensor(self, pages: list[Tensor], flat: Tensor) -> LateEvent:
+        return self._later(partial(copy_back, pages, flat))
+
+    def wait(self, event: LateEvent) -> None:
+        event.synchronize()
+
+    def _later(self, copy: Callable[[], None]) -> LateEvent:
+        self.coming.append(copy)
+        return LateEvent(self, copy)
+
+
+@dataclass(frozen=True)
+class LateEvent:
+    copies: LateCopies
+    copy: Callable[[], None]
+
+    def synchronize(self) -> None:
+        while self.copy in self.copies.coming:
+            self.copies.coming.pop(0)()
+
+
+def layers() -> nn.Module:
+    torch.manual_seed(1)
+    # 37 * 53 weights are 16 parts of 128 numbers, the last one shorter; the last layer gets no gradient.
+    return nn.ModuleList([nn.Linear(37, 53), nn.Linear(53, 11), nn.Linear(3, 3)])
+
+
+def gradients(module: nn.Module, step: int) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(step)
+    parameters = list(module.parameters())
+    for parameter in parameters[:-2]:
+        parameter.grad = torch.randn(parameter.shape, generator=generator)
+    return parameters
+
+
+@pytest.mark.parametrize("copies", [HostCopies, LateCopies])
+def test_moments_in_host_memory_change_no_bit(copies: Callable[[], PageCopies]) -> None:
+    plain, other = layers(), layers()
+    groups = [{"params": list(other.parameters()), "weight_decay": 0.1}]
+    offloaded = OffloadedAdamW(groups, device=CPU, copies=copies(), size=512, lr=1e-2, betas=(0.9, 0.95))
+    usual = torch.optim.AdamW(plain.parameters(), weight_decay=0.1, lr=1e-2, betas=(0.9, 0.95), fused=True)
+    for step in range(4):
+        pairs = list(zip(gradients(plain, step), gradients(other, step), strict=True))
+        for optimiser in (usual, offloaded):
+            optimiser.step()
+        for ours, theirs in pairs:
+            assert torch.equal(ours, theirs)
+            assert usual.state[ours].keys() == offloaded.state[theirs].keys()
+            for name, value in usual.state[ours].items():
+                assert torch.equal(value, offloaded.state[theirs][name])
+
+
+def test_either_optimiser_continues_the_state_of_the_other() -> None:
+    ends = []
+    for kinds in ((False, False), (False, True), (True, False), (True, True)):
+        module, state = layers(), None
+        for step, offloads in enumerate(kinds):
+            parameters = gradients(module, step)
+            optimiser = make_adamw(parameters, replace(OPTIONS, offload_optimizer=offloads))
+            assert isinstance(optimiser, OffloadedAdamW) == offloads
+            if state is not None:
+                optimiser.load_state_dict(state)
+            prepare_states(optimiser)
+            optimiser.step()
+            state = copy.deepcopy(optimiser.state_dict())
+        ends.append(torch.cat([parameter.detach().flatten() for parameter in module.parameters()]))
+    # On a CPU the kernel rounds the ends of a tensor otherwise, so whole tensors are one part here.
+    assert all(torch.equal(ends[0], each) for each in ends[1:])
+
+
+def test_memory_that_the_driver_does_not_pin_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    pinned, answers = list[int](), [0, 2]
+
+    def register(address: int, *_: int) -> int:
+        pinned.append(address)
+        return answers.pop(0)
+
+    driver = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=pinned.remove)
+    monkeypatch.setattr("torch.cuda.cudart", lambda: driver)
+    part = zeros_in_host(8, torch.device("cuda"))[4:]
+    with pytest.raises(TreepackError, match=r"^the GPU driver does not pin 0\.0 GiB of host memory for the optimiser"):
+        zeros_in_host(8, torch.device("cuda"))
+    first = part.data_ptr() - 16
+    assert first in pinned
+    del part  # the driver forgets memory that nothing uses any more, because its address may come again
+    assert first not in pinned

@@ -29,7 +29,7 @@ from treepack.train.setup.rank_choice import RankNeeds, choose_division, choose_
 from treepack.train.setup.run_data import open_data
 
 GB = 10**9
-USUAL: dict[str, Any] = {"sequence_ranks": 1, "expert_ranks": 1, "cpu_offload": False}
+USUAL: dict[str, Any] = {"sequence_ranks": 1, "expert_ranks": 1}
 
 
 def needs(**changes: Any) -> RankNeeds:
@@ -81,25 +81,29 @@ def needs(**changes: Any) -> RankNeeds:
         ),
         # With 4 expert ranks, 4 ranks have the whole state: 20 GB each.
         ({"gathered": 90 * GB, "experts": 88 * GB, "divisions": (4, 2)}, {"expert_ranks": 4}, "expert-ranks 4"),
-        # Weights that do not fit.
+        # What may wait in host memory: inputs of layers, of 0.4 GB for each 1,000 tokens, and moments.
+        ({"longest": 120_000, "whole": None, "inputs": 400_000}, {}, ""),
         (
-            {"held": 100 * GB, "state": 800 * GB},
-            {"cpu_offload": True},
-            "cpu-offload on: weights and optimiser need 93.1 GiB of a GPU with 93.1 GiB free",
+            {"longest": 130_000, "whole": None, "inputs": 400_000},
+            {"sequence_ranks": 2},
+            "sequence-ranks 2: a row of 130,000 tokens needs 72.6 GiB on one GPU, of which 70.8 GiB is free",
         ),
-        ({"held": 100 * GB, "state": 800 * GB, "can_offload": False}, {}, ""),
-        ({"held": 300 * GB, "state": 2400 * GB}, {}, ""),  # nor on the host
+        ({"longest": 77_000, "whole": None, "moments": 5 * GB}, {}, ""),
+        ({"held": 100 * GB, "state": 800 * GB, "moments": 50 * GB}, {}, ""),
+        # The host has 200 GB: enough for the moments, or for the inputs of 77,000 tokens, but not for more.
+        (
+            {"longest": 77_000, "whole": None, "inputs": 3 * 10**6},
+            {"sequence_ranks": 2},
+            "sequence-ranks 2: a row of 77,000 tokens needs 71.7 GiB",
+        ),
+        # Weights that do not fit.
+        ({"held": 100 * GB, "state": 800 * GB}, {}, ""),
         # Every rank has the whole teacher: of 100 GB, 40 are for the run, 36 may be used, 22 beside weights.
         ({"longest": 22_000, "whole": None, "teacher": 60 * GB}, {}, ""),
         (
             {"longest": 23_000, "whole": None, "teacher": 60 * GB},
             {"sequence_ranks": 2},
             "sequence-ranks 2: a row of 23,000 tokens needs 21.4 GiB on one GPU, of which 20.5 GiB is free",
-        ),
-        (
-            {"held": 34 * GB, "teacher": 60 * GB},
-            {"cpu_offload": True},
-            "cpu-offload on: weights and optimiser need 31.7 GiB of a GPU with 37.3 GiB free",
         ),
     ],
 )
@@ -143,12 +147,13 @@ def test_needs_follow_the_configuration_and_the_options(packed: Path, tmp_path: 
     assert list(found.sequences) == [1, 2, 4]  # of the four ranks of a machine
     assert list(found.divisions) == [2]  # of 6 experts
     assert (found.rows, found.longest) == (1, int(data.dataset.num_tokens.max()))
+    assert found.moments == found.held // 2  # 8 of 16 bytes
+    assert found.inputs == 4 * 16 * 2  # two layers
+    kept = rank_needs(config, replace(options, offload_optimizer=False, offload_checkpoints=False), data, ranks)
+    assert (kept.moments, kept.inputs) == (0, 0)
     assert found.row(2000) - found.row(1000) == found.row(1000) - found.row(0) > 0
     given = rank_needs(config, replace(options, sequence_ranks=2, expert_ranks=2, carry=None), data, ranks)
     assert (list(given.sequences), given.held, given.whole) == ([2], found.state // 2, None)
-    assert not given.can_offload
-    offloaded = rank_needs(config, replace(options, cpu_offload=True), data, ranks)
-    assert (offloaded.held, list(offloaded.divisions)) == (0, [])
     unknown = tiny_config(tmp_path / "u.json", "qwen3", num_attention_heads=4, hidden_act="silu")
     assert rank_needs(unknown, options, data, ranks).divisions == ()
 

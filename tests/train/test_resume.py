@@ -181,6 +181,15 @@ def test_how_a_run_is_carried_out_may_change(packed: Path, config: Path, tmp_pat
     assert notes[0].startswith("resumed after step 3 of")
 
 
+def test_moments_move_to_host_memory_and_back_without_a_changed_bit(
+    packed: Path, config: Path, whole: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    for until, offloads in ((2, False), (2, True), (None, False)):
+        go(packed, config, out, until=until, offload_optimizer=offloads)
+    assert_equal_runs(out, whole)
+
+
 def test_an_unfinished_run_is_neither_overwritten_nor_resumed_unasked(
     packed: Path, config: Path, tmp_path: Path
 ) -> None:
@@ -254,7 +263,8 @@ def test_a_run_goes_on_with_another_number_of_ranks(packed: Path, config: Path, 
     last = Case("last", packed, config, changes, out=parts)
     records = []
     # One process for steps 1 and 2, two ranks for step 3, and one process for steps 4 to 6.
-    for size, case, until in ((0, first, 2), (2, second, 3), (0, last, 6)):
+    offloaded = replace(second, changes={**changes, "offload_optimizer": True})
+    for size, case, until in ((0, first, 2), (2, offloaded, 3), (0, last, 6)):
         records += train_over(size, tmp_path, [case])[case.name]["records"]
         assert len(records) == until
     whole = train_over(0, tmp_path, [Case("whole", packed, config, changes)])["whole"]["records"]

@@ -15,17 +15,18 @@ from support.oracle_model import packed_directory, tiny_config
 from support.simulated_device import SimulatedDevice, simulated
 from support.strategies import make
 from treepack.carry.limit import CarryCosts
+from treepack.carry.smaller_plan import RunPlan
 from treepack.errors import TreepackError
 from treepack.model.layers import adapted_layers, has_compiled_layers
 from treepack.train.options import TrainOptions
 from treepack.train.ranks import Ranks
 from treepack.train.setup import model_probe, probe_record, run_memory
-from treepack.train.setup.choice_lines import choice_lines
+from treepack.train.setup.choice_lines import choice_lines, expectation
 from treepack.train.setup.compute import choose_compute
 from treepack.train.setup.memory_input import MemoryInput
 from treepack.train.setup.probe_record import ProbeRecord, keep_probes, known_probes, pays
 from treepack.train.setup.run_data import open_data
-from treepack.train.setup.run_memory import MemoryChoices, choose_memory
+from treepack.train.setup.run_memory import MemoryChoices, choose_memory, coming_bytes
 from treepack.train.setup.run_model import check_fit, load_run_model
 from treepack.train.setup.run_plan import ModelProbe, RunRoom, gib
 
@@ -84,18 +85,36 @@ def test_as_few_layers_are_recomputed_as_memory_demands(plan: Plan, layers: int)
     assert "tokens/s in fp32" in about["expected"]
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "adamw-8bit"])
-def test_host_memory_for_layers_names_what_would_leave_more(plan: Plan, optimizer: str) -> None:
+def test_what_waits_in_host_memory_has_a_line_each(plan: Plan) -> None:
     choices, given = plan(device_for(3), carry=None)
-    given = replace(given, options=replace(given.options, optimizer=optimizer))
-    moved = replace(choices.plan, offload_checkpoints=True)
+    moved = replace(choices.plan, offload_checkpoints=True, offload_optimizer=True)
     lines = choice_lines(moved, PLAIN, given.rows(), RunRoom(1 << 20), given, "", pieces=False)
-    assert "about" not in lines[-1]
     assert " at most " in lines[-1]
-    (line,) = [line for line in lines if line.startswith("offload-checkpoints")]
-    weights = sum(p.numel() for p in given.loaded.model.parameters())
-    hint = f"; --optimizer adamw-8bit would leave {gib(6 * weights)} more"
-    assert line == "offload-checkpoints on: nothing fits without it" + (hint if optimizer == "adamw" else "")
+    assert "offload-checkpoints on: nothing fits without it" in lines
+    moments = gib(8 * sum(p.numel() for p in given.loaded.model.parameters()))
+    assert f"offload-optimizer on: the moments of AdamW, {moments}, leave room for a faster plan" in lines
+
+
+def test_moments_leave_a_gpu_that_has_no_room_beside_them(plan: Plan) -> None:
+    tight = replace(device_for(4), free=device_for(4).free - 120_000)  # moments have 76,000 bytes
+    choices, given = plan(tight, carry=None, offload_checkpoints=False)
+    assert choices.plan.offload_optimizer
+    assert choices.memory is not None
+    # The next step counts gradients, and no moments.
+    options = replace(given.options, **choices.plan.options)
+    assert coming_bytes(given.loaded, options) == 4 * sum(p.numel() for p in given.loaded.model.parameters())
+    with pytest.raises(TreepackError, match="a row of 1,408 tokens needs at least"):
+        plan(tight, carry=None, offload_checkpoints=False, offload_optimizer=False)
+
+
+def test_ranks_that_share_a_row_count_its_tokens_once(plan: Plan) -> None:
+    _, given = plan(device_for(0), carry=None)
+    four, shared = (replace(given, ranks=Ranks(0, 4, sequence=n)) for n in (1, 2))
+    assert shared.tokens == 2 * four.tokens
+    assert shared.rows().step_tokens == pytest.approx(2 * four.rows().step_tokens, abs=1)
+    rates = [expectation(RunPlan(False, 0, False, None, 1, 64, 0, 1e-3), RunRoom(0), each) for each in (four, shared)]
+    assert "about 4,000 tokens/s" in rates[0]
+    assert "about 2,000 tokens/s" in rates[1]
 
 
 def test_the_expected_rate_is_the_measured_one(plan: Plan) -> None:
@@ -155,7 +174,7 @@ def test_options_with_values_measure_nothing(plan: Plan) -> None:
     choices, given = plan(device, **changes)
     assert device.passes == 0
     assert choices.lines == ()
-    values = {**changes, "compile": False, "checkpoint_layers": 4, "loss_chunk": 64}
+    values = {**changes, "compile": False, "checkpoint_layers": 4, "loss_chunk": 64, "offload_optimizer": False}
     assert choices.plan.options == {**values, "whole_weights": False}
     adapted = adapted_layers(given.loaded.causal)
     assert adapted is not None

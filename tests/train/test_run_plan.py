@@ -145,6 +145,29 @@ def test_an_h100_keeps_as_many_layers_as_fit_and_compiles() -> None:
     assert choose_plan([EAGER, FUSED], ROWS, RunRoom(90 * GIB), AUTO).checkpoint_layers == 0
 
 
+@pytest.mark.parametrize(
+    ("gpu", "seconds", "away"),
+    [
+        (90, 1e-9, False),  # no layer is recomputed, so more memory would not help
+        (24, 1e-9, True),
+        (24, 1e-3, False),  # two copies a step take longer than the recomputed layers
+        (2, 1e-3, True),  # nothing else fits
+    ],
+)
+def test_moments_wait_in_host_memory_where_that_is_faster(gpu: int, seconds: float, away: bool) -> None:
+    room = RunRoom(gpu * GIB, 100 * GIB, 0, 60 * GIB, seconds)
+    options = replace(AUTO, offload_checkpoints=False, loss_chunk=2048)
+    plan = choose_plan([FUSED], ROWS, room, options)
+    assert plan.offload_optimizer == away
+    if away:
+        alone = choose_plan([FUSED], ROWS, RunRoom((gpu + 60) * GIB), options)
+        assert plan == replace(alone, offload_optimizer=True, seconds=alone.seconds + seconds)
+    given = [
+        choose_plan([FUSED], ROWS, RunRoom(90 * GIB), replace(options, offload_optimizer=n)) for n in (True, False)
+    ]
+    assert [each.offload_optimizer for each in given] == [True, False]
+
+
 def test_a_row_longer_than_memory_runs_in_pieces() -> None:
     rows = RunRows(207_104, 207_104, 60_000, 207_104, cut=lambda limit: twice(1.3 if limit < 20_000 else 1.2))
     pieces = (PieceProbe(True, 0, COSTS), PieceProbe(True, 28, replace(COSTS, piece=480 * KIB)))

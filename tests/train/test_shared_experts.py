@@ -141,7 +141,6 @@ def check(mine: dict[str, Any], twin: dict[str, Any]) -> None:
             {"expert_ranks": 2},
             "expert_ranks is 2 and this is one process",
         ),
-        ({"expert_ranks": 2, "cpu_offload": True}, "expert_ranks keeps each rank's experts on its GPU"),
     ],
 )
 def test_ranks_that_cannot_be_are_refused_before_anything_is_loaded(changes: dict[str, Any], complaint: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
@@ -89,18 +88,6 @@ def test_options_of_mixtures_and_evaluations_that_mean_nothing_are_wrong_usage(
     done = treepack(*arguments, *options)
     assert (done.status, done.out) == (2, "")
     assert complaint in done.err
-
-
-def test_without_bitsandbytes_its_optimizer_is_refused_before_the_model_is_loaded(
-    treepack: Run, arguments: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    find_spec = importlib.util.find_spec
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "bitsandbytes" else find_spec(name))
-    monkeypatch.setattr("treepack.train.optimiser.find_spec", importlib.util.find_spec)
-    done = treepack(*arguments, "--optimizer", "adamw-8bit")
-    assert (done.status, done.out) == (1, "")
-    assert "optimizer adamw-8bit needs bitsandbytes, which is not installed; run pip install" in done.err
-    assert "loading the weights" not in done.err
 
 
 def test_resume_and_overwrite_exclude_each_other(treepack: Run, arguments: list[str], tmp_path: Path) -> None:

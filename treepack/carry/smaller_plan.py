@@ -33,6 +33,7 @@ class RunPlan:
     seconds: float = 0.0
     pieces: CarryPlan | None = None
     whole_weights: bool = False
+    offload_optimizer: bool = False
 
     @property
     def options(self) -> dict[str, Any]:
@@ -41,7 +42,10 @@ class RunPlan:
 
 
 # Options that may be "auto"; none of them changes the result of a run except for rounding.
-PLANNED = ("compile", "checkpoint_layers", "offload_checkpoints", "carry", "pass_tokens", "loss_chunk")
+PLANNED = (
+    *("compile", "checkpoint_layers", "offload_checkpoints", "offload_optimizer"),
+    *("carry", "pass_tokens", "loss_chunk"),
+)
 
 
 def smaller_plan(plan: RunPlan, longest: int, num_layers: int, *, can_carry: bool) -> RunPlan | None:

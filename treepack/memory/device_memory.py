@@ -87,11 +87,14 @@ class StepMemory:
         return int(0.08 * self.meter.total)
 
 
-def update_bytes(model: Any, *, state_bytes: int) -> int:
-    """Return the bytes of gradients and of an optimiser's states, of `state_bytes` per trained weight, on this rank."""
+def update_bytes(model: Any, *, state_bytes: int, gradients: bool = True) -> int:
+    """Return the bytes of gradients and of an optimiser's states, of `state_bytes` per trained weight, on this rank.
+
+    Gradients that exist do not count, nor any without `gradients`.
+    """
     total: int = 0
     for parameter in model.parameters():
         if parameter.requires_grad:
             own = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-            total += own.numel() * ((own.element_size() if parameter.grad is None else 0) + state_bytes)
+            total += own.numel() * ((own.element_size() if gradients and parameter.grad is None else 0) + state_bytes)
     return total

@@ -3,41 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from treepack.errors import TreepackError, install_hint
+from treepack.memory.offloaded_adamw import OffloadedAdamW
 from treepack.train.options import TrainOptions
 
 if TYPE_CHECKING:
-    from treepack.train.ranks import Ranks
     from treepack.train.run import TrainingRun
 
 
 # Devices with one kernel for the whole update; elsewhere torch chooses.
 FUSED_DEVICES = {"cpu", "cuda"}
-
-
-def check_optimizer(options: TrainOptions, ranks: Ranks) -> None:
-    """Refuse an optimiser that cannot run, before a model is loaded.
-
-    Raises:
-        TreepackError: bitsandbytes is missing, or the weights are sharded.
-    """
-    if options.optimizer != "adamw-8bit":
-        return
-    if find_spec("bitsandbytes") is None:
-        raise TreepackError(
-            f"optimizer adamw-8bit needs bitsandbytes, which is not installed; {install_hint('bitsandbytes')}"
-        )
-    if ranks.grouped:
-        raise TreepackError(
-            "optimizer adamw-8bit quantises whole tensors, which sharded weights are not; train in one process, or "
-            "with adamw and --cpu-offload"
-        )
 
 
 def make_optimiser(run: TrainingRun) -> torch.optim.Optimizer:
@@ -47,7 +26,8 @@ def make_optimiser(run: TrainingRun) -> torch.optim.Optimizer:
 
 def prepare_states(optimiser: torch.optim.Optimizer) -> None:
     """Allocate the moments of AdamW that the next update needs, so that it cannot run out of memory halfway."""
-    if type(optimiser) is not torch.optim.AdamW:
+    if isinstance(optimiser, OffloadedAdamW):
+        optimiser.prepare()
         return
     for group in optimiser.param_groups:
         for parameter in group["params"]:
@@ -61,20 +41,14 @@ def prepare_states(optimiser: torch.optim.Optimizer) -> None:
 
 
 def make_adamw(parameters: Sequence[nn.Parameter], options: TrainOptions) -> torch.optim.Optimizer:
-    """Return AdamW, without weight decay for parameters of one dimension (biases and norms).
-
-    With "adamw-8bit" the states of a parameter of 4,096 values or more have 8 bits (arXiv 2110.02861).
-    """
+    """Return AdamW, without weight decay for parameters of one dimension (biases and norms)."""
     groups = [
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": options.weight_decay},
         {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]  # a model may have no parameter of one dimension
-    if options.optimizer == "adamw-8bit":
-        from bitsandbytes.optim import AdamW8bit
-
-        eight_bits: torch.optim.Optimizer = AdamW8bit(groups, lr=options.lr, betas=options.betas)
-        return eight_bits
-    # One kernel reads and writes every number once, on a GPU and on the CPU, where --cpu-offload updates the weights.
+    if options.offload_optimizer is True:
+        return OffloadedAdamW(groups, device=parameters[0].device, lr=options.lr, betas=options.betas)
+    # One kernel reads and writes every number once.
     fused = {parameter.device.type for parameter in parameters} <= FUSED_DEVICES
     return torch.optim.AdamW(groups, lr=options.lr, betas=options.betas, fused=fused or None)

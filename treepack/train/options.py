@@ -18,8 +18,8 @@ from treepack.objectives.objective import DISTILLATION, Objective
 from treepack.option_fields import check_options, option
 
 CHANGEABLE_ON_RESUME = frozenset(
-    "checkpoint_layers offload_checkpoints compile attention carry pass_tokens loss_chunk "
-    "device sequence_ranks expert_ranks gather_dtype cpu_offload whole_weights "
+    "checkpoint_layers offload_checkpoints offload_optimizer compile attention carry pass_tokens loss_chunk "
+    "device sequence_ranks expert_ranks gather_dtype whole_weights "
     "checkpoint_every keep max_skipped".split()
 )
 # Options that define the number of steps. A resumed run may have more steps than before, or fewer, but not fewer than
@@ -29,8 +29,9 @@ LENGTH_OPTIONS = frozenset({"steps", "epochs", "patience"})
 ATTENTION = ("auto", "reference", "flex", "flash", "triton")
 DTYPES = ("auto", "fp32", "bf16")
 # Options that a run on several ranks chooses if they are "auto".
-RANK_OPTIONS = ("sequence_ranks", "expert_ranks", "cpu_offload", "whole_weights")
+RANK_OPTIONS = ("sequence_ranks", "expert_ranks", "whole_weights")
 ROUTES = ("replay", "ignore")
+STATE_BYTES = 8  # both moments of AdamW of a weight
 CHUNK = 2048  # targets whose logits are in memory at a time
 MAX_SEED = 2**63 - 1  # torch takes a signed 64-bit seed, and numpy none below 0
 
@@ -54,11 +55,6 @@ class TrainOptions:
     weight_decay: float = option(0.0, "Weight decay of parameters with two dimensions or more.", minimum=0)
     betas: tuple[float, float] = (0.9, 0.95)  # not an option of the command, because these are usual
     clip: float = option(1.0, "Maximum gradient norm; 0 for no clipping.", minimum=0)
-    optimizer: str = option(
-        "adamw",
-        "adamw-8bit keeps the states of AdamW in 8 bits (needs bitsandbytes; one process).",
-        choices=("adamw", "adamw-8bit"),
-    )
     # Precision, speed and memory
     dtype: str = option(
         "auto",
@@ -71,6 +67,9 @@ class TrainOptions:
     )
     offload_checkpoints: bool | str = option(
         "auto", "Keep inputs and attention outputs of layers that are computed again in host memory until then."
+    )
+    offload_optimizer: bool | str = option(
+        "auto", "Keep the moments of AdamW in host memory between updates; auto does so if a step gets faster by it."
     )
     compile: bool | str = option("auto", "Fuse all of a layer except attention by torch.compile.")
     # Data
@@ -112,9 +111,6 @@ class TrainOptions:
         "fp32",
         "Dtype of weights sent between ranks; bf16 halves the traffic and rounds all weights, norms too.",
         choices=("fp32", "bf16"),
-    )
-    cpu_offload: bool | str = option(
-        "auto", "Keep sharded weights and optimiser on the CPU; auto does so if they do not fit on the GPUs."
     )
     expert_ranks: int | str = option(
         "auto",
@@ -183,11 +179,9 @@ class TrainOptions:
             value = getattr(self, name)
             if value != "auto" and not (isinstance(value, int) and value >= 1):
                 raise TreepackError(f"{name} is {value!r}; expected a number of ranks of at least 1, or auto")
-        for name in ("compile", "offload_checkpoints", "cpu_offload", "whole_weights"):
+        for name in ("compile", "offload_checkpoints", "offload_optimizer", "whole_weights"):
             if getattr(self, name) not in ("auto", False, True):
                 raise TreepackError(f"{name} is {getattr(self, name)!r}; expected True, False or auto")
-        if self.ranks_of_experts > 1 and self.cpu_offload is True:
-            raise TreepackError("expert_ranks keeps each rank's experts on its GPU; leave out cpu_offload")
         check_tokens(self.carry, self.pass_tokens)
         check_chunk(self.loss_chunk)
         if self.mix is not None and not all(math.isfinite(share) and share > 0 for share in self.mix):

@@ -36,7 +36,7 @@ from treepack.train.setup.smaller_run import run_in_words, smaller_run
 from treepack.train.sharding import forget_passes
 from treepack.train.step import StepMetrics, train_step
 
-_REMEDY = "pack with a smaller --capacity, or train with --lora-rank, --optimizer adamw-8bit or on more GPUs"
+_REMEDY = "pack with a smaller --capacity, or train with --lora-rank, --offload-optimizer or on more GPUs"
 
 
 class FittingRun:

@@ -79,7 +79,7 @@ def load_sharded(source: str | Path, options: TrainOptions, device: torch.device
     Args:
         source: as in `model.load.load_model`. From a config file every rank makes the same random weights, whole, and
             keeps its shard.
-        options: attention, dtype, gather_dtype, cpu_offload, compile, seed, sequence_ranks and the options of
+        options: attention, dtype, gather_dtype, compile, seed, sequence_ranks and the options of
             recomputation are used.
         device: the device on which this rank computes.
 
@@ -114,17 +114,17 @@ def load_sharded(source: str | Path, options: TrainOptions, device: torch.device
         model.to("meta")  # the parameters of the adapter too
     else:
         assign(model, weights, torch.float32)
-        if not (options.cpu_offload is True or rounded):  # bitsandbytes puts its weights on the device itself
+        if not rounded:  # bitsandbytes puts its weights on the device itself
             model.to(device)
     with keeping_scales(causal):
         root = _shard(model, causal, options, device)
     if plan is not None:
         assert files is not None
-        fill(causal, plan, files, torch.device("cpu") if options.cpu_offload is True else device, base)
+        fill(causal, plan, files, device, base)
         for name, parameter in model.named_parameters():
             if name in weights:
                 _copy_part(weights[name], parameter)
-    for module in model.modules():  # FSDP moves only parameters: with --cpu-offload buffers would stay on the CPU
+    for module in model.modules():  # FSDP moves only parameters
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(device))
     loaded = LoadedModel(model, str(source), "reference", (*notes, *more), device=device, root=root)
@@ -166,19 +166,16 @@ def _shard(model: Any, causal: Any, options: TrainOptions, device: torch.device)
     Raises:
         TreepackError: the layers are not found.
     """
-    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     mesh = expert_mesh(device, options)
     lower = torch.bfloat16 if options.gather_dtype == "bf16" else None
     settings: dict[str, Any] = {
         "mesh": mesh,
         "mp_policy": MixedPrecisionPolicy(param_dtype=lower, reduce_dtype=torch.float32, cast_forward_inputs=False),
-        "offload_policy": OffloadPolicy(),
     }
     if options.ranks_of_experts > 1:
         settings["ignored_params"] = share_experts(causal, mesh, str(causal.config.name_or_path))
-    if options.cpu_offload is True:
-        settings["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
     layers = find_layers(causal)
     if not layers:
         raise TreepackError(f"{type(causal).__name__} has no layers to shard over ranks; train it in one process")
@@ -203,10 +200,8 @@ def check_sharing(options: TrainOptions, ranks: Ranks) -> None:
     """Refuse options that the ranks of the run cannot share a model with, before anything is loaded.
 
     Raises:
-        TreepackError: the ranks are no multiple of the expert ranks, or a base of 4 bits would be in host memory.
+        TreepackError: the ranks are no multiple of the expert ranks.
     """
-    if ranks.grouped and options.lora is not None and options.lora.quantize and options.cpu_offload is True:
-        raise TreepackError("quantize rounds the base to 4 bits on the GPU of each rank; leave out cpu_offload")
     check_expert_ranks(options.ranks_of_experts, ranks.size, grouped=ranks.grouped)
 
 

@@ -347,7 +347,7 @@ def step_memory_errors(batch: Batch | None = None, *, carry: int | str | None = 
         carry: the option of the run; a row of more tokens runs in pieces.
     """
     if batch is None:
-        return memory_errors("in the update of the weights", "train on more GPUs, or under torchrun with --cpu-offload")
+        return memory_errors("in the update of the weights", "train with --offload-optimizer or on more GPUs")
     terms = f" and {len(batch.terms.index):,} terms" if batch.terms is not None else ""
     place = f"in {batch.name} of {batch.num_tokens:,} tokens{terms}"
     others = "--checkpoint-layers all, --dtype bf16, a smaller --loss-chunk or on more GPUs"

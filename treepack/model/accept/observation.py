@@ -24,7 +24,7 @@ from treepack.attention.interface import AttentionCall
 from treepack.errors import TreepackError
 from treepack.model.accept.compatibility import NOT_PASSED_ON, OWN_STATE, count_attention_layers, count_recurrent_layers
 from treepack.model.foreign_errors import NO_INTERFACE, REMEDY
-from treepack.model.head.output_head import HeadCall, find_head, head_replaced, known_logits
+from treepack.model.head.output_head import HeadCall, head_replaced
 from treepack.recurrent.entry import upgrade_hint
 from treepack.recurrent.interface import CONVOLUTION, RecurrentCall
 
@@ -74,10 +74,7 @@ def observe(causal: Any) -> Iterator[ForwardObservation]:
     Raises:
         TreepackError: if the block does not run the output layer once.
     """
-    head = find_head(causal)
-    # The rows of the weight may be sharded, but the layer's number of words is not.
-    numbers = known_logits(head.out_features, next(causal.parameters()).device)
-    with torch.no_grad(), head_replaced(causal, lambda *_: None, returns=numbers) as call:
+    with torch.no_grad(), head_replaced(causal, lambda *_: None, known=True) as call:
         yield ForwardObservation(call)
 
 

@@ -79,7 +79,7 @@ def check_sets(kept: RaggedTensor | None, causal: Any, source: str) -> None:
 
 @contextmanager
 def head_replaced(
-    causal: Any, compute: Callable[[Tensor, OutputLayer], Any], *, returns: Tensor | None = None
+    causal: Any, compute: Callable[[Tensor, OutputLayer], Any], *, known: bool = False
 ) -> Iterator[HeadCall]:
     """Let the output layer of `causal` call `compute` during the block.
 
@@ -88,7 +88,7 @@ def head_replaced(
     Args:
         causal: a causal language model of transformers.
         compute: gets the hidden states [B * T, D] and the output layer.
-        returns: [V] numbers that the layer returns as the logits of the last token, instead of its own.
+        known: whether the layer returns `known_logits` for the last token, instead of its own.
 
     Raises:
         TreepackError: if the output layer is not a plain linear layer, does not run once, or is not whole when it runs.
@@ -105,8 +105,11 @@ def head_replaced(
         # [B, T, D] -> [B * T, D]
         call.result = compute(states.flatten(0, -2), OutputLayer(head.weight, head.bias, logit_map_of(causal)))
         last: Tensor = original(states[:, -1:])
-        # Numbers in float64 if they are known ones, so that they can be compared exactly; still attached to the model.
-        return last if returns is None else torch.where(last == last, 0.0 * last, 0).double() + returns
+        if not known:
+            return last
+        # Numbers in float64, so that they can be compared exactly; still attached to the model.
+        # Rows of the weight may be sharded, but `out_features` is the number of words.
+        return torch.where(last == last, 0.0 * last, 0).double() + known_logits(head.out_features, last.device)
 
     head.forward = forward  # type: ignore[method-assign]
     try:

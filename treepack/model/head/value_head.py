@@ -141,7 +141,7 @@ def whole_value_head(causal: Any) -> dict[str, Tensor] | None:
     for name, parameter in head.named_parameters():
         tensor = parameter.detach()
         if isinstance(tensor, DTensor):
-            # With --cpu-offload the shards are on the CPU, and the ranks gather on the device of their mesh.
+            # A trainer's FSDP may keep shards on the CPU; ranks gather on the device of their mesh.
             tensor = tensor.to(tensor.device_mesh.device_type).full_tensor()  # type: ignore[attr-defined]
         weights[name] = tensor.cpu().clone()
     return weights

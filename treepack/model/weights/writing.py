@@ -151,7 +151,7 @@ def _whole(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
 
     for name, tensor in tensors.items():
         if isinstance(tensor, DTensor):
-            # With --cpu-offload the shards are on the CPU, and the ranks gather on the device of their mesh.
+            # A trainer's FSDP may keep shards on the CPU; ranks gather on the device of their mesh.
             whole: Tensor = tensor.to(tensor.device_mesh.device_type).full_tensor()  # type: ignore[attr-defined]
             yield name, whole.cpu()
         else:

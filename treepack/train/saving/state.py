@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from treepack.errors import TreepackError
+from treepack.memory.offloaded_adamw import OffloadedAdamW
 from treepack.model.adapters.adapter import is_adapted
 from treepack.train.saving.checkpoint_files import describe_error
 from treepack.train.saving.checkpoint_pickles import CheckpointReader, PlainPlanner
@@ -49,7 +50,7 @@ def training_state(
     state = {
         f"optimiser.{order[number]}.{key}": value
         for number, values in saved["state"].items()
-        for key, value in _flat(values).items()
+        for key, value in values.items()
     }
     saved_elsewhere = _boxes_by_name(model, tensors).tensors if without_weights else {}
     model_state = {f"model.{name}": tensor.detach() for name, tensor in tensors.items() if name not in saved_elsewhere}
@@ -90,7 +91,7 @@ def load_state(
     number_of = {name: number for number, name in enumerate(order)}
     # Buffers of the right shape and sharding, which DCP fills.
     state = {
-        key: _state_buffer(tensors[name], entry)
+        key: _state_buffer(tensors[name], entry, in_host=isinstance(optimiser, OffloadedAdamW))
         for key, entry in saved.items()
         if key.startswith("optimiser.") and (name := _state_key(key)[0]) in number_of
     }
@@ -174,32 +175,23 @@ def _parameter_order(tensors: dict[str, Tensor], optimiser: torch.optim.Optimize
     return [names[id(parameter)] for group in optimiser.param_groups for parameter in group["params"]]
 
 
-def _flat(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the state of a parameter without nested dicts.
-
-    The 8-bit optimisers of bitsandbytes put their tensors into one, and would get pickled; they load the flat form too.
-    """
-    # {"step": 3, "__bnb_...": {"state1": a, "absmax1": b}} -> {"step": 3, "state1": a, "absmax1": b}
-    nested = {key: value for each in values.values() if isinstance(each, dict) for key, value in each.items()}
-    return {key: value for key, value in values.items() if not isinstance(value, dict)} | nested
-
-
 def _state_key(key: str) -> tuple[str, str]:
     # "optimiser.model.norm.weight.exp_avg" -> "model.norm.weight", "exp_avg"
     name, _, part = key.removeprefix("optimiser.").rpartition(".")
     return name, part
 
 
-def _state_buffer(parameter: Tensor, entry: Any) -> Tensor | None:
+def _state_buffer(parameter: Tensor, entry: Any, *, in_host: bool) -> Tensor | None:
     """Return a tensor to load a part of a parameter's optimiser state into; None if the part is not a tensor.
 
-    A part with the shape of the parameter, such as exp_avg, is sharded like it. Others, such as step, are whole and on
-    the CPU.
+    A part with the shape of the parameter, such as exp_avg, is sharded like it, and on the CPU if `in_host`. Others,
+    such as step, are whole and on the CPU.
     """
     if not isinstance(entry, TensorStorageMetadata):
         return None
     if entry.size == parameter.shape:
-        return torch.zeros_like(parameter, dtype=entry.properties.dtype, requires_grad=False)
+        device = torch.device("cpu") if in_host else None
+        return torch.zeros_like(parameter, dtype=entry.properties.dtype, device=device, requires_grad=False)
     return torch.zeros(entry.size, dtype=entry.properties.dtype)
 
 

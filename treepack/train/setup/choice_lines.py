@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from treepack.carry.smaller_plan import RunPlan
 from treepack.memory.device_memory import update_bytes
-from treepack.train.options import CHUNK
+from treepack.train.options import CHUNK, STATE_BYTES
 from treepack.train.setup.memory_input import MemoryInput
 from treepack.train.setup.run_plan import ModelProbe, RunRoom, RunRows, gib
 
@@ -42,7 +42,10 @@ def choice_lines(
     }
     chosen = [line for name, line in lines.items() if getattr(options, name) == "auto"]
     if options.offload_checkpoints == "auto" and plan.offload_checkpoints:
-        chosen.append(f"offload-checkpoints on: nothing fits without it{_smaller_states(given)}")
+        chosen.append("offload-checkpoints on: nothing fits without it")
+    if options.offload_optimizer == "auto" and plan.offload_optimizer:
+        moments = gib(update_bytes(given.loaded.model, state_bytes=STATE_BYTES, gradients=False))
+        chosen.append(f"offload-optimizer on: the moments of AdamW, {moments}, leave room for a faster plan")
     if options.loss_chunk == "auto":
         why = "the default fits" if plan.loss_chunk == CHUNK else "the default does not fit"
         chosen.append(f"loss-chunk {plan.loss_chunk}: {why}")
@@ -54,7 +57,7 @@ def choice_lines(
 
 def expectation(plan: RunPlan, room: RunRoom, given: MemoryInput) -> str:
     """Return the line about memory and time: a rate over all ranks, and the time of the whole run without saving."""
-    rate = given.ranks.size / max(plan.seconds, 1e-12)
+    rate = given.ranks.row_share[1] / max(plan.seconds, 1e-12)
     seconds = given.tokens * plan.seconds
     # No probe measures the way to host memory.
     about = "at most" if plan.offload_checkpoints else "about"
@@ -62,14 +65,6 @@ def expectation(plan: RunPlan, room: RunRoom, given: MemoryInput) -> str:
         f"expected: {gib(plan.num_bytes)} of {gib(room.gpu)} of GPU memory beside weights, gradients and optimiser, "
         f"{about} {rate:,.0f} tokens/s in {given.compute.dtype}, {_duration(seconds)} for all steps"
     )
-
-
-def _smaller_states(given: MemoryInput) -> str:
-    """Return the option that would leave more memory, since copies to host memory take time."""
-    if given.options.optimizer != "adamw":
-        return ""
-    saved = update_bytes(given.loaded.model, state_bytes=8) - update_bytes(given.loaded.model, state_bytes=2)
-    return f"; --optimizer adamw-8bit would leave {gib(saved)} more"
 
 
 def _carry_line(plan: RunPlan, rows: RunRows, *, pieces: bool) -> str:

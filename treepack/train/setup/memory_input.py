@@ -47,9 +47,9 @@ class MemoryInput:
 
     @property
     def tokens(self) -> float:
-        """Tokens of the whole run on this rank."""
+        """Tokens of the whole run on this rank, and on those that share its rows."""
         counts = self.data.dataset.num_tokens
-        return sum(float(counts[step.rows].sum()) for step in self.data.schedule) / self.ranks.size
+        return sum(float(counts[step.rows].sum()) for step in self.data.schedule) / self.ranks.row_share[1]
 
     def longest_path(self) -> int:
         """Return the tokens of the longest path of any row, which reads a column of all rows."""
@@ -80,7 +80,7 @@ class MemoryInput:
             longest=-(-self.data.longest_row // 128) * 128,
             longest_of_all=longest,
             longest_path=longest,  # at most; the positions of all rows are read only for pieces
-            step_tokens=-(-steps // self.ranks.size),
+            step_tokens=-(-steps // self.ranks.row_share[1]),
             cut=cache(self._cut),
             attention=float(np.sum(pairs) / max(1.0, np.sum(linear))),
         )

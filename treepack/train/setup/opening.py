@@ -32,7 +32,6 @@ from treepack.model.experts.router_balance import RouterBalance
 from treepack.model.layers import adapt_layers
 from treepack.model.load import load_model
 from treepack.sequence.share import share_rows
-from treepack.train.optimiser import check_optimizer
 from treepack.train.options import CHUNK, TrainOptions
 from treepack.train.ranks import Ranks, find_device
 from treepack.train.run import Packed, TrainingRun
@@ -77,7 +76,6 @@ def open_run(
     ranks, compute = (ranks or Ranks()).sharing(options.ranks_of_row), choose_compute(options)
     if options.lora is not None:
         check_trainable(model, options.lora)
-    check_optimizer(options, ranks)
     check_sharing(options, ranks)
     data = open_data(packed, options, ranks)
     evaluated = None if held_out is None else open_held_out(held_out, options, ranks, blocks=data.blocks)

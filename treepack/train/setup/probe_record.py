@@ -88,7 +88,7 @@ def _path(given: MemoryInput, chunk: int) -> Path | None:
         torch.cuda.get_device_name(loaded.device),
         (given.compute.dtype, loaded.attention, chunk),
         (trained, sum(weight.nbytes for weight in weights)),
-        (ranks.size, ranks.sequence, options.ranks_of_experts, options.gather_dtype, options.cpu_offload),
+        (ranks.size, ranks.sequence, options.ranks_of_experts, options.gather_dtype),
     )
     name = hashlib.sha256("\n".join(map(str, values)).encode()).hexdigest()[:16]
     return Path(folder) / "treepack" / f"{name}.json"

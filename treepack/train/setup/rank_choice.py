@@ -26,7 +26,7 @@ from treepack.model.adapters.adapter import base_of
 from treepack.model.experts.active import stacked_experts
 from treepack.model.load import read_config
 from treepack.sequence.share import check_heads
-from treepack.train.options import TrainOptions
+from treepack.train.options import STATE_BYTES, TrainOptions
 from treepack.train.ranks import Ranks
 from treepack.train.setup.host_memory import host_room
 from treepack.train.setup.run_data import RunData
@@ -38,7 +38,7 @@ _SHARE = 0.9
 _LONG = 8192
 # Bytes of a trained weight with its gradient and AdamW's moments, of a frozen weight, and of a weight of 4 bits.
 _TRAINED, _FROZEN, _ROUNDED = 16, 4, 0.6
-_USUAL: dict[str, Any] = {"sequence_ranks": 1, "expert_ranks": 1, "cpu_offload": False}
+_USUAL: dict[str, Any] = {"sequence_ranks": 1, "expert_ranks": 1}
 
 
 @dataclass(frozen=True)
@@ -48,17 +48,18 @@ class RankNeeds:
     Attributes:
         state: weights, gradients and optimiser of the whole model.
         held: the part of one rank in the usual way.
-        gathered: whole weights and gradients that a rank has at once: the ends of the model and two layers.
+        moments: those of AdamW in `held`, if they may wait in host memory.
+        gathered: whole weights and gradients that a rank has at once: the output layer and two layers.
         experts: the part of `gathered` that belongs to experts.
         whole: all whole weights and gradients, which rows in pieces need; None if rows cannot run in pieces.
         row: returns the bytes of a row of some tokens with all layers recomputed.
+        inputs: bytes of a token among them that may wait in host memory.
         longest: tokens of the longest trained row.
         usual: tokens of a usual row.
         rows: rows of a usual step.
         teacher: bytes of a teacher, which every rank has whole.
         sequences: numbers of ranks that can share a row, ascending; never empty.
         divisions: numbers of ranks that can divide the experts, descending.
-        can_offload: True if weights and optimiser may be in host memory.
     """
 
     state: int
@@ -70,10 +71,11 @@ class RankNeeds:
     longest: int
     usual: int
     rows: int
+    moments: int = 0
+    inputs: int = 0
     teacher: int = 0
     sequences: Sequence[int] = (1,)
     divisions: Sequence[int] = ()
-    can_offload: bool = True
 
     @property
     def shortest(self) -> int:
@@ -110,8 +112,13 @@ def choose_division(needs: RankNeeds, size: int, *, free: int, host: int) -> tup
         host: bytes of host memory that it may use.
     """
     free = max(0, free - needs.teacher)
-    values, lines, room, held = dict(_USUAL), list[str](), int(_SHARE * free), needs.held
+    values, lines, room = dict(_USUAL), list[str](), int(_SHARE * free)
     gathered = needs.gathered
+    # What can wait in host memory does not count: whether it does is chosen later, by measurements.
+    moments = needs.moments if needs.moments <= host else 0
+    held, row = needs.held - moments, needs.row
+    if moments + needs.inputs * needs.longest <= host:
+        needs = replace(needs, row=lambda tokens: row(tokens) - needs.inputs * tokens)
     if held + gathered + needs.shortest > room:
         # Each group of ranks that divides the experts has the whole state.
         fitting = [n for n in needs.divisions if needs.state // n + gathered - needs.experts + needs.shortest <= room]
@@ -119,10 +126,6 @@ def choose_division(needs: RankNeeds, size: int, *, free: int, host: int) -> tup
             values["expert_ranks"], held, gathered = fitting[0], needs.state // fitting[0], gathered - needs.experts
             about = f"experts of two layers have {gib(needs.experts)}, which do not fit on a GPU beside its share"
             lines.append(f"expert-ranks {fitting[0]}: {about}")
-        elif needs.can_offload and held <= host and gathered + needs.shortest <= room:
-            values["cpu_offload"] = True
-            lines.append(f"cpu-offload on: weights and optimiser need {gib(held)} of a GPU with {gib(free)} free")
-            held = 0
     sequence, why = _ranks_of_row(needs, size, room - held - gathered, room - held)
     if sequence > 1 and len(needs.sequences) > 1:
         lines.append(f"sequence-ranks {sequence}: {why}")
@@ -165,26 +168,28 @@ def rank_needs(model: str | Path, options: TrainOptions, data: RunData, ranks: R
     state = int(counts.total * (_ROUNDED if is_rounded else _TRAINED if is_trained else _FROZEN))
     shared = options.ranks_of_experts > 1
     held = state // (options.ranks_of_experts if shared else ranks.size)
+    moves = is_trained and options.offload_optimizer == "auto"
+    head = counts.ends if config.tie_word_embeddings else counts.ends // 2  # an embedding is gathered for its lookup
     tokens = data.dataset.num_tokens[data.rows]
     num_experts, local = stacked_experts(config), ranks.size // (ranks.machines or 1)
     divisions = [n for n in range(ranks.size, 1, -1) if ranks.size % n == 0 and num_experts % n == 0]
     sequences = [n for n in range(1, local + 1) if local % n == 0 and _divides_heads(config, n)]
-    may_divide = options.expert_ranks == "auto" and options.cpu_offload is not True
     return RankNeeds(
         state=state,
-        held=0 if options.cpu_offload is True else held,
-        gathered=int(item * (counts.ends + 2 * (counts.layer - (counts.experts if shared else 0)))),
+        held=held,
+        moments=STATE_BYTES * counts.total // ranks.size if moves and not shared else 0,
+        gathered=int(item * (head + 2 * (counts.layer - (counts.experts if shared else 0)))),
         experts=int(item * 2 * counts.experts),
         whole=int(item * counts.total) if options.carry is not None and options.attention != "flash" else None,
         row=lambda tokens: 0 if memory is None else memory.in_rows(tokens, memory.num_layers) - memory.state,
+        inputs=0 if memory is None or options.offload_checkpoints is False else memory.checkpoints,
         longest=data.longest_row,
         usual=int(np.median(tokens)) if len(tokens) else 0,
         rows=int(np.median([len(step.rows) for step in data.schedule])) if data.schedule else ranks.size,
         teacher=_teacher_bytes(options, data.longest_row),
         # Ranks of one machine, because they exchange in every layer.
         sequences=sequences if options.sequence_ranks == "auto" else (options.ranks_of_row,),
-        divisions=divisions if may_divide and num_experts else (),
-        can_offload=options.cpu_offload == "auto" and not shared and not is_rounded,
+        divisions=divisions if options.expert_ranks == "auto" and num_experts else (),
     )
 
 

@@ -35,7 +35,7 @@ from treepack.memory.shortage import is_memory_error, memory_errors
 from treepack.model.forward import WholeRows
 from treepack.model.layers import adapted_layers, compiler_errors, find_layers, has_compiled_layers, set_recomputed
 from treepack.model.loaded import LoadedModel
-from treepack.train.options import CHUNK, TrainOptions
+from treepack.train.options import CHUNK, STATE_BYTES, TrainOptions
 from treepack.train.setup.choice_lines import choice_lines
 from treepack.train.setup.host_memory import host_room, moved_tensors, reserve_host
 from treepack.train.setup.memory_input import MemoryInput
@@ -47,8 +47,8 @@ from treepack.train.sharding import adapt, summing_gradients, whole_weights
 
 _log = logging.getLogger("treepack")
 
-# Bytes of the optimiser's states for a trained weight.
-_STATE_BYTES = {"adamw": 8, "adamw-8bit": 2}
+# Bytes a second between host memory and the GPU, cautiously: PCIe 5 has twice as many.
+_HOST_RATE = 20e9
 _NO_ROOM = (
     "while the memory of {} was measured",
     "train with a smaller --loss-chunk, --dtype bf16, --lora-rank, or on more GPUs",
@@ -95,8 +95,8 @@ def choose_memory(given: MemoryInput) -> MemoryChoices:
 
 def coming_bytes(loaded: LoadedModel, options: TrainOptions, *, states: bool = True) -> int:
     """Return the bytes that the next update allocates on this rank: gradients, and with `states` the moments."""
-    state = _STATE_BYTES[options.optimizer] if states and options.cpu_offload is not True else 0
-    return update_bytes(loaded.model, state_bytes=state)
+    on_gpu = states and options.offload_optimizer is not True
+    return update_bytes(loaded.model, state_bytes=STATE_BYTES if on_gpu else 0)
 
 
 def whole_bytes(loaded: LoadedModel) -> int:
@@ -107,7 +107,7 @@ def whole_bytes(loaded: LoadedModel) -> int:
 def may_keep_whole(given: MemoryInput) -> bool:
     """Return True if each rank may keep all weights and gradients in a step: ranks divide neither rows nor experts."""
     options = given.options
-    divided = given.ranks.sequence > 1 or options.ranks_of_experts > 1 or options.cpu_offload is True
+    divided = given.ranks.sequence > 1 or options.ranks_of_experts > 1
     return given.loaded.root is not None and not divided and options.whole_weights is not False
 
 
@@ -123,10 +123,10 @@ def apply_plan(loaded: LoadedModel, options: TrainOptions, plan: RunPlan) -> Non
 
 
 def _is_planned(given: MemoryInput) -> bool:
-    """Return True if all options have values, and no row runs in pieces, whose memory would be measured."""
+    """Return True if options of passes have values, and no row runs in pieces, whose memory would be measured."""
     options = given.options
     cut = isinstance(options.carry, int) and given.rows().longest_of_all > options.carry
-    return not cut and all(getattr(options, name) != "auto" for name in PLANNED)
+    return not cut and all(getattr(options, name) != "auto" for name in PLANNED if name != "offload_optimizer")
 
 
 def _as_given(given: MemoryInput) -> RunPlan:
@@ -134,6 +134,7 @@ def _as_given(given: MemoryInput) -> RunPlan:
     options = given.options
     count = _num_layers(given.loaded) if options.checkpoint_layers == "all" else int(options.checkpoint_layers)
     values: dict[str, Any] = {name: getattr(options, name) for name in PLANNED}
+    values["offload_optimizer"] = options.offload_optimizer is True
     whole = options.whole_weights is True and given.loaded.root is not None
     return RunPlan(**{**values, "checkpoint_layers": count}, whole_weights=whole)
 
@@ -224,7 +225,8 @@ class _Planner:
         if wanted or (options.carry == "auto" and pieces_may_win(plan, probes, self.rows) and self._can_carry()):
             self.rows = replace(self.rows, longest_path=self.given.longest_path())
             plan, pieces = None, self._pieces(min(probes, key=lambda probe: probe.seconds_kept))
-        return plan or choose_plan(probes, self.rows, room, options, pieces), room, pieces
+        plan = plan or choose_plan(probes, self.rows, room, options, pieces)
+        return plan, room.without_moments() if plan.offload_optimizer else room, pieces
 
     def _room(self, margin: int) -> RunRoom:
         """Return the free memory of the smallest rank, while gradients exist, without a margin."""
@@ -236,7 +238,12 @@ class _Planner:
         lower = given.compute.dtype == "bf16"
         layers = len(find_layers(loaded.causal))
         moved = sum(moved_tensors(loaded, recomputed=layers, lower=lower)) // max(1, layers) if layers else 0
-        return RunRoom(given.ranks.smallest(max(0, gpu)), given.ranks.smallest(host_room()), moved)
+        host = given.ranks.smallest(host_room())
+        moments = 0
+        if given.options.offload_optimizer == "auto":
+            moments = given.ranks.smallest(update_bytes(loaded.model, state_bytes=STATE_BYTES, gradients=False))
+        seconds = 2 * moments / _HOST_RATE * len(given.data.schedule) / max(1.0, given.tokens)
+        return RunRoom(given.ranks.smallest(max(0, gpu)), host, moved, moments if moments <= host else 0, seconds)
 
     def _probes(self) -> tuple[list[ModelProbe], str]:
         """Return layers as they are, compiled, or both, measured now or in an earlier run, and the reason."""

@@ -38,7 +38,7 @@ from treepack.trajectory import Float64
 
 NO_ROOM = (
     "while the model was loaded",
-    "free the memory that other processes use there, or train on more GPUs, or under torchrun with --cpu-offload",
+    "free the memory that other processes use there, or train on more GPUs",
 )
 
 

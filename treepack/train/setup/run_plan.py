@@ -5,7 +5,8 @@
 A plan is whole rows or rows in pieces, a number of recomputed layers, the tokens of a pass, and compilation. The
 candidates are few: all of them are made, and the fastest one that fits is taken. Two more choices cost time that no
 probe measures, so they are tried only if nothing fits without them: smaller chunks of logits, which cost a few percent,
-and then host memory for the inputs of layers, which may cost half of the speed.
+and then host memory for the inputs of layers, which may cost half of the speed. Host memory for the moments of AdamW
+costs two copies a step, so it is taken where that leaves memory for a faster plan, or for any.
 
     bytes of a pass = fixed + casts of the kept layers + tokens * bytes of a token with n recomputed layers
                       + logits of a chunk, as far as they exceed what the backward pass of a layer needs later
@@ -141,11 +142,20 @@ class RunRows:
 
 @dataclass(frozen=True)
 class RunRoom:
-    """Free bytes: `gpu` beside weights, gradients and optimiser, and `host`; bytes that a layer's token moves there."""
+    """Free bytes: `gpu` beside weights, gradients and optimiser, and `host`; bytes that a layer's token moves there.
+
+    The moments of AdamW, of `moments` bytes, may move to host memory too, which costs `moments_seconds` of a token.
+    """
 
     gpu: int
     host: int = 0
     moved: int = 0
+    moments: int = 0
+    moments_seconds: float = 0.0
+
+    def without_moments(self) -> RunRoom:
+        """Return the room when the moments are in host memory."""
+        return replace(self, gpu=self.gpu + self.moments, host=self.host - self.moments, moments=0)
 
 
 def choose_plan(
@@ -167,15 +177,17 @@ def choose_plan(
     Raises:
         TreepackError: no plan fits; the sentence names the smallest one.
     """
-    every: list[RunPlan] = []
-    for offload in (False, True) if options.offload_checkpoints == "auto" else (bool(options.offload_checkpoints),):
-        for chunk in CHUNKS if options.loss_chunk == "auto" else (int(options.loss_chunk),):
-            plans = list(_plans(probes, rows, room, options, pieces, chunk, offload))
-            fitting = [plan for plan in plans if plan.num_bytes <= room.gpu]
-            if fitting:
-                # The first one of equal ones.
-                return min(fitting, key=lambda plan: plan.seconds * (1 if plan.pieces is None else _WORTHWHILE))
-            every += plans
+    found: RunPlan | None = None
+    for away in (False, True) if room.moments else (options.offload_optimizer is True,):
+        room = room.without_moments() if away else room
+        plan, every = _fastest(probes, rows, room, options, pieces)
+        if plan is not None:
+            plan = replace(plan, offload_optimizer=away, seconds=plan.seconds + (room.moments_seconds if away else 0))
+            found = plan if found is None or _WORTHWHILE * plan.seconds < found.seconds else found
+            if not (plan.checkpoint_layers or plan.pieces):
+                break  # more memory would not make it faster
+    if found is not None:
+        return found
     if not every and pieces:
         costs = min((each.costs for each in pieces), key=lambda costs: costs.piece)
         limit = options.carry if isinstance(options.carry, int) else None
@@ -184,6 +196,22 @@ def choose_plan(
             rows.longest_of_all, rows.longest_path, costs, gpu_bytes=room.gpu, host_bytes=room.host, limit=limit
         )
     raise _refusal(min(every, key=lambda plan: plan.num_bytes, default=None), probes, rows, room)
+
+
+def _fastest(
+    probes: Sequence[ModelProbe], rows: RunRows, room: RunRoom, options: TrainOptions, pieces: Sequence[PieceProbe]
+) -> tuple[RunPlan | None, list[RunPlan]]:
+    """Return the fastest plan that fits, or None and all plans."""
+    every: list[RunPlan] = []
+    for offload in (False, True) if options.offload_checkpoints == "auto" else (bool(options.offload_checkpoints),):
+        for chunk in CHUNKS if options.loss_chunk == "auto" else (int(options.loss_chunk),):
+            plans = list(_plans(probes, rows, room, options, pieces, chunk, offload))
+            fitting = [plan for plan in plans if plan.num_bytes <= room.gpu]
+            if fitting:
+                # The first one of equal ones.
+                return min(fitting, key=lambda plan: plan.seconds * (1 if plan.pieces is None else _WORTHWHILE)), []
+            every += plans
+    return None, every
 
 
 def _plans(
@@ -303,7 +331,7 @@ def _refusal(smallest: RunPlan | None, probes: Sequence[ModelProbe], rows: RunRo
         sizes, room.gpu, key=lambda size: probe.pass_bytes(size, smallest.checkpoint_layers, smallest.loss_chunk)
     )
     tokens = sizes[fitting - 1] if fitting else 0
-    capacity = f"pack with --capacity {tokens}" if tokens else "train with --lora-rank or --optimizer adamw-8bit"
+    capacity = f"pack with --capacity {tokens}" if tokens else "train with --lora-rank"
     return TreepackError(
         f"a row of {rows.longest:,} tokens needs at least {gib(smallest.num_bytes)} of GPU memory beside weights and "
         f"optimiser ({plan_in_words(smallest)}), and {gib(max(0, room.gpu))} are free; {capacity}, or train on more "

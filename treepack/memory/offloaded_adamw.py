@@ -1,0 +1,141 @@
+"""AdamW whose moments are in host memory, and visit the GPU for the update, a part at a time (`offload_optimizer`).
+
+    parameter  0       1         2        moments of all parameters: one block of host memory, pinned for a GPU
+    part       0 1 2 | 3 4 5 6 | 7        fetch part 3 | update part 2 | send part 1 back
+
+The kernel of AdamW updates each part, so that weights and moments have the same bits as without offload.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim.adamw import adamw
+
+from treepack.errors import TreepackError
+from treepack.memory.host_pages import PAGE, PageCopies, copies_of
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class OffloadedAdamW(torch.optim.AdamW):
+    """AdamW with `options` of torch's; the moments of a sharded parameter are sharded like it, in host memory.
+
+    Parameters are contiguous, and on `device`; `size` bytes of each moment are there at a time, twice.
+    """
+
+    def __init__(
+        self, params: Any, *, device: torch.device, copies: PageCopies | None = None, size: int = PAGE, **options: Any
+    ) -> None:
+        """Start without moments; `copies` are by default the usual ones of the device."""
+        super().__init__(params, fused=True, **options)
+        self._device, self._length = device, size // 4
+        self._copies = copies or copies_of(device)
+
+    @property
+    def _parameters(self) -> list[Tensor]:
+        return [each for group in self.param_groups for each in group["params"]]
+
+    def prepare(self) -> None:
+        """Allocate the moments that the next update needs.
+
+        Raises:
+            TreepackError: the driver does not pin so much host memory.
+        """
+        self._allocate([each for each in self._parameters if each.grad is not None and not self.state[each]])
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Update all parameters that have gradients; complete in host memory when the method returns."""
+        self.prepare()
+        parts = [part for group in self.param_groups for each in group["params"] for part in self._parts(each, group)]
+        room = torch.empty(2, 2, self._length if parts else 0, device=self._device)
+        coming, sent = [self._fetch(part, room[0]) for part in parts[:1]], None
+        for number, (own, home, update) in enumerate(parts):
+            moments, arrived = coming.pop()
+            self._copies.wait(arrived)
+            # Two parts have room. A copy starts after the ones before it, so the part before this one has left.
+            coming += [self._fetch(part, room[(number + 1) % 2]) for part in parts[number + 1 : number + 2]]
+            update(*own, *moments)
+            for moment, there in zip(moments, home, strict=True):
+                sent = self._copies.to_pages(moment.view(torch.uint8), [there.view(torch.uint8)])
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                self.state[parameter]["step"] += 1
+        if sent is not None:
+            sent.synchronize()  # a checkpoint reads the moments without asking the GPU
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the state of this class or of torch's AdamW, whose moments may be anywhere, into host memory."""
+        # The base class would put moments on the device.
+        super().load_state_dict({**state_dict, "state": {}})
+        loaded = {self._parameters[number]: values for number, values in state_dict["state"].items()}
+        self._allocate(list(loaded))
+        for parameter, values in loaded.items():
+            for name in (*_MOMENTS, "step"):
+                _own(self.state[parameter][name]).copy_(_own(values[name]))
+
+    def _allocate(self, parameters: Sequence[Tensor]) -> None:
+        block, begin = zeros_in_host(2 * sum(_own(each).numel() for each in parameters), self._device), 0
+        for parameter in parameters:
+            own = _own(parameter)
+            self.state[parameter]["step"] = torch.zeros((), device=self._device)
+            for name in _MOMENTS:
+                # empty_like keeps the mesh of a sharded parameter; its part becomes a part of the block.
+                self.state[parameter][name] = moment = torch.empty_like(parameter, device="cpu", requires_grad=False)
+                _own(moment).set_(block.untyped_storage(), begin, own.shape, own.stride())
+                begin += own.numel()
+
+    def _parts(self, parameter: Tensor, group: dict[str, Any]) -> list[tuple[Any, Any, Callable[..., None]]]:
+        """Return weights and gradients [n], moments [n] in host memory, and the update, of each part."""
+        if parameter.grad is None:
+            return []
+        state, (beta1, beta2) = self.state[parameter], group["betas"]
+        options = {name: group[name] for name in ("lr", "weight_decay", "eps", "amsgrad", "maximize", "fused")}
+
+        def update(weight: Tensor, grad: Tensor, first: Tensor, second: Tensor) -> None:
+            step = state["step"].clone()  # the kernel counts in place
+            adamw([weight], [grad], [first], [second], [], [step], beta1=beta1, beta2=beta2, **options)
+
+        whole = (parameter, parameter.grad, *(state[name] for name in _MOMENTS))
+        split = [torch.split(_own(each).view(-1), self._length) for each in whole]
+        return [((w, g), (first, second), update) for w, g, first, second in zip(*split, strict=True)]
+
+    def _fetch(self, part: tuple[Any, Any, Any], room: Tensor) -> tuple[list[Tensor], Any]:
+        """Start to copy the moments of a part to `room` [2, N]; return them, and the event of the last copy."""
+        _, home, _ = part
+        moments, arrived = [row[: len(there)] for row, there in zip(room, home, strict=True)], None
+        for moment, there in zip(moments, home, strict=True):
+            arrived = self._copies.to_tensor([there.view(torch.uint8)], moment.view(torch.uint8))
+        return moments, arrived
+
+
+def _own(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor."""
+    with torch.no_grad():
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def zeros_in_host(count: int, device: torch.device) -> Tensor:
+    """Return zeros, float32 [count], in host memory that a GPU reads and writes by itself.
+
+    Raises:
+        TreepackError: the driver does not pin so much.
+    """
+    block, driver = torch.zeros(count), torch.cuda.cudart() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+    if driver is None or not count:
+        return block
+    # Not pin_memory=True, which would round up to a power of two.
+    if int(driver.cudaHostRegister(block.data_ptr(), block.nbytes, 0)):
+        raise TreepackError(
+            f"the GPU driver does not pin {block.nbytes / 2**30:.1f} GiB of host memory for the optimiser (ulimit -l, "
+            "or a limit of the container); train with --no-offload-optimizer"
+        )
+    weakref.finalize(block.untyped_storage(), driver.cudaHostUnregister, block.data_ptr())
+    return block
