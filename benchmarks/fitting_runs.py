@@ -85,6 +85,10 @@ CANDIDATES: dict[str, dict[str, Any]] = {
     "all layers": {"compile": False, "checkpoint_layers": "all"},
     "compiled, all layers, whole weights": {"compile": True, "checkpoint_layers": "all", "whole_weights": True},
     "compiled, all offloaded": {"compile": True, "checkpoint_layers": "all", "offload_checkpoints": True},
+    "compiled, all layers, moments offloaded": {"compile": True, "checkpoint_layers": "all", "offload_optimizer": True},
+    "compiled, all offloaded, moments too": {
+        **{"compile": True, "checkpoint_layers": "all", "offload_checkpoints": True, "offload_optimizer": True}
+    },
 }
 
 
@@ -206,7 +210,8 @@ class Bench:
             self.forecast = None if memory.memory is None else memory.memory.forecast
         elif self.ranks.grouped and self.forecast is not None and self.meter is not None:
             needed, room = self.forecast(memory.plan, None) or 0, self.meter.free()
-            if needed > self.ranks.smallest(room - coming_bytes(self.loaded, self.options)):
+            options = replace(self.options, **memory.plan.options)
+            if needed > self.ranks.smallest(room - coming_bytes(self.loaded, options)):
                 raise TreepackError(f"needs {needed / 2**30:.1f} GiB by the measurements of the chosen plan")
 
     def _steps(self, fitting: FittingRun, *, taken: float) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """AdamW whose moments are in host memory, and visit the GPU for the update, a part at a time (`offload_optimizer`).
 
     parameter  0       1         2        moments of all parameters: one block of host memory, pinned for a GPU
-    part       0 1 2 | 3 4 5 6 | 7        fetch part 3 | update part 2 | send part 1 back
+    part       0 1 2 | 3 4 5 6 | 7        fetch part 3 | update part 2 | send part 2 back, while part 3 comes
 
 The kernel of AdamW updates each part, so that weights and moments have the same bits as without offload.
 """
@@ -30,12 +30,19 @@ class OffloadedAdamW(torch.optim.AdamW):
     """
 
     def __init__(
-        self, params: Any, *, device: torch.device, copies: PageCopies | None = None, size: int = PAGE, **options: Any
+        self,
+        params: Any,
+        *,
+        device: torch.device,
+        copies: Callable[[torch.device], PageCopies] = copies_of,
+        size: int = PAGE,
+        **options: Any,
     ) -> None:
-        """Start without moments; `copies` are by default the usual ones of the device."""
+        """Start without moments; `copies` makes the copies to the device, and those back."""
         super().__init__(params, fused=True, **options)
         self._device, self._length = device, size // 4
-        self._copies = copies or copies_of(device)
+        self._coming, self._going = copies(device), copies(device)
+        self._blocks: list[Tensor] = []  # of host memory, which stay pinned as long as this optimiser lives
 
     @property
     def _parameters(self) -> list[Tensor]:
@@ -55,15 +62,16 @@ class OffloadedAdamW(torch.optim.AdamW):
         self.prepare()
         parts = [part for group in self.param_groups for each in group["params"] for part in self._parts(each, group)]
         room = torch.empty(2, 2, self._length if parts else 0, device=self._device)
-        coming, sent = [self._fetch(part, room[0]) for part in parts[:1]], None
+        fetched, sent = [self._fetch(part, room[0]) for part in parts[:1]], None
         for number, (own, home, update) in enumerate(parts):
-            moments, arrived = coming.pop()
-            self._copies.wait(arrived)
-            # Two parts have room. A copy starts after the ones before it, so the part before this one has left.
-            coming += [self._fetch(part, room[(number + 1) % 2]) for part in parts[number + 1 : number + 2]]
+            moments, arrived = fetched.pop()
+            self._coming.wait(arrived)
+            if number:  # two parts have room, so the part before this one leaves before the next one comes
+                self._going.wait(sent)
+            fetched += [self._fetch(part, room[(number + 1) % 2]) for part in parts[number + 1 : number + 2]]
             update(*own, *moments)
             for moment, there in zip(moments, home, strict=True):
-                sent = self._copies.to_pages(moment.view(torch.uint8), [there.view(torch.uint8)])
+                sent = self._going.to_pages(moment.view(torch.uint8), [there.view(torch.uint8)])
         for parameter in self._parameters:
             if parameter.grad is not None:
                 self.state[parameter]["step"] += 1
@@ -83,6 +91,7 @@ class OffloadedAdamW(torch.optim.AdamW):
 
     def _allocate(self, parameters: Sequence[Tensor]) -> None:
         block, begin = zeros_in_host(2 * sum(_own(each).numel() for each in parameters), self._device), 0
+        self._blocks.append(block)
         for parameter in parameters:
             own = _own(parameter)
             self.state[parameter]["step"] = torch.zeros((), device=self._device)
@@ -112,7 +121,7 @@ class OffloadedAdamW(torch.optim.AdamW):
         _, home, _ = part
         moments, arrived = [row[: len(there)] for row, there in zip(room, home, strict=True)], None
         for moment, there in zip(moments, home, strict=True):
-            arrived = self._copies.to_tensor([there.view(torch.uint8)], moment.view(torch.uint8))
+            arrived = self._coming.to_tensor([there.view(torch.uint8)], moment.view(torch.uint8))
         return moments, arrived
 
 
@@ -123,7 +132,7 @@ def _own(tensor: Tensor) -> Tensor:
 
 
 def zeros_in_host(count: int, device: torch.device) -> Tensor:
-    """Return zeros, float32 [count], in host memory that a GPU reads and writes by itself.
+    """Return zeros, float32 [count], in host memory that a GPU reads and writes by itself while the tensor lives.
 
     Raises:
         TreepackError: the driver does not pin so much.
@@ -137,5 +146,6 @@ def zeros_in_host(count: int, device: torch.device) -> Tensor:
             f"the GPU driver does not pin {block.nbytes / 2**30:.1f} GiB of host memory for the optimiser (ulimit -l, "
             "or a limit of the container); train with --no-offload-optimizer"
         )
-    weakref.finalize(block.untyped_storage(), driver.cudaHostUnregister, block.data_ptr())
+    # The driver must forget the pages before they are free, so not when the storage ends: then they are free already.
+    weakref.finalize(block, driver.cudaHostUnregister, block.data_ptr()).atexit = False
     return block
