@@ -149,6 +149,7 @@ def test_needs_follow_the_configuration_and_the_options(packed: Path, tmp_path: 
     assert (found.rows, found.longest) == (1, int(data.dataset.num_tokens.max()))
     assert found.moments == found.held // 2  # 8 of 16 bytes
     assert found.inputs == 4 * 16 * 2  # two layers
+    assert rank_needs(config, replace(options, offload_optimizer=True), data, ranks).moments == found.moments
     kept = rank_needs(config, replace(options, offload_optimizer=False, offload_checkpoints=False), data, ranks)
     assert (kept.moments, kept.inputs) == (0, 0)
     assert found.row(2000) - found.row(1000) == found.row(1000) - found.row(0) > 0

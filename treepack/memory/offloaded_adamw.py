@@ -8,6 +8,7 @@ The kernel of AdamW updates each part, so that weights and moments have the same
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -140,6 +141,7 @@ def zeros_in_host(count: int, device: torch.device) -> Tensor:
     block, driver = torch.zeros(count), torch.cuda.cudart() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
     if driver is None or not count:
         return block
+    logging.getLogger("treepack").info("pinning %.1f GiB of host memory for the optimiser", block.nbytes / 2**30)
     # Not pin_memory=True, which would round up to a power of two.
     if int(driver.cudaHostRegister(block.data_ptr(), block.nbytes, 0)):
         raise TreepackError(

@@ -168,7 +168,7 @@ def rank_needs(model: str | Path, options: TrainOptions, data: RunData, ranks: R
     state = int(counts.total * (_ROUNDED if is_rounded else _TRAINED if is_trained else _FROZEN))
     shared = options.ranks_of_experts > 1
     held = state // (options.ranks_of_experts if shared else ranks.size)
-    moves = is_trained and options.offload_optimizer == "auto"
+    moves = is_trained and options.offload_optimizer is not False
     head = counts.ends if config.tie_word_embeddings else counts.ends // 2  # an embedding is gathered for its lookup
     tokens = data.dataset.num_tokens[data.rows]
     num_experts, local = stacked_experts(config), ranks.size // (ranks.machines or 1)
