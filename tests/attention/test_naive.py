@@ -12,6 +12,7 @@ from torch import Tensor
 from support.attention_trees import comb, random_tree, star
 from treepack.attention import naive as tiles
 from treepack.attention.build_schedule import build_schedule
+from treepack.attention.kernel_launch import AttentionInputs
 from treepack.attention.reach import KeyReach, first_visible
 from treepack.attention.reference import reference_attention, visible_pairs
 
@@ -36,8 +37,9 @@ def test_tiles_are_the_reference_in_output_and_every_gradient(end: Tensor, granu
     expected = reference_attention(q, k, v, end, scale=scale)
     gradients = torch.autograd.grad(expected, (q, k, v), do)
     with torch.no_grad():
-        out, lse = tiles.naive_forward(q, k, v, schedule, scale, granules=granules)
-        results = tiles.naive_backward(q, k, v, out, lse, do, schedule, scale, granules=granules)
+        inputs = AttentionInputs(q, k, v, schedule, scale)
+        out, lse = tiles.naive_forward(inputs, granules=granules)
+        results = tiles.naive_backward(inputs, out, lse, do, granules=granules)
         # [B, 4, T, D] @ [B, 4, D, T] -> [B, 4, T, T]
         scores = q @ k.repeat_interleave(2, dim=1).mT * scale
         scores = scores.masked_fill(~visible_pairs(end)[:, None], -torch.inf)
@@ -65,8 +67,9 @@ def test_windows_sinks_caps_and_narrow_values(reach: KeyReach | None, sinks: boo
     gradients = torch.autograd.grad(expected, leaves, do)
     schedule = build_schedule(end, start)
     with torch.no_grad():
-        out, lse = tiles.naive_forward(q, k, v, schedule, scale, **options)  # type: ignore[arg-type]
-        results = tiles.naive_backward(q, k, v, out, lse, do, schedule, scale, **options)  # type: ignore[arg-type]
+        inputs = AttentionInputs(q, k, v, schedule, scale, **options)  # type: ignore[arg-type]
+        out, lse = tiles.naive_forward(inputs)
+        results = tiles.naive_backward(inputs, out, lse, do)
     for ours, theirs in zip((out, *results), (expected.detach(), *gradients), strict=False):
         assert ours is not None
         assert (ours - theirs).norm() <= 1e-13 * max(float(theirs.norm()), 1.0)

@@ -24,6 +24,7 @@ from treepack.attention import (
 )
 from treepack.attention.build_schedule import build_schedule
 from treepack.attention.chains import find_chains
+from treepack.attention.kernel_launch import AttentionInputs
 from treepack.attention.schedule import GRANULE, QUERY_BLOCK, QUERY_TILE, Schedule
 from treepack.errors import TreepackError
 
@@ -127,9 +128,9 @@ def test_the_tiles_of_a_rectangle_are_the_reference_in_output_and_every_gradient
     start = first_visible(end, reach)
     expected = by_square(leaves, do, end, first, start=start, sinks=leaves[3], scale=0.3)
     q, k, v, sinks = (x.detach() for x in leaves)
-    schedule, options = build_schedule(end, start, first=first), {"sinks": sinks}
-    out, lse = naive.naive_forward(q[:, :, first:], k, v, schedule, 0.3, **options)  # type: ignore[arg-type]
-    results = naive.naive_backward(q[:, :, first:], k, v, out, lse, do[:, :, first:], schedule, 0.3, **options)  # type: ignore[arg-type]
+    inputs = AttentionInputs(q[:, :, first:], k, v, build_schedule(end, start, first=first), 0.3, sinks)
+    out, lse = naive.naive_forward(inputs)
+    results = naive.naive_backward(inputs, out, lse, do[:, :, first:])
     assert results[3] is not None
     assert lse.shape == out.shape[:3]
     assert_equal([out, *results[:3], results[3]], expected, do)

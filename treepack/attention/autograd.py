@@ -22,6 +22,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo  # torch.compiler.disable imports the compiler at once
 from torch.autograd.function import once_differentiable
 
+from treepack.attention.kernel_launch import AttentionInputs, InputGradients
 from treepack.attention.schedule import Schedule
 from treepack.errors import TreepackError
 
@@ -29,6 +30,9 @@ from treepack.errors import TreepackError
 HOPPER_HEAD_DIMS = frozenset({(64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256)})
 # The first and last release of Triton whose Gluon has compiled them.
 HOPPER_TRITON = ((3, 6), (3, 9))
+
+ForwardKernels = Callable[[AttentionInputs], tuple[Tensor, Tensor]]
+BackwardKernels = Callable[[AttentionInputs, Tensor, Tensor, Tensor], InputGradients]
 
 
 class KeptOutputs:
@@ -91,13 +95,9 @@ def triton_attention(
     """Compute softmax attention over the visible pairs of a schedule's rows.
 
     Args:
-        query: [B, H, T - first, D] in bfloat16, float16 or float32, of the tokens from `schedule.first` on; D <= 512.
-        key: [B, H_kv, T, D] in the dtype of `query`; query head h reads head h // (H / H_kv).
-        value: [B, H_kv, T, D_v] in the dtype of `query`; D_v <= 512.
-        schedule: of these B rows of T tokens, with their `start` if the layer has windows; on the device of `query`.
+        query, key, value: as in `AttentionInputs`, all in bfloat16, float16 or float32; D <= 512 and D_v <= 512.
+        schedule, sinks, softcap: as in `AttentionInputs`; the schedule has `start` if the layer has windows.
         scale: factor of the scores, D**-0.5 by default.
-        sinks: [H] in any floating dtype, one more score per head that takes its share of the softmax.
-        softcap: a positive number; scores become softcap * tanh(score / softcap).
         kept: the object that keeps the output for recomputation, and the place of this layer in it.
 
     Returns:
@@ -128,7 +128,7 @@ def triton_attention(
             f"token {schedule.first} on; pass the queries of these tokens"
         )
     out: Tensor = _TreeAttention.apply(  # type: ignore[no-untyped-call]
-        query, key, value, sinks, schedule, scale, softcap, kept
+        kept, *AttentionInputs(query, key, value, schedule, scale, sinks, softcap)
     )
     return out
 
@@ -166,9 +166,9 @@ def has_hopper(device: torch.device) -> bool:
     return hopper and HOPPER_TRITON[0] <= release <= HOPPER_TRITON[1]
 
 
-def _kernels(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def _kernels(inputs: AttentionInputs) -> tuple[ForwardKernels, BackwardKernels]:
     """Return the functions that run forward and backward; imported late, because triton may be missing."""
-    if name == "hopper":
+    if backend(inputs.query, inputs.value, capped=inputs.softcap is not None) == "hopper":
         from treepack.attention.hopper.launch import hopper_backward, hopper_forward
 
         return hopper_forward, hopper_backward
@@ -178,84 +178,46 @@ def _kernels(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
     return portable_forward, portable_backward
 
 
-def forward_kernels(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    schedule: Schedule,
-    scale: float,
-    *,
-    sinks: Tensor | None,
-    softcap: float | None,
-) -> tuple[Tensor, Tensor]:
-    """Return output and log-sum-exp of the kernels for these tensors; the latter has the shape that they need."""
-    query, key, value = (_with_dense_rows(x) for x in (query, key, value))
-    run = _kernels(backend(query, value, capped=softcap is not None))[0]
-    with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]
-        out, lse = run(query, key, value, schedule, scale, **_options(sinks, softcap))
-    return out, lse
+def forward_kernels(inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
+    """Return output and log-sum-exp of the kernels for these operands; the latter has the shape that they need."""
+    with torch.cuda.device_of(inputs.query):  # type: ignore[no-untyped-call]
+        return _kernels(inputs)[0](_with_dense_operands(inputs))
 
 
-def backward_kernels(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    grad: Tensor,
-    schedule: Schedule,
-    scale: float,
-    *,
-    sinks: Tensor | None,
-    softcap: float | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+def backward_kernels(inputs: AttentionInputs, out: Tensor, lse: Tensor, grad: Tensor) -> InputGradients:
     """Return the gradients of query, key, value and sinks, from the results of `forward_kernels` and their gradient."""
-    query, key, value, grad = (_with_dense_rows(x) for x in (query, key, value, grad))
-    run = _kernels(backend(query, value, capped=softcap is not None))[1]
-    with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]
-        dq, dk, dv, dsinks = run(query, key, value, out, lse, grad, schedule, scale, **_options(sinks, softcap))
-    return dq, dk, dv, None if sinks is None else dsinks.to(sinks.dtype)
+    with torch.cuda.device_of(inputs.query):  # type: ignore[no-untyped-call]
+        return _kernels(inputs)[1](_with_dense_operands(inputs), out, lse, _with_dense_rows(grad))
 
 
 class _TreeAttention(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        sinks: Tensor | None,
-        schedule: Schedule,
-        scale: float,
-        softcap: float | None,
-        kept: tuple[KeptOutputs, Hashable] | None,
-    ) -> Tensor:
-        query, key, value = (_with_dense_rows(x) for x in (query, key, value))
+    def forward(ctx: Any, kept: tuple[KeptOutputs, Hashable] | None, *operands: Any) -> Tensor:
+        # `AttentionInputs` one by one, because autograd finds tensors only among the arguments themselves.
+        inputs = _with_dense_operands(AttentionInputs(*operands))
         result = kept[0].take(kept[1]) if kept is not None else None
         if result is not None:
             out, lse = result
         else:
-            out, lse = forward_kernels(query, key, value, schedule, scale, sinks=sinks, softcap=softcap)
+            out, lse = forward_kernels(inputs)
             if kept is not None and not is_recomputing():
                 kept[0].store(kept[1], out, lse)
-        ctx.save_for_backward(query, key, value, sinks, out, lse)
-        ctx.schedule, ctx.scale, ctx.softcap = schedule, scale, softcap
+        ctx.save_for_backward(inputs.query, inputs.key, inputs.value, inputs.sinks, out, lse)
+        ctx.schedule, ctx.scale, ctx.softcap = inputs.schedule, inputs.scale, inputs.softcap
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, sinks, out, lse = ctx.saved_tensors
-        gradients = backward_kernels(
-            query, key, value, out, lse, grad, ctx.schedule, ctx.scale, sinks=sinks, softcap=ctx.softcap
-        )
-        return *gradients, None, None, None, None  # none for schedule, scale, softcap and kept
+        inputs = AttentionInputs(query, key, value, ctx.schedule, ctx.scale, sinks, ctx.softcap)
+        dq, dk, dv, dsinks = backward_kernels(inputs, out, lse, grad)
+        return None, dq, dk, dv, None, None, dsinks, None
 
 
-def _options(sinks: Tensor | None, softcap: float | None) -> dict[str, Any]:
-    """Return the arguments of the kernels for sinks, in float32, and for a cap, if the layer has them."""
-    options: dict[str, Any] = {} if softcap is None else {"softcap": softcap}
-    return options if sinks is None else options | {"sinks": sinks.detach().float().contiguous()}
+def _with_dense_operands(inputs: AttentionInputs) -> AttentionInputs:
+    query, key, value = (_with_dense_rows(x) for x in inputs[:3])
+    return inputs._replace(query=query, key=key, value=value)
 
 
 def _with_dense_rows(x: Tensor) -> Tensor:

@@ -27,12 +27,13 @@ class AttentionInputs(NamedTuple):
     """Operands of one attention call, which the forward and the backward read.
 
     query       [B, H, T - first, D], of the tokens from `schedule.first` on
-    key         [B, H_kv, T, D]
+    key         [B, H_kv, T, D]; query head h reads head h // (H / H_kv)
     value       [B, H_kv, T, D_v]
     schedule    of these B rows of T tokens, on the device of `query`
     scale       factor of the scores
-    sinks       float32 [H], one more score per head, without a value; None without sinks
-    softcap     scores become softcap * tanh(score / softcap); None without a cap
+    sinks       [H] in any floating dtype, one more score per head that takes its share of the softmax and has no
+                value; None without sinks
+    softcap     a positive number; scores become softcap * tanh(score / softcap); None without a cap
     """
 
     query: Tensor
@@ -65,6 +66,10 @@ class BackwardInputs(NamedTuple):
     grad: Tensor
     lse: Tensor
     delta: Tensor
+
+
+# Of query, key, value and sinks, in their shapes and dtypes; None without sinks.
+InputGradients = tuple[Tensor, Tensor, Tensor, Tensor | None]
 
 
 class KernelLaunch(NamedTuple):
@@ -117,7 +122,6 @@ def query_arguments(inputs: AttentionInputs, section: int) -> dict[str, Any]:
     """
     schedule = inputs.schedule
     return {
-        "ends": schedule.end,
         "granules": schedule.granules,
         "query_offsets": schedule.query_offsets,
         "query_partial": schedule.query_partial,
@@ -137,54 +141,49 @@ def key_arguments(inputs: AttentionInputs, section: int) -> dict[str, Any]:
     """
     schedule = inputs.schedule
     return {
-        "ends": schedule.end,
         "key_granules": schedule.key_granules,
         "key_ranges": schedule.key_ranges,
         "key_order": schedule.key_order,
+        "key_tiles": schedule.end if schedule.key_tiles is None else schedule.key_tiles,
         "kv_heads": inputs.key.shape[1],
         "blocks": schedule.key_order.shape[1],
         **_row_arguments(inputs, section),
     }
 
 
-def query_window(inputs: AttentionInputs) -> dict[str, Any]:
-    """Return the argument that kernels over query blocks read if WINDOWED; without windows it is any int32 tensor."""
-    schedule = inputs.schedule
-    return {"starts": schedule.end if schedule.start is None else schedule.start}
-
-
-def key_window(inputs: AttentionInputs) -> dict[str, Any]:
-    """Return the arguments that kernels over key blocks read if WINDOWED; without windows they are any int32 tensor."""
-    schedule = inputs.schedule
-    return {"key_tiles": schedule.end if schedule.key_tiles is None else schedule.key_tiles, **query_window(inputs)}
-
-
-def sink_gradient(sinks: Tensor, lse: Tensor, delta: Tensor, num_queries: int) -> Tensor:
-    """Return the gradient of the sinks, float32 [H].
-
-    A sink has the weight p = 2**(sink * log2(e) - lse) in each query's softmax and the value 0, so its score has the
-    gradient p * (0 - delta). The sum runs in one order, so two runs agree in every bit.
-
-    Args:
-        sinks: float32 [H].
-        lse, delta: as in `BackwardInputs`.
-        num_queries: T - first.
-    """
-    # [H, 1] - [B, H, T - first] -> [B, H, T - first] -> [H]
-    weights = torch.exp2(sinks[:, None] * LOG2E - lse[..., :num_queries])
-    return -(weights * delta[..., :num_queries]).sum((0, 2))
-
-
 def _row_arguments(inputs: AttentionInputs, section: int) -> dict[str, Any]:
+    schedule = inputs.schedule
     return {
-        "length": inputs.schedule.length,
+        "ends": schedule.end,
+        # Kernels read `starts` and `key_tiles` only if WINDOWED; without windows they are any int32 tensor.
+        "starts": schedule.end if schedule.start is None else schedule.start,
+        "length": schedule.length,
         # `origin` and `padded` are multiples of 128, so Triton compiles one kernel for all of their values.
-        "origin": inputs.schedule.first,
-        "padded": inputs.schedule.end.shape[1],
+        "origin": schedule.first,
+        "padded": schedule.end.shape[1],
         "batch": inputs.query.shape[0],
         "section": section,
         "factor": inputs.scale * LOG2E,
     }
+
+
+def sink_argument(inputs: AttentionInputs, lse: Tensor) -> Tensor:
+    """Return the sinks as the forward kernels read them, float32 [H]; without sinks it is any float32 tensor, `lse`."""
+    return lse if inputs.sinks is None else inputs.sinks.float().contiguous()
+
+
+def sink_gradient(inputs: AttentionInputs, incoming: BackwardInputs) -> Tensor | None:
+    """Return the gradient of the sinks [H] in their dtype; None without sinks.
+
+    A sink has the weight p = 2**(sink * log2(e) - lse) in each query's softmax and the value 0, so its score has the
+    gradient p * (0 - delta). The sum runs in one order, so two runs agree in every bit.
+    """
+    if inputs.sinks is None:
+        return None
+    lse, delta = (x[..., : inputs.query.shape[2]] for x in (incoming.lse, incoming.delta))
+    # [H, 1] - [B, H, T - first] -> [B, H, T - first] -> [H]
+    weights = torch.exp2(inputs.sinks.to(lse.dtype)[:, None] * LOG2E - lse)
+    return -(weights * delta).sum((0, 2)).to(inputs.sinks.dtype)
 
 
 def key_heads_per_section(key: Tensor, cache_bytes: int) -> int:

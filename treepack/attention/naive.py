@@ -34,30 +34,17 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from treepack.attention.kernel_launch import LOG2E, AttentionInputs, BackwardInputs, InputGradients, sink_gradient
 from treepack.attention.schedule import GRANULE, QUERY_BLOCK, QUERY_TILE, Schedule
 
-LOG2E = math.log2(math.e)
 
-
-def naive_forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    schedule: Schedule,
-    scale: float,
-    *,
-    sinks: Tensor | None = None,
-    softcap: float | None = None,
-    granules: int = 4,
-) -> tuple[Tensor, Tensor]:
+def naive_forward(inputs: AttentionInputs, *, granules: int = 4) -> tuple[Tensor, Tensor]:
     """Return output [B, H, T - first, D_v] in the dtype of `query` and base-2 log-sum-exp [B, H, T - first].
 
-    Args:
-        query, key, value, schedule, scale, sinks, softcap: as in `portable_forward`.
-        granules: granules per tile of keys: 1, 2 or 4.
+    `granules` is the number of granules per tile of keys: 1, 2 or 4.
     """
     # Tensors of queries and of keys, all with H heads from here on: one key head per query head.
-    q, k, v = _widen(query, key, value)
+    q, k, v, schedule, scale, sinks, softcap = _widen(inputs)
     out, lse = q.new_empty(*q.shape[:-1], v.shape[-1]), q.new_empty(q.shape[:-1])
     for row, block, tokens in _query_blocks(schedule):
         rows = tokens - schedule.first
@@ -78,74 +65,50 @@ def naive_forward(
             running = new
         if sinks is not None:
             # [H, 1], in powers of two
-            sink = sinks.to(q.dtype)[:, None] * LOG2E
+            sink = sinks[:, None] * LOG2E
             new = running.maximum(sink)
             total = total * torch.exp2(running - new) + torch.exp2(sink - new)
             acc = acc * torch.exp2(running - new)[..., None]
             running = new
         out[row, :, rows] = acc / total[..., None]
         lse[row, :, rows] = running + total.log2()
-    return out.to(query.dtype), lse
+    return out.to(inputs.query.dtype), lse
 
 
 def naive_backward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    grad: Tensor,
-    schedule: Schedule,
-    scale: float,
-    *,
-    sinks: Tensor | None = None,
-    softcap: float | None = None,
-    granules: int = 4,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    inputs: AttentionInputs, out: Tensor, lse: Tensor, grad: Tensor, *, granules: int = 4
+) -> InputGradients:
     """Return the gradients of query, key, value and sinks, in their dtypes; None for the sinks if there are none.
 
     Args:
-        query, key, value, schedule, scale, sinks, softcap, granules: as in `naive_forward`.
-        out, lse: the results of `naive_forward` for the same arguments.
+        inputs, granules: as in `naive_forward`.
+        out, lse: the results of `naive_forward` for the same operands.
         grad: [B, H, T - first, D_v], the gradient of `out`.
     """
-    q, k, v = _widen(query, key, value)
-    o, do = out.to(q.dtype), grad.to(q.dtype)
-    delta = (o * do).sum(-1)
+    wide = _widen(inputs)
+    q, k, schedule, do = wide.query, wide.key, wide.schedule, grad.to(wide.query.dtype)
+    incoming = BackwardInputs(do, lse, (out.to(q.dtype) * do).sum(-1))
     dq = torch.empty_like(q)
     for row, block, tokens in _query_blocks(schedule):
         rows = tokens - schedule.first
         acc = torch.zeros_like(q[row, :, rows])
         for keys, seen in _key_tiles(schedule, row, block, tokens, granules):
-            _, ds = _weights(q, k, v, do, lse, delta, (scale, softcap), (row, rows, keys, seen))
+            _, ds = _weights(wide, incoming, (row, rows, keys, seen))
             # [H, queries, keys] @ [H, keys, D] -> [H, queries, D]
             acc += ds @ k[row, :, keys]
-        dq[row, :, rows] = acc * scale
-    dk, dv = _key_gradients(q, k, v, do, lse, delta, schedule, (scale, softcap))
+        dq[row, :, rows] = acc * inputs.scale
     # Sum over the query heads of each key head: [B, H, T, D] -> [B, H_kv, H / H_kv, T, D] -> [B, H_kv, T, D]
-    heads = key.shape[1]
-    dk, dv = (x.unflatten(1, (heads, -1)).sum(2) for x in (dk, dv))  # type: ignore[no-untyped-call]
-    dsinks = None
-    if sinks is not None:
-        # [H, 1] - [B, H, T - first] -> [B, H, T - first] -> [H]
-        dsinks = -(torch.exp2(sinks.to(q.dtype)[:, None] * LOG2E - lse) * delta).sum((0, 2)).to(sinks.dtype)
-    return dq.to(query.dtype), dk.to(key.dtype), dv.to(value.dtype), dsinks
+    dk, dv = (x.unflatten(1, (-1, inputs.group)).sum(2) for x in _key_gradients(wide, incoming))  # type: ignore[no-untyped-call]
+    dsinks = sink_gradient(inputs, incoming)
+    return dq.to(inputs.query.dtype), dk.to(inputs.key.dtype), dv.to(inputs.value.dtype), dsinks
 
 
-def _key_gradients(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    do: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    schedule: Schedule,
-    scores: tuple[float, float | None],
-) -> tuple[Tensor, Tensor]:
+def _key_gradients(inputs: AttentionInputs, incoming: BackwardInputs) -> tuple[Tensor, Tensor]:
     """Return the gradients of keys [B, H, T, D] and values [B, H, T, D_v] of every query head.
 
-    The caller sums over each group. `scores` are scale and softcap.
+    The caller sums over each group.
     """
+    q, k, v, schedule, scale = inputs[:5]
     dk, dv = torch.empty_like(k), torch.empty_like(v)
     started = set()
     for row, block, ranges in _key_work(schedule):
@@ -158,15 +121,15 @@ def _key_gradients(
             rows, seen = tokens - schedule.first, None
             if not is_full:
                 seen = _visible_pairs(schedule, row, tokens, keys)
-            p, ds = _weights(q, k, v, do, lse, delta, scores, (row, rows, keys, seen))
+            p, ds = _weights(inputs, incoming, (row, rows, keys, seen))
             # [H, keys, queries] @ [H, queries, D] -> [H, keys, D]
-            dv_part += p.mT @ do[row, :, rows]
+            dv_part += p.mT @ incoming.grad[row, :, rows]
             dk_part += ds.mT @ q[row, :, rows]
         if (row, block) in started:
-            dk[row, :, keys] += dk_part * scores[0]
+            dk[row, :, keys] += dk_part * scale
             dv[row, :, keys] += dv_part
         else:
-            dk[row, :, keys], dv[row, :, keys] = dk_part * scores[0], dv_part
+            dk[row, :, keys], dv[row, :, keys] = dk_part * scale, dv_part
         started.add((row, block))
     return dk, dv
 
@@ -194,17 +157,11 @@ def _query_tiles(schedule: Schedule, ranges: list[int]) -> Iterator[tuple[int, b
 
 
 def _weights(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    do: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    scores: tuple[float, float | None],
-    tile: tuple[int, Tensor, Tensor, Tensor | None],
+    inputs: AttentionInputs, incoming: BackwardInputs, tile: tuple[int, Tensor, Tensor, Tensor | None]
 ) -> tuple[Tensor, Tensor]:
     """Return p and ds of the header, both [H, queries, keys], for one tile: row, queries, keys and mask."""
-    (scale, softcap), (row, rows, keys, seen) = scores, tile
+    q, k, v, _, scale, _, softcap = inputs
+    (do, lse, delta), (row, rows, keys, seen) = incoming, tile
     score, slope = _capped(q[row, :, rows] @ k[row, :, keys].mT * (scale * LOG2E), softcap)
     p = torch.exp2(score - lse[row, :, rows, None])
     # p is at most 1 for a visible pair; a masked pair may overflow to inf, so it is replaced and not multiplied by 0.
@@ -220,12 +177,13 @@ def _capped(scores: Tensor, softcap: float | None) -> tuple[Tensor, Tensor | flo
     return softcap * LOG2E * bent, 1 - bent * bent
 
 
-def _widen(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return all three in the precision of the computation, with one key head per query head."""
-    work = torch.float64 if query.dtype == torch.float64 else torch.float32
-    groups = query.shape[1] // key.shape[1]
+def _widen(inputs: AttentionInputs) -> AttentionInputs:
+    """Return the operands in the precision of the computation, with one key head per query head."""
+    work = torch.float64 if inputs.query.dtype == torch.float64 else torch.float32
     # 2 key heads, groups 3 -> key heads 0 0 0 1 1 1
-    return query.to(work), key.to(work).repeat_interleave(groups, 1), value.to(work).repeat_interleave(groups, 1)
+    key, value = (x.to(work).repeat_interleave(inputs.group, 1) for x in (inputs.key, inputs.value))
+    sinks = None if inputs.sinks is None else inputs.sinks.to(work)
+    return inputs._replace(query=inputs.query.to(work), key=key, value=value, sinks=sinks)
 
 
 def _query_blocks(schedule: Schedule) -> Iterator[tuple[int, int, Tensor]]:

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from treepack.attention.autograd import backend, backward_kernels, forward_kernels
-from treepack.attention.kernel_launch import token_major
+from treepack.attention.kernel_launch import AttentionInputs, token_major
 from treepack.attention.reach import KeyReach
 from treepack.attention.schedule import QUERY_BLOCK, KeyShares, Schedule
 
@@ -128,34 +128,21 @@ _LIBRARY.define(
 )
 
 
-def _attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sinks: Tensor | None,
-    values: Tensor,
-    layout: Tensor,
-    kind: int,
-    scale: float,
-    softcap: float,
-) -> tuple[Tensor, Tensor]:
-    """Return output and log-sum-exp by the schedule `kind` of the packed ones; a `softcap` of 0 is none."""
+def _read_inputs(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, *options: Any) -> AttentionInputs:
+    """Return the operands of a call, whose schedule is number `kind` of the packed ones; a `softcap` of 0 is none."""
+    values, layout, kind, scale, softcap = options
     schedule = _unpacked(values, layout)[kind]
-    return forward_kernels(query, key, value, schedule, scale, sinks=sinks, softcap=softcap or None)
+    return AttentionInputs(query, key, value, schedule, scale, sinks, softcap or None)
 
 
-def _attention_shapes(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sinks: Tensor | None,
-    values: Tensor,
-    layout: Tensor,
-    kind: int,
-    scale: float,
-    softcap: float,
-) -> tuple[Tensor, Tensor]:
+def _attention(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """Return output and log-sum-exp."""
+    return forward_kernels(_read_inputs(*arguments))
+
+
+def _attention_shapes(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
     """Return tensors without values that have the shapes of the results of `_attention`."""
+    softcap = options[-1]
     batch, heads, length = query.shape[:3]
     padded = (length + QUERY_BLOCK - 1) // QUERY_BLOCK * QUERY_BLOCK
     places = padded if backend(query, value, capped=softcap != 0) == "hopper" else length
@@ -171,17 +158,11 @@ def _attention_backward(
     out: Tensor,
     lse: Tensor,
     grad: Tensor,
-    values: Tensor,
-    layout: Tensor,
-    kind: int,
-    scale: float,
-    softcap: float,
+    *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of query, key, value and sinks, of which the last is empty without sinks."""
-    schedule = _unpacked(values, layout)[kind]
-    dq, dk, dv, dsinks = backward_kernels(
-        query, key, value, out, lse, grad, schedule, scale, sinks=sinks, softcap=softcap or None
-    )
+    inputs = _read_inputs(query, key, value, sinks, *options)
+    dq, dk, dv, dsinks = backward_kernels(inputs, out, lse, grad)
     return dq, dk, dv, query.new_empty(0) if dsinks is None else dsinks
 
 

@@ -26,16 +26,16 @@ from treepack.attention.hopper.shapes import SHAPES, HeadShape
 from treepack.attention.kernel_launch import (
     AttentionInputs,
     BackwardInputs,
+    InputGradients,
     KernelLaunch,
     key_arguments,
     key_heads_per_section,
-    key_window,
     query_arguments,
-    query_window,
+    sink_argument,
     sink_gradient,
     token_major,
 )
-from treepack.attention.schedule import GRANULE, KEY_BLOCK, QUERY_BLOCK, QUERY_TILE, Schedule
+from treepack.attention.schedule import GRANULE, KEY_BLOCK, QUERY_BLOCK, QUERY_TILE
 
 # A program starts with 12 warps of 168 registers. The producer keeps 24 and gives the others to the consumers, which
 # then have 240 each: 4 * 24 + 8 * 240 <= 12 * 168.
@@ -45,91 +45,57 @@ OPTIONS = {"num_warps": 4, "maxnreg": 168}
 CACHE_BYTES = 32_000_000
 
 
-def hopper_forward(
-    query: Tensor, key: Tensor, value: Tensor, schedule: Schedule, scale: float, *, sinks: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Return output [B, H, T - first, D_v] in the dtype of `query`, and lse, float32 [B, H, T_pad - first].
-
-    Args:
-        query, key, value, schedule, scale: as in `portable_forward`.
-        sinks: float32 [H], one more score per head, without a value.
-    """
-    out = token_major(query, value.shape[-1])
+def hopper_forward(inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
+    """Return output [B, H, T - first, D_v] in the dtype of `query`, and lse, float32 [B, H, T_pad - first]."""
+    query, schedule = inputs.query, inputs.schedule
+    out = token_major(query, inputs.value.shape[-1])
     places = (*query.shape[:2], schedule.end.shape[1] - schedule.first)
     lse = torch.empty(places, dtype=torch.float32, device=query.device)
-    hopper_forward_launch(AttentionInputs(query, key, value, schedule, scale, sinks), out, lse).run()
+    hopper_forward_launch(inputs, out, lse).run()
     return out, lse
 
 
-def hopper_backward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    grad: Tensor,
-    schedule: Schedule,
-    scale: float,
-    *,
-    sinks: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+def hopper_backward(inputs: AttentionInputs, out: Tensor, lse: Tensor, grad: Tensor) -> InputGradients:
     """Return the gradients of query, key, value and sinks, the first three in their dtypes and in memory [B, T, H, D].
 
-    Args:
-        query, key, value, schedule, scale, sinks: as in `hopper_forward`.
-        out, lse: the results of `hopper_forward` for the same arguments.
-        grad: [B, H, T - first, D_v], the gradient of `out`.
+    `out` and `lse` are the results of `hopper_forward` for the same operands, and `grad` is the gradient of `out`.
     """
-    inputs = AttentionInputs(query, key, value, schedule, scale, sinks)
     incoming = BackwardInputs(grad, lse, compute_delta(out, grad, lse))
-    dq, dk, dv = token_major(query), token_major(key), token_major(value)
+    dq, dk, dv = (token_major(x) for x in inputs[:3])
     hopper_query_launch(inputs, incoming, dq).run()
     sums = empty_sums(inputs)
     hopper_key_launch(inputs, incoming, dk, dv, sums).run()
     if sums is not None:
-        join_shares(sums, dk, dv, schedule, scale)
+        join_shares(sums, dk, dv, inputs.schedule, inputs.scale)
     # The weights of the sinks come from lse, so that the two kernels do not see them.
-    dsinks = None if sinks is None else sink_gradient(sinks, lse, incoming.delta, query.shape[2])
-    return dq, dk, dv, dsinks
+    return dq, dk, dv, sink_gradient(inputs, incoming)
 
 
 def hopper_forward_launch(inputs: AttentionInputs, out: Tensor, lse: Tensor) -> KernelLaunch:
     """Describe the launch that writes `out` [B, H, T - first, D_v] and `lse` [B, H, T_pad - first]."""
     shape = _shape(inputs)
-    has_sinks = inputs.sinks is not None
-    constants = {"GROUP": inputs.group, "WINDOWED": inputs.is_windowed, "SINKS": has_sinks, **shape.forward}
     arguments = {
-        **matrix_arguments("q", inputs.query, QUERY_BLOCK, shape.parts),
-        **matrix_arguments("k", inputs.key, GRANULE, shape.parts),
-        **matrix_arguments("v", inputs.value, GRANULE, shape.parts_v),
+        **_operand_matrices(inputs, shape, QUERY_BLOCK),
         "o_pointer": out,
         "o_strides": out.stride()[:3],
         "lse_pointer": lse,
-        "sinks": lse if inputs.sinks is None else inputs.sinks,
-        **query_window(inputs),
+        "sinks": sink_argument(inputs, lse),
         **query_arguments(inputs, key_heads_per_section(inputs.key, CACHE_BYTES) * inputs.group),
     }
-    return _launch(shape.kernels.forward, _query_programs(inputs), arguments, constants)
+    constants = {"SINKS": inputs.sinks is not None, **shape.forward}
+    return _launch(shape.kernels.forward, _query_programs(inputs), inputs, arguments, constants)
 
 
 def hopper_query_launch(inputs: AttentionInputs, incoming: BackwardInputs, dq: Tensor) -> KernelLaunch:
     """Describe the launch that writes `dq` [B, H, T - first, D]."""
     shape = _shape(inputs)
-    constants = {"GROUP": inputs.group, "WINDOWED": inputs.is_windowed, **shape.query}
     arguments = {
-        **matrix_arguments("q", inputs.query, QUERY_BLOCK, shape.parts),
-        **matrix_arguments("do", incoming.grad, QUERY_BLOCK, shape.parts_v),
-        **matrix_arguments("k", inputs.key, GRANULE, shape.parts),
-        **matrix_arguments("v", inputs.value, GRANULE, shape.parts_v),
-        "lse_pointer": incoming.lse,
-        "delta_pointer": incoming.delta,
+        **_backward_arguments(inputs, incoming, QUERY_BLOCK),
         "dq_pointer": dq,
         "dq_strides": dq.stride()[:3],
-        "scale": inputs.scale,
-        **query_window(inputs),
         **query_arguments(inputs, key_heads_per_section(inputs.key, CACHE_BYTES) * inputs.group),
     }
-    return _launch(shape.kernels.query, _query_programs(inputs), arguments, constants)
+    return _launch(shape.kernels.query, _query_programs(inputs), inputs, arguments, shape.query)
 
 
 def empty_sums(inputs: AttentionInputs) -> tuple[Tensor, Tensor] | None:
@@ -156,34 +122,50 @@ def hopper_key_launch(
         table = inputs.schedule.end if shares is None else shares.shares
         of_shares = {"dk_sums": dk_sums, "dv_sums": dv_sums, "shares": table}
         programs = programs if shares is None else len(table)
-    constants = {"GROUP": inputs.group, "WINDOWED": inputs.is_windowed, **shape.key}
     arguments = {
-        **matrix_arguments("q", inputs.query, QUERY_TILE, shape.parts),
-        **matrix_arguments("do", incoming.grad, QUERY_TILE, shape.parts_v),
-        **matrix_arguments("k", inputs.key, GRANULE, shape.parts),
-        **matrix_arguments("v", inputs.value, GRANULE, shape.parts_v),
-        "lse_pointer": incoming.lse,
-        "delta_pointer": incoming.delta,
+        **_backward_arguments(inputs, incoming, QUERY_TILE),
         "dk_pointer": dk,
         "dk_strides": dk.stride()[:3],
         "dv_pointer": dv,
         "dv_strides": dv.stride()[:3],
-        "scale": inputs.scale,
         **of_shares,
-        **key_window(inputs),
         # One section of all heads: of every head, the largest blocks start first. Programs that wait for the
         # longest block of the last head cost more than the L2 cache saves.
         **key_arguments(inputs, kv_heads),
     }
-    return _launch(shape.kernels.key, shape.kernels.key_programs * kv_heads * programs, arguments, constants)
+    programs *= shape.kernels.key_programs * kv_heads
+    return _launch(shape.kernels.key, programs, inputs, arguments, shape.key)
 
 
-def _launch(kernel: Any, programs: int, arguments: dict[str, Any], constants: dict[str, Any]) -> KernelLaunch:
+def _backward_arguments(inputs: AttentionInputs, incoming: BackwardInputs, rows: int) -> dict[str, Any]:
+    """Return what both kernels of the backward read, beside their lists; they copy `rows` queries at a time."""
+    shape = _shape(inputs)
+    return {
+        **_operand_matrices(inputs, shape, rows),
+        **matrix_arguments("do", incoming.grad, rows, shape.parts_v),
+        "lse_pointer": incoming.lse,
+        "delta_pointer": incoming.delta,
+        "scale": inputs.scale,
+    }
+
+
+def _operand_matrices(inputs: AttentionInputs, shape: HeadShape, rows: int) -> dict[str, Any]:
+    """Return the arguments by which a kernel copies `rows` queries, and a granule of keys and values, at a time."""
+    return {
+        **matrix_arguments("q", inputs.query, rows, shape.parts),
+        **matrix_arguments("k", inputs.key, GRANULE, shape.parts),
+        **matrix_arguments("v", inputs.value, GRANULE, shape.parts_v),
+    }
+
+
+def _launch(
+    kernel: Any, programs: int, inputs: AttentionInputs, arguments: dict[str, Any], constants: dict[str, Any]
+) -> KernelLaunch:
     # The descriptor of a part that does not exist is None, a constant.
     present = {name: value for name, value in arguments.items() if value is not None}
-    return KernelLaunch(
-        kernel, programs, present, constants | dict.fromkeys(arguments.keys() - present.keys()), OPTIONS
-    )
+    absent = dict.fromkeys(arguments.keys() - present.keys())
+    constants = {"GROUP": inputs.group, "WINDOWED": inputs.is_windowed, **constants, **absent}
+    return KernelLaunch(kernel, programs, present, constants, OPTIONS)
 
 
 def _shape(inputs: AttentionInputs) -> HeadShape:

@@ -57,6 +57,15 @@ _WHOLE = HeadShape(WHOLE_HEADS, None, None, {"GRANULES": 4, "STAGES": 2}, {"GRAN
 
 # Heads in parts: within 3 % of the fastest values on an H200 that fit into 227 KB in both dtypes and hardly spill. At
 # 256 the query kernel has 128 KB of queries and output gradients, and room for two tiles of 64 keys and one of values.
+_PARTS = HeadShape(
+    HEADS_IN_PARTS,
+    (128, 64),
+    (128,),
+    {"GRANULES": 4, "K_STAGES": 2, "V_STAGES": 2},
+    {"GRANULES": 2, "K_STAGES": 3, "V_STAGES": 3, "CARRIED": True},
+    {"STAGES": 3, "P_STAGES": 2, "CARRIED": True},
+)
+
 SHAPES = {
     (64, 64): _WHOLE,
     (128, 128): _WHOLE,
@@ -68,28 +77,7 @@ SHAPES = {
         {"GRANULES": 2, "K_STAGES": 2, "V_STAGES": 1, "CARRIED": False},
         {"STAGES": 2, "P_STAGES": 2, "CARRIED": False},
     ),
-    (192, 128): HeadShape(
-        HEADS_IN_PARTS,
-        (128, 64),
-        (128,),
-        {"GRANULES": 4, "K_STAGES": 2, "V_STAGES": 2},
-        {"GRANULES": 2, "K_STAGES": 3, "V_STAGES": 3, "CARRIED": True},
-        {"STAGES": 3, "P_STAGES": 2, "CARRIED": True},
-    ),
-    (96, 96): HeadShape(
-        HEADS_IN_PARTS,
-        (64, 32),
-        (64, 32),
-        {"GRANULES": 4, "K_STAGES": 2, "V_STAGES": 2},
-        {"GRANULES": 2, "K_STAGES": 3, "V_STAGES": 3, "CARRIED": True},
-        {"STAGES": 3, "P_STAGES": 2, "CARRIED": True},
-    ),
-    (80, 80): HeadShape(
-        HEADS_IN_PARTS,
-        (64, 16),
-        (64, 16),
-        {"GRANULES": 4, "K_STAGES": 2, "V_STAGES": 2},
-        {"GRANULES": 2, "K_STAGES": 3, "V_STAGES": 3, "CARRIED": True},
-        {"STAGES": 4, "P_STAGES": 2, "CARRIED": True},
-    ),
+    (192, 128): _PARTS,
+    (96, 96): _PARTS._replace(parts=(64, 32), parts_v=(64, 32)),
+    (80, 80): _PARTS._replace(parts=(64, 16), parts_v=(64, 16), key={**_PARTS.key, "STAGES": 4}),
 }

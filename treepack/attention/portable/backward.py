@@ -15,6 +15,8 @@ derivative of the cap.
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -23,11 +25,10 @@ from treepack.attention.delta import compute_delta
 from treepack.attention.kernel_launch import (
     AttentionInputs,
     BackwardInputs,
+    InputGradients,
     KernelLaunch,
     key_arguments,
-    key_window,
     query_arguments,
-    query_window,
     sink_gradient,
     token_major,
 )
@@ -45,7 +46,7 @@ from treepack.attention.portable.forward import (
     portable_place,
     store_portable_rows,
 )
-from treepack.attention.schedule import KEY_BLOCK, QUERY_BLOCK, Schedule
+from treepack.attention.schedule import KEY_BLOCK, QUERY_BLOCK
 
 
 @triton.jit
@@ -264,60 +265,33 @@ def _key_kernel(
     store_portable_rows(dv + row * dv_strides[0] + head * dv_strides[1], o_k, m_k, dv_strides[2], b_dv, D_V, BLOCK_V)
 
 
-def portable_backward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    grad: Tensor,
-    schedule: Schedule,
-    scale: float,
-    sinks: Tensor | None = None,
-    softcap: float | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return the gradients of query, key and value, in their shapes and dtypes and in memory [B, T, H, D or D_v].
-
-    The fourth result is the gradient of the sinks, float32 [H], None without sinks.
+def portable_backward(inputs: AttentionInputs, out: Tensor, lse: Tensor, grad: Tensor) -> InputGradients:
+    """Return the gradients of query, key, value and sinks, the first three in their dtypes and in memory [B, T, H, D].
 
     Args:
-        query, key, value, schedule, scale, sinks, softcap: as in `forward`.
-        out, lse: the results of `forward` for the same arguments.
-        grad: [B, H, T - first, D_v], the gradient of `out`; stride 1 in the last dimension and any other strides.
+        inputs: the operands.
+        out, lse: the results of `portable_forward` for the same operands.
+        grad: the gradient of `out`; stride 1 in the last dimension and any other strides.
     """
-    inputs = AttentionInputs(query, key, value, schedule, scale, sinks, softcap)
+    query, key, value = inputs[:3]
     incoming = BackwardInputs(grad, lse, compute_delta(out, grad, lse))
     dq, dk, dv = token_major(query), token_major(key), token_major(value)
     configs = configs_of(query, value)
     query_launch(inputs, incoming, dq, configs.query).run()
     key_launch(inputs, incoming, dk, dv, configs.key).run()
-    dsinks = None if sinks is None else sink_gradient(sinks, lse, incoming.delta, query.shape[2])
-    return dq, dk, dv, dsinks
+    return dq, dk, dv, sink_gradient(inputs, incoming)
 
 
 def query_launch(inputs: AttentionInputs, incoming: BackwardInputs, dq: Tensor, config: PortableConfig) -> KernelLaunch:
     """Describe the launch that writes `dq` [B, H, T - first, D]."""
-    query, key, value, schedule, scale = inputs[:5]
-    batch, heads = query.shape[:2]
+    batch, heads = inputs.query.shape[:2]
     arguments = {
-        "q": query,
-        "k": key,
-        "v": value,
-        "do": incoming.grad,
-        "lse": incoming.lse,
-        "delta": incoming.delta,
         "dq": dq,
-        "q_strides": query.stride()[:3],
-        "k_strides": key.stride()[:3],
-        "v_strides": value.stride()[:3],
-        "do_strides": incoming.grad.stride()[:3],
         "dq_strides": dq.stride()[:3],
-        "scale": scale,
-        "cap": cap_of(inputs),
-        **query_window(inputs),
-        **query_arguments(inputs, heads_at_a_time(key) * inputs.group),
+        **_tensor_arguments(inputs, incoming),
+        **query_arguments(inputs, heads_at_a_time(inputs.key) * inputs.group),
     }
-    programs = batch * heads * schedule.query_order.shape[1] * (QUERY_BLOCK // config.block)
+    programs = batch * heads * inputs.schedule.query_order.shape[1] * (QUERY_BLOCK // config.block)
     return KernelLaunch(_query_kernel, programs, arguments, constants_of(inputs, config), options_of(config))
 
 
@@ -325,27 +299,27 @@ def key_launch(
     inputs: AttentionInputs, incoming: BackwardInputs, dk: Tensor, dv: Tensor, config: PortableConfig
 ) -> KernelLaunch:
     """Describe the launch that writes `dk` [B, H_kv, T, D] and `dv` [B, H_kv, T, D_v]."""
-    query, key, value, schedule, scale = inputs[:5]
-    batch, kv_heads = key.shape[:2]
+    batch, kv_heads = inputs.key.shape[:2]
     arguments = {
-        "q": query,
-        "k": key,
-        "v": value,
-        "do": incoming.grad,
-        "lse": incoming.lse,
-        "delta": incoming.delta,
         "dk": dk,
         "dv": dv,
-        "q_strides": query.stride()[:3],
-        "k_strides": key.stride()[:3],
-        "v_strides": value.stride()[:3],
-        "do_strides": incoming.grad.stride()[:3],
         "dk_strides": dk.stride()[:3],
         "dv_strides": dv.stride()[:3],
-        "scale": scale,
-        "cap": cap_of(inputs),
-        **key_window(inputs),
-        **key_arguments(inputs, heads_at_a_time(key)),
+        **_tensor_arguments(inputs, incoming),
+        **key_arguments(inputs, heads_at_a_time(inputs.key)),
     }
-    programs = batch * kv_heads * schedule.key_order.shape[1] * (KEY_BLOCK // config.block)
+    programs = batch * kv_heads * inputs.schedule.key_order.shape[1] * (KEY_BLOCK // config.block)
     return KernelLaunch(_key_kernel, programs, arguments, constants_of(inputs, config), options_of(config))
+
+
+def _tensor_arguments(inputs: AttentionInputs, incoming: BackwardInputs) -> dict[str, Any]:
+    """Return what both kernels with a loop read, beside their lists."""
+    tensors = {"q": inputs.query, "k": inputs.key, "v": inputs.value, "do": incoming.grad}
+    return {
+        **tensors,
+        **{f"{name}_strides": tensor.stride()[:3] for name, tensor in tensors.items()},
+        "lse": incoming.lse,
+        "delta": incoming.delta,
+        "scale": inputs.scale,
+        "cap": cap_of(inputs),
+    }

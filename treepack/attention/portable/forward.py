@@ -36,10 +36,10 @@ from treepack.attention.kernel_launch import (
     key_heads_per_section,
     padded_width,
     query_arguments,
-    query_window,
+    sink_argument,
     token_major,
 )
-from treepack.attention.schedule import QUERY_BLOCK, Schedule
+from treepack.attention.schedule import QUERY_BLOCK
 
 # Keys and values that one section of heads may have. The L2 cache of a large GPU has 40 to 50 MB (A100, H100), and
 # queries and outputs pass through it too.
@@ -302,17 +302,9 @@ def _forward_kernel(
     tl.store(lse + (row * heads + head) * (length - origin) + o_row, b_max + tl.log2(b_sum), mask=m_q)
 
 
-def portable_forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    schedule: Schedule,
-    scale: float,
-    sinks: Tensor | None = None,
-    softcap: float | None = None,
-) -> tuple[Tensor, Tensor]:
+def portable_forward(inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
     """Return output [B, H, T - first, D_v] in the dtype of `query`, and lse, float32 [B, H, T - first]."""
-    inputs = AttentionInputs(query, key, value, schedule, scale, sinks, softcap)
+    query, value = inputs.query, inputs.value
     out = token_major(query, value.shape[-1])
     lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
     forward_launch(inputs, out, lse, configs_of(query, value).forward).run()
@@ -329,13 +321,12 @@ def forward_launch(inputs: AttentionInputs, out: Tensor, lse: Tensor, config: Po
         "v": value,
         "o": out,
         "lse": lse,
-        "sinks": lse if inputs.sinks is None else inputs.sinks,
+        "sinks": sink_argument(inputs, lse),
         "q_strides": query.stride()[:3],
         "k_strides": key.stride()[:3],
         "v_strides": value.stride()[:3],
         "o_strides": out.stride()[:3],
         "cap": cap_of(inputs),
-        **query_window(inputs),
         **query_arguments(inputs, heads_at_a_time(key) * inputs.group),
     }
     constants = {**constants_of(inputs, config), "SINKS": inputs.sinks is not None}
