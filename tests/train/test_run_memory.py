@@ -24,6 +24,7 @@ from treepack.train.setup import model_probe, probe_record, run_memory
 from treepack.train.setup.choice_lines import choice_lines, expectation
 from treepack.train.setup.compute import choose_compute
 from treepack.train.setup.memory_input import MemoryInput
+from treepack.train.setup.piece_probe import measured_pieces
 from treepack.train.setup.probe_record import ProbeRecord, keep_probes, known_probes, pays
 from treepack.train.setup.run_data import open_data
 from treepack.train.setup.run_memory import MemoryChoices, choose_memory, coming_bytes
@@ -125,7 +126,7 @@ def test_the_expected_rate_is_the_measured_one(plan: Plan) -> None:
 
 def test_pieces_are_measured_only_if_layers_would_be_recomputed(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
-    original = run_memory.measured_pieces
+    original = measured_pieces
 
     def counted(given: Any, *rest: Any) -> Any:
         adapted = adapted_layers(given.loaded.causal)

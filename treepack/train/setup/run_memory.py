@@ -21,29 +21,26 @@ from typing import Any
 
 import torch
 
-from treepack.carry.backward import CarryOptions
-from treepack.carry.limit import CarryCosts, measure_costs
 from treepack.carry.offload import CarryMemory, spare_memory
 from treepack.carry.refusal import can_carry, check_carry
 from treepack.carry.smaller_plan import PLANNED, RunPlan
-from treepack.data.batch import Batch
 from treepack.data.joined import usual_pass
 from treepack.errors import TreepackError
 from treepack.memory.device_memory import StepMemory, update_bytes
 from treepack.memory.offload import LayerOffload
-from treepack.memory.shortage import is_memory_error, memory_errors
-from treepack.model.forward import WholeRows
+from treepack.memory.shortage import memory_errors
 from treepack.model.layers import adapted_layers, compiler_errors, find_layers, has_compiled_layers, set_recomputed
 from treepack.model.loaded import LoadedModel
 from treepack.train.options import CHUNK, STATE_BYTES, TrainOptions
 from treepack.train.setup.choice_lines import choice_lines
 from treepack.train.setup.host_memory import host_room, moved_tensors, reserve_host
 from treepack.train.setup.memory_input import MemoryInput
-from treepack.train.setup.model_probe import FEW_LOGITS, agreed, cast_bytes, probe_model
+from treepack.train.setup.model_probe import agreed, cast_bytes, probe_model
+from treepack.train.setup.piece_probe import measured_pieces, whole_bytes
 from treepack.train.setup.plan_forecast import PlanForecast
 from treepack.train.setup.probe_record import ProbeRecord, keep_probes, known_probes, pays
 from treepack.train.setup.run_plan import ModelProbe, PieceProbe, RunRoom, RunRows, choose_plan, pieces_may_win
-from treepack.train.sharding import adapt, summing_gradients, whole_weights
+from treepack.train.sharding import adapt
 
 _log = logging.getLogger("treepack")
 
@@ -97,11 +94,6 @@ def coming_bytes(loaded: LoadedModel, options: TrainOptions, *, states: bool = T
     """Return the bytes that the next update allocates on this rank: gradients, and with `states` the moments."""
     on_gpu = states and options.offload_optimizer is not True
     return update_bytes(loaded.model, state_bytes=STATE_BYTES if on_gpu else 0)
-
-
-def whole_bytes(loaded: LoadedModel) -> int:
-    """Return the bytes of all parameters of a model, of which this rank may have a part only."""
-    return sum(each.numel() * each.element_size() for each in loaded.model.parameters())
 
 
 def may_keep_whole(given: MemoryInput) -> bool:
@@ -374,34 +366,6 @@ class _Planner:
                 self._keep(record)
         known = record.pieces
         return tuple(PieceProbe(probe.compiled, n, known[str(n)]) for n in sorted({*counts}) if str(n) in known)
-
-
-def measured_pieces(given: MemoryInput, batch: Batch, chunk: int) -> CarryCosts | None:
-    """Return the costs of rows in pieces with the layers as they are, the same on all ranks; None if none fits."""
-    loaded, ranks, training = given.loaded, given.ranks, given.loaded.model.training
-    loaded.model.train()  # transformers recomputes layers only in this mode
-    costs = None
-    carry = CarryOptions(1, chunk=min(chunk, FEW_LOGITS), autocast=given.compute.lower_precision)
-    with whole_weights(loaded):
-        try:
-            costs = measure_costs(loaded, batch, carry, meter=given.meter)
-        except RuntimeError as error:
-            if not is_memory_error(error):
-                raise
-        if loaded.root is not None:
-            # The sum over ranks of passes inside `whole_weights`, which would otherwise wait for the first step.
-            runner = WholeRows(loaded, autocast=given.compute.lower_precision)
-            with summing_gradients(loaded):
-                runner.backward(given.data.dataset.padding())
-            if costs is not None:
-                # The whole weights and their gradients, besides this rank's own.
-                costs = replace(costs, fixed=costs.fixed + 2 * whole_bytes(loaded))
-    loaded.model.zero_grad(set_to_none=True)
-    loaded.model.train(training)
-    if ranks.any(costs is None) or costs is None:
-        return None
-    names = ("fixed", "piece", "keys_values", "sums", "output", "lse", "state")
-    return replace(costs, **{name: -ranks.smallest(-getattr(costs, name)) for name in names})
 
 
 def _carry_memory(given: MemoryInput, plan: RunPlan) -> CarryMemory | None:

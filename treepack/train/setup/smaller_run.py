@@ -18,7 +18,7 @@ from treepack.carry.refusal import can_carry
 from treepack.carry.smaller_plan import PLANNED, RunPlan, plan_in_words, smaller_plan
 from treepack.model.layers import adapted_layers, set_recomputed
 from treepack.train.run import TrainingRun
-from treepack.train.setup.run_memory import whole_bytes
+from treepack.train.setup.piece_probe import whole_bytes
 from treepack.train.setup.run_plan import gib
 from treepack.train.sharding import forget_passes
 
