@@ -10,6 +10,7 @@ import click
 
 from treepack.train.scoring_options import ScoreOptions
 
+from .devices import check_device
 from .option_groups import field_options, option_group
 from .output import quoted, reserve_directory, show, show_end
 from .paths import PACKED, WRITE
@@ -58,7 +59,8 @@ def logprobs(packed: AnyPath, model: str, out: AnyPath, options: ScoreOptions, o
     check_launched(options.sequence_ranks)
     if is_first_process():
         reserve_directory(out, [packed, model], overwrite=overwrite)
-    check_scoring(packed, model, device=options.device)
+    check_device(options.device, options.attention)
+    check_scoring(packed, model)
     import_torch()
     from treepack.train.logprobs import open_scoring, scored_rows
 

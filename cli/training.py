@@ -24,6 +24,7 @@ import click
 
 from treepack.files.remote.address import AnyPath
 
+from .devices import check_device
 from .output import lock_until_end, quoted, show, show_end
 from .progress import is_quiet, step_progress
 from .run_options import RunOptions
@@ -221,6 +222,7 @@ def show_plan(packed: tuple[str, ...], model: str, options: TrainOptions, run_op
     from treepack.train.options import RANK_OPTIONS
 
     held_out = run_options.held_out
+    check_device(options.device, options.attention)
     check_training(packed, model, options, held_out=() if held_out is None else (held_out,))
     import_torch()
     from treepack.carry.smaller_plan import PLANNED
@@ -281,6 +283,7 @@ def _check_early(
     if isinstance(out, Path) and is_first_process():
         lock_until_end(out)
     _require_extras(run_options)
+    check_device(options.device, options.attention)
     headers, others = check_training(packed, model, options, held_out=held_out)
     has_advantages = any("term_advantage" in each.term_columns for each in headers)
     if has_advantages and options.objective.loss == "sft" and is_first_process():

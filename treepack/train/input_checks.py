@@ -36,16 +36,17 @@ def refuse_ranks(command: str) -> None:
         raise TreepackError(f"{command} runs in one process; start it without torchrun")
 
 
-def check_device_name(name: str) -> re.Match[str]:
-    """Return the match of `DEVICE`, whose group is the number of a GPU.
+def check_device_name(name: str, num_gpus: int | None) -> None:
+    """Refuse a device that is not the CPU, nor one of the GPUs if their number is known.
 
     Raises:
-        TreepackError: no device has this name.
+        TreepackError: no device has this name, or the machine does not have it.
     """
     match = DEVICE.fullmatch(name)
     if match is None:
         raise TreepackError(f"device is {name!r}; expected cpu, cuda or cuda:N")
-    return match
+    if name.startswith("cuda") and num_gpus is not None and int(match[1] or 0) >= num_gpus:
+        raise TreepackError(f"device is {name!r} and torch sees {num_gpus} GPUs; expected one of these GPUs, or cpu")
 
 
 def check_mix(mix: Sequence[float] | None, num_directories: int) -> None:
