@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import click
 
@@ -75,6 +75,18 @@ class LazyCommands(click.Group):
         if args[0] not in SUMMARIES and not args[0].startswith("-"):
             ctx.fail(f"No such command {args[0]!r}.{guess(args[0], SUMMARIES)}")
         return super().resolve_command(ctx, args)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command; its errors name the options that the user knows, not the fields of the library."""
+        try:
+            return super().invoke(ctx)
+        except TreepackError as error:
+            from .option_groups import as_typed
+
+            command = self.get_command(ctx, ctx.invoked_subcommand or "")
+            if command is not None:
+                error.args = (as_typed(str(error), command),)
+            raise
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the commands in their groups."""

@@ -36,8 +36,8 @@ NO_MODEL = "./none: no such file or folder; give the folder of a model, or its n
 NOT_ON_HUB = "nobody/none: is no folder here, and the Hugging Face hub cannot be reached for a model of this name; "
 NOT_ON_HUB += "check the path or the network"
 NO_KERNELS = "attention: triton needs a GPU and the tensors are on cpu; use reference, or let auto choose"
-NO_GPU = "device is 'cuda' and torch sees 0 GPUs; expected one of these GPUs, or cpu"
-NO_DEVICE = "device is 'gpu'; expected cpu, cuda or cuda:N"
+NO_GPU = "--device is 'cuda' and torch sees 0 GPUs; expected one of these GPUs, or cpu"
+NO_DEVICE = "--device is 'gpu'; expected cpu, cuda or cuda:N"
 EXISTS = "data/trie exists; choose another --out or give --overwrite"
 IS_TRIE = "data/trie: is a trie; pack it first with: treepack pack data/trie --out PACKED"
 CUT = "cut.json: malformed JSON (Expecting ',' delimiter: line 1 column 23 (char 22)); expected a file that "
@@ -70,7 +70,7 @@ WRONG_INPUTS = {
     "train data --model m.json --out x --device cpu --attention triton": NO_KERNELS,
     "train data --model m.json --out x --eval none": MISSING,
     "train data --model m.json --out x --device gpu": NO_DEVICE,
-    "train data --model m.json --out x --mix 1,1": "mix has 2 shares for 1 directories; give one for each",
+    "train data --model m.json --out x --mix 1,1": "--mix has 2 shares for 1 directories; give one for each",
     "train data --model m.json --out x --init-from ./none": NO_MODEL,
     "train data --model m.json --out x --loss grpo": "data/packed: has no term_advantage, which the loss grpo needs; "
     "compute them with `treepack advantages`, or give every rollout an advantage, and pack again",
@@ -84,11 +84,13 @@ WRONG_INPUTS = {
     "train data --model m.json --out x --loss opd --teacher wide.json": "wide.json: its output layer has 200 words and "
     "that of m.json 100; write its likeliest words with `treepack logprobs --column teacher --top-k 64`, and omit "
     "--teacher",
-    "train data --model m.json --out x --loss distill --distill 0": "the loss distill trains nothing without distill "
-    "and teacher_kl; give one of them",
+    "train data --model m.json --out x --loss distill --distill 0": "--distill and --teacher-kl are 0, so the loss "
+    "distill trains nothing; give one",
     "train data --model m.json --out x --sequence-ranks 2": ALONE,
-    "train data --model m.json --out x --expert-ranks 3": "expert_ranks is 3 and this is one process; "
-    "start a multiple of 3 with torchrun, or leave --expert-ranks out, also for --verify",
+    "train data --model m.json --out x --expert-ranks 3": "--expert-ranks is 3 and this is one process; "
+    "start a multiple of 3 with torchrun, or leave it out, also for --verify",
+    "train data --model m.json --out x --expert-ranks 2 --cpu-offload": "--expert-ranks keeps each rank's experts on "
+    "its GPU; leave out --cpu-offload",
     "logprobs data --model m.json --out x --sequence-ranks 2": ALONE,
     "logprobs none --model m.json --out x": MISSING,
     "logprobs data/trie --model m.json --out x": IS_TRIE,

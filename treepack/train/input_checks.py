@@ -79,13 +79,11 @@ def check_sequence_ranks(sequence: int, size: int, *, grouped: bool) -> None:
     """
     if sequence > 1 and not grouped:
         raise TreepackError(
-            f"--sequence-ranks is {sequence} and this process is alone; start the ranks with torchrun --nproc-per-node "
+            f"sequence_ranks is {sequence} and this process is alone; start the ranks with torchrun --nproc-per-node "
             f"{sequence} --no-python treepack ..."
         )
     if size % sequence:
-        raise TreepackError(
-            f"--sequence-ranks is {sequence} and the run has {size} ranks; start a multiple of {sequence}"
-        )
+        raise TreepackError(f"sequence_ranks is {sequence} and the run has {size} ranks; start a multiple of it")
 
 
 def check_expert_ranks(expert: int, size: int, *, grouped: bool) -> None:
@@ -97,8 +95,8 @@ def check_expert_ranks(expert: int, size: int, *, grouped: bool) -> None:
     if size % expert:
         run = f"the run has {size} ranks" if grouped else "this is one process"
         raise TreepackError(
-            f"expert_ranks is {expert} and {run}; start a multiple of {expert} with torchrun, or leave --expert-ranks "
-            "out, also for --verify"
+            f"expert_ranks is {expert} and {run}; start a multiple of {expert} with torchrun, or leave it out, also "
+            "for --verify"
         )
 
 

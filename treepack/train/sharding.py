@@ -206,7 +206,7 @@ def check_sharing(options: TrainOptions, ranks: Ranks) -> None:
         TreepackError: the ranks are no multiple of the expert ranks, or a base of 4 bits would be in host memory.
     """
     if ranks.grouped and options.lora is not None and options.lora.quantize and options.cpu_offload is True:
-        raise TreepackError("quantize rounds the base to 4 bits on the GPU of each rank; leave out cpu_offload")
+        raise TreepackError("quantize needs the base on each GPU, which rounds it to 4 bits; leave out cpu_offload")
     check_expert_ranks(options.ranks_of_experts, ranks.size, grouped=ranks.grouped)
 
 
