@@ -18,6 +18,7 @@ from treepack import __version__
 from treepack.errors import TreepackError, torch_hint
 
 from .choices import guess
+from .launch import wait_for_first_rank
 from .streams import printable, standard_streams
 
 GROUPS = {
@@ -77,14 +78,15 @@ class LazyCommands(click.Group):
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command; its errors name the options that the user knows, not the fields of the library."""
+        """Run the command; its errors name options instead of fields, and one rank of several prints them."""
         try:
             return super().invoke(ctx)
-        except TreepackError as error:
-            from .option_groups import as_typed
-
+        except (TreepackError, click.UsageError) as error:
+            wait_for_first_rank(str(error))
             command = self.get_command(ctx, ctx.invoked_subcommand or "")
-            if command is not None:
+            if command is not None and isinstance(error, TreepackError):
+                from .option_groups import as_typed
+
                 error.args = (as_typed(str(error), command),)
             raise
 

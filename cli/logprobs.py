@@ -11,6 +11,7 @@ import click
 from treepack.train.scoring_options import ScoreOptions
 
 from .devices import check_device
+from .launch import is_first_process
 from .option_groups import field_options, option_group
 from .output import quoted, reserve_directory, show, show_end
 from .paths import PACKED, WRITE
@@ -52,7 +53,7 @@ def logprobs(packed: AnyPath, model: str, out: AnyPath, options: ScoreOptions, o
     grpo and similar losses, ref for their KL divergence and for dpo, teacher for distillation.
     """
     from treepack.train.early_checks import check_scoring
-    from treepack.train.input_checks import check_launched, is_first_process, refuse_ranks
+    from treepack.train.input_checks import check_launched, refuse_ranks
 
     if options.sequence_ranks == 1:
         refuse_ranks("treepack logprobs")

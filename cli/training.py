@@ -25,6 +25,7 @@ import click
 from treepack.files.remote.address import AnyPath
 
 from .devices import check_device
+from .launch import is_first_process
 from .output import lock_until_end, quoted, show, show_end
 from .progress import is_quiet, step_progress
 from .run_options import RunOptions
@@ -97,7 +98,7 @@ def import_torch() -> None:
     # Tensors of long rows have a gigabyte each and many sizes; without this, free memory ends up in pieces too small.
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
-    with stage_lines("importing torch and transformers"):
+    with stage_lines("importing torch and transformers", shown=is_first_process()):
         for name in ("treepack.train.setup.opening", "transformers.modeling_utils", "transformers.masking_utils"):
             import_module(name)
 
@@ -192,7 +193,6 @@ class _RunStart:
 def _watched_start(out: AnyPath, run_options: RunOptions) -> Iterator[_RunStart]:
     """Write the lines before the first step for pages of the run, and start its page; not for a run in a store."""
     from treepack.report.live.start_log import StartLog
-    from treepack.train.input_checks import is_first_process
     from treepack.train.watch.sinks import RunPage, SinkRun
 
     if not isinstance(out, Path) or not is_first_process():
@@ -275,7 +275,6 @@ def _check_early(
         TreepackError: the data, the model, an option or `out` cannot be used.
     """
     from treepack.train.early_checks import check_resumed, check_training
-    from treepack.train.input_checks import is_first_process
     from treepack.train.saving.run_record import check_out
 
     held_out = () if run_options.held_out is None else (run_options.held_out,)

@@ -111,8 +111,3 @@ def check_launched(sequence: int, expert: int = 1) -> None:
         raise TreepackError(f"WORLD_SIZE is {size!r}; expected the number of ranks, so start them with torchrun")
     check_sequence_ranks(sequence, int(size or 1), grouped=bool(size))
     check_expert_ranks(expert, int(size or 1), grouped=bool(size))
-
-
-def is_first_process() -> bool:
-    """Return True without torchrun, and in the first of its processes."""
-    return os.environ.get("RANK", "0") == "0"
