@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import multiprocessing.process
+import os
 import re
+import signal
 import time
 import urllib.error
 import urllib.request
@@ -101,6 +103,35 @@ def test_the_page_of_a_trainer_starts_and_ends_with_its_sink(tmp_path: Path) -> 
     assert len(notes) == 1
 
 
+def test_watching_waits_for_a_run_that_is_not_there_yet(tmp_path: Path) -> None:
+    arguments = ["report", str(tmp_path / "run"), "--watch"]
+    watching = PROCESSES.Process(target=run_command, args=(arguments, tmp_path), daemon=True)
+    watching.start()
+    assert line_of(tmp_path / "stderr", watching, "waiting until a training run starts in .*; end with Ctrl-C")
+    run_folder(tmp_path / "run")
+    url = line_of(tmp_path / "stderr", watching, r"http://127\.0\.0\.1:\d+/\S+/")
+    assert "<title>run: treepack run</title>" in fetch(url)
+    assert interrupted(watching) == 0
+
+
+def test_ctrl_c_ends_the_wait_for_a_run(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    arguments = ["report", str(tmp_path / "empty"), "--watch"]
+    watching = PROCESSES.Process(target=run_command, args=(arguments, tmp_path), daemon=True)
+    watching.start()
+    line = line_of(tmp_path / "stderr", watching, "waiting until .*")
+    assert interrupted(watching) == 0
+    assert (tmp_path / "stderr").read_text() == f"{line}\n"
+
+
+def interrupted(process: multiprocessing.process.BaseProcess) -> int | None:
+    """Send Ctrl-C to a process, and return its exit status."""
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGINT)
+    process.join(60)
+    return process.exitcode
+
+
 @pytest.mark.slow
 def test_a_run_that_trains_has_a_page_until_it_ends(tmp_path: Path) -> None:
     made = [make(f"r{i}", [1, 2 + i, 3, 4], group="g", reward=i / 4) for i in range(4)]
@@ -123,8 +154,13 @@ def test_a_run_that_trains_has_a_page_until_it_ends(tmp_path: Path) -> None:
 
 def url_in(file: Path, process: multiprocessing.process.BaseProcess) -> str:
     """Wait for the note about the page of a process that trains, and return its address."""
+    return line_of(file, process, r"note: the page of this run is \S+").split()[-1]
+
+
+def line_of(file: Path, process: multiprocessing.process.BaseProcess, pattern: str) -> str:
+    """Wait until a line of the file matches, and return it."""
     while process.is_alive():
-        if file.exists() and (found := re.search(r"the page of this run is (\S+)\n", file.read_text())):
+        if file.exists() and (found := re.search(rf"^({pattern})\n", file.read_text(), re.MULTILINE)):
             return found[1]
         time.sleep(0.05)
     raise AssertionError(file.read_text())
