@@ -6,6 +6,7 @@ import multiprocessing.process
 import os
 import re
 import signal
+import socket
 import time
 import urllib.error
 import urllib.request
@@ -19,7 +20,8 @@ from support.fresh_processes import PROCESSES, run_command
 from support.oracle_model import packed_directory, tiny_config
 from support.run_folder import run_folder, step_record, write_lines
 from support.strategies import make
-from treepack.train.watch.sinks import SinkRun, Sinks
+from treepack.report.live.start_log import StartLog
+from treepack.train.watch.sinks import RunPage, SinkRun, Sinks
 
 
 def test_a_run_becomes_one_file_and_a_picture_of_each_curve(treepack: Run, tmp_path: Path) -> None:
@@ -101,6 +103,36 @@ def test_the_page_of_a_trainer_starts_and_ends_with_its_sink(tmp_path: Path) -> 
     with pytest.raises(urllib.error.URLError):
         fetch(url)
     assert len(notes) == 1
+
+
+def page_note(folder: Path) -> str:
+    """Open the page of the run in `folder` as `train` does, close it, and return its note."""
+    notes: list[str] = []
+    with StartLog(folder):
+        page = RunPage(SinkRun(folder, "project", "name", "1f2e", note=notes.append))
+        page._announcing.join(60)
+        page.close()
+    return notes[0]
+
+
+def test_a_resumed_run_has_its_page_at_the_same_address_until_it_is_finished(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run")
+    first = page_note(folder)
+    kept = tmp_path / ".run.page"
+    assert first.endswith(kept.read_text().strip())
+    assert kept.stat().st_mode & 0o777 == 0o600
+    assert page_note(folder) == first
+    port = int(first.split(":")[2].split("/")[0])
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        other.bind(("127.0.0.1", port))
+        other.listen()
+        moved = page_note(folder)
+    assert moved.endswith(" (another program has taken the port of its earlier address)")
+    assert f":{port}/" not in moved
+    (folder / "train.json").write_text("{}")
+    assert page_note(folder) in moved
+    assert not kept.exists()
 
 
 def test_watching_waits_for_a_run_that_is_not_there_yet(tmp_path: Path) -> None:
