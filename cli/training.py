@@ -241,6 +241,8 @@ def show_plan(packed: tuple[str, ...], model: str, options: TrainOptions, run_op
             names = ("dtype", *PLANNED, *(RANK_OPTIONS if ranks.grouped else ()))
             values = {name: getattr(run.options, name) for name in names}
             shown = {name.replace("_", " "): "off" if value is None else value for name, value in values.items()}
+            if run.memory is None:
+                shown["memory and time"] = "no forecast: torch counts no memory on a CPU, so no pass is measured"
             show(
                 {"steps": len(run.schedule), "tokens of all steps": tokens, "attention": run.loaded.attention, **shown}
             )
@@ -276,12 +278,13 @@ def _check_early(
     """
     from treepack.train.early_checks import check_resumed, check_training
     from treepack.train.saving.run_record import check_out
+    from treepack.train.watch.sinks import check_sinks
 
     held_out = () if run_options.held_out is None else (run_options.held_out,)
     check_out(out, inputs=[*packed, *held_out, model], overwrite=overwrite, resume=run_options.resume)
     if isinstance(out, Path) and is_first_process():
         lock_until_end(out)
-    _require_extras(run_options)
+    check_sinks(run_options.report_to)
     check_device(options.device, options.attention)
     headers, others = check_training(packed, model, options, held_out=held_out)
     has_advantages = any("term_advantage" in each.term_columns for each in headers)
@@ -374,17 +377,6 @@ def _open_sinks(run: TrainingRun, place: Place, run_options: RunOptions, start: 
     described = SinkRun(place.folder, run_options.project, name, tracker_id(place), config, done, note)
     opened = {} if start.page is None else {"page": start.page}
     return Sinks(run_options.report_to, described, note, opened=opened)
-
-
-def _require_extras(run_options: RunOptions) -> None:
-    """Refuse an option if its package is not installed, before anything is trained or removed.
-
-    Raises:
-        TreepackError: a package is missing.
-    """
-    from treepack.train.watch.sinks import check_sinks
-
-    check_sinks(run_options.report_to)
 
 
 def _note(ranks: Ranks, note: str) -> None:

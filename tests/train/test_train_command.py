@@ -295,6 +295,7 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(treepack: Run, arguments: 
     assert shown["steps"] == "8"
     assert (shown["carry"], shown["compile"], shown["pass tokens"]) == ("off", "False", "1")
     assert int(shown["checkpoint layers"]) > 0
+    assert shown["memory and time"].startswith("no forecast: torch counts no memory on a CPU")
     assert not out.exists()
     given = treepack(*arguments, "--dry-run")
     assert given.status == 0
