@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import click
 
@@ -18,6 +18,7 @@ from treepack import __version__
 from treepack.errors import TreepackError, torch_hint
 
 from .choices import guess
+from .launch import wait_for_first_rank
 from .streams import printable, standard_streams
 
 GROUPS = {
@@ -75,6 +76,19 @@ class LazyCommands(click.Group):
         if args[0] not in SUMMARIES and not args[0].startswith("-"):
             ctx.fail(f"No such command {args[0]!r}.{guess(args[0], SUMMARIES)}")
         return super().resolve_command(ctx, args)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command; its errors name options instead of fields, and one rank of several prints them."""
+        try:
+            return super().invoke(ctx)
+        except (TreepackError, click.UsageError) as error:
+            wait_for_first_rank(str(error))
+            command = self.get_command(ctx, ctx.invoked_subcommand or "")
+            if command is not None and isinstance(error, TreepackError):
+                from .option_groups import as_typed
+
+                error.args = (as_typed(str(error), command),)
+            raise
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the commands in their groups."""

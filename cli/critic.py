@@ -8,6 +8,7 @@ import click
 
 from treepack.train.scoring_options import CriticOptions
 
+from .devices import check_device
 from .option_groups import field_options, option_group
 from .output import quoted, reserve_directory, show, show_end
 from .paths import TRIE, WRITE
@@ -50,7 +51,8 @@ def critic(trie: AnyPath, model: str, out: AnyPath, options: CriticOptions, over
 
     refuse_ranks("treepack critic")
     reserve_directory(out, [trie, model], overwrite=overwrite)
-    check_trie_model(trie, model, device=options.device)
+    check_device(options.device, options.attention)
+    check_trie_model(trie, model)
     import_torch()
     from treepack.train.critic import write_values
 

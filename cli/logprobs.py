@@ -10,6 +10,8 @@ import click
 
 from treepack.train.scoring_options import ScoreOptions
 
+from .devices import check_device
+from .launch import is_first_process
 from .option_groups import field_options, option_group
 from .output import quoted, reserve_directory, show, show_end
 from .paths import PACKED, WRITE
@@ -51,14 +53,15 @@ def logprobs(packed: AnyPath, model: str, out: AnyPath, options: ScoreOptions, o
     grpo and similar losses, ref for their KL divergence and for dpo, teacher for distillation.
     """
     from treepack.train.early_checks import check_scoring
-    from treepack.train.input_checks import check_launched, is_first_process, refuse_ranks
+    from treepack.train.input_checks import check_launched, refuse_ranks
 
     if options.sequence_ranks == 1:
         refuse_ranks("treepack logprobs")
     check_launched(options.sequence_ranks)
     if is_first_process():
         reserve_directory(out, [packed, model], overwrite=overwrite)
-    check_scoring(packed, model, device=options.device)
+    check_device(options.device, options.attention)
+    check_scoring(packed, model)
     import_torch()
     from treepack.train.logprobs import open_scoring, scored_rows
 

@@ -8,7 +8,8 @@ option_group("options", ..., PackOptions)                         the command ge
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import Field
 from typing import Any, ParamSpec, TypeVar
 
@@ -89,6 +90,30 @@ def _click_type(annotation: str, text: OptionText) -> Any:
     return click.IntRange(int(text.minimum), None if text.maximum is None else int(text.maximum))
 
 
+def as_typed(message: str, command: click.Command) -> str:
+    """Return an error with its names of fields written as options of `command`.
+
+    A field of one word is also a word of English, so only the subject of a clause counts.
+    """
+    # "... and checkpoint_layers is 0; omit one" -> "... and --checkpoint-layers is 0; omit one"
+    # "device is 'gpu'; expected ..." -> "--device is 'gpu'; expected ..."; not "packed is a directory", which is a path
+    for option in _long_options(command):
+        name = option[2:].replace("-", "_")
+        if "_" in name:
+            message = re.sub(rf"(?<![\w./'\"-]){name}(?![\w./'\"=])", option, message)
+        else:
+            message = re.sub(rf"(^|; ){name}(?= (?:is (?!a |or )|has |needs |and ))", rf"\1{option}", message)
+    return message
+
+
+def _long_options(command: click.Command) -> Iterator[str]:
+    """Yield the options of a command and of its subcommands: "--lora-rank", ..."""
+    for parameter in command.params:
+        yield from (option for option in parameter.opts if option.startswith("--"))
+    for inner in getattr(command, "commands", {}).values():
+        yield from _long_options(inner)
+
+
 def as_usage(make: Callable[P, T]) -> Callable[P, T]:
     """Return `make` with its TreepackErrors as usage errors, for options that exclude each other."""
 
@@ -97,7 +122,7 @@ def as_usage(make: Callable[P, T]) -> Callable[P, T]:
         try:
             return make(*args, **kwargs)
         except TreepackError as error:
-            raise click.UsageError(str(error)) from error
+            raise click.UsageError(as_typed(str(error), click.get_current_context().command)) from error
 
     return checked
 

@@ -24,6 +24,8 @@ from treepack.errors import TreepackError
 from treepack.files.prepared import prepared_part
 from treepack.files.remote.address import AnyPath, as_output, as_path, is_address
 
+from .launch import is_first_process
+
 
 class _InputType(click.ParamType[AnyPath]):
     """A path or an address; another scheme is an error of one sentence.
@@ -69,7 +71,8 @@ def _part(path: Path, names: tuple[str, ...], *, alone: bool = False, given: Any
     part = prepared_part(path, *names, alone=alone)
     if part is None:
         return path if given is None else given
-    click.echo(f"note: {path} is an output of treepack prepare; {part} is read", err=True)
+    if is_first_process():
+        click.echo(f"note: {path} is an output of treepack prepare; {part} is read", err=True)
     return part
 
 

@@ -6,6 +6,7 @@ run/ --write_run_report--> page of the run, curves       run/ --watch_run--> the
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -74,7 +75,8 @@ def report(
     shown. Everyone who gets the page can read the texts: leave them out with --no-text.
 
     Or PATH is the --out of `treepack train`: a page with the curves of the run, its plan, its slowest steps, and the
-    rollouts of its newest steps. With --watch the page is at an address of this machine and follows the run.
+    rollouts of its newest steps. With --watch the page is at an address of this machine and follows the run, which need
+    not have started.
     """
     page["capacities"] = page["capacities"] or ()
     options = as_usage(ReportOptions)(build=build, pack=search, **page)
@@ -102,14 +104,17 @@ def report(
 
 
 def _is_run(paths: tuple[str, ...], *, watch: bool) -> bool:
-    """Return true if the paths are one training run.
+    """Return true if the paths are one training run, or with --watch a place where one can start.
 
     Raises:
         TreepackError: they are not, and --watch needs one.
     """
+    from treepack.files.remote.address import is_address
     from treepack.report.live.run_state import is_run
 
-    if len(paths) == 1 and is_run(Path(paths[0])):
+    run = Path(paths[0])
+    can_start = not is_address(paths[0]) and (not run.exists() or (run.is_dir() and not any(run.iterdir())))
+    if len(paths) == 1 and (is_run(run) or (watch and can_start)):
         return True
     if watch:
         raise TreepackError(
@@ -121,6 +126,7 @@ def _is_run(paths: tuple[str, ...], *, watch: bool) -> bool:
 def _report_run(
     run: Path, out: AnyPath | None, png: AnyPath | None, options: ReportOptions, *, watch: bool, overwrite: bool
 ) -> None:
+    from treepack.report.live.run_state import is_run, wait_for_run
     from treepack.report.live.write_run import watch_run, write_run_report
 
     refuse_given(_WITHOUT_RUN, "{} is about rollouts, and PATH is a training run")
@@ -129,7 +135,11 @@ def _report_run(
     if not watch:
         _show(write_run_report(run, page=out, pictures=png, options=options, overwrite=overwrite, note=_note))
         return
-    watch_run(run, options, lambda url: click.echo(f"{url}\nThe page follows the run; end with Ctrl-C.", err=True))
+    with suppress(KeyboardInterrupt):
+        if not is_run(run):
+            click.echo(f"waiting until a training run starts in {quoted(run)}; end with Ctrl-C", err=True)
+            wait_for_run(run)
+        watch_run(run, options, lambda url: click.echo(f"{url}\nThe page follows the run; end with Ctrl-C.", err=True))
 
 
 def _note(remark: str) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from .devices import check_device
 from .output import lock_until_end, percent, quoted, show, show_end
 from .paths import READ, WRITE
 from .progress import progress_bars, quiet_option
@@ -122,10 +123,10 @@ def _check_engine(engine: EngineOptions) -> None:
         TreepackError: there is no such model or device, or torch is not installed.
     """
     from treepack.model.accept.vocabulary import find_config
-    from treepack.train.input_checks import check_device_name, require_torch
+    from treepack.train.input_checks import require_torch
 
     if not engine.is_server:
-        check_device_name(engine.device)
+        check_device(engine.device)
         find_config(engine.engine)
         require_torch("a model in this process")
 

@@ -11,6 +11,7 @@ import click
 from treepack.files.remote.address import AnyPath
 from treepack.train.options import TrainOptions
 
+from .devices import check_device
 from .lora import lora_options
 from .objective import objective_options
 from .option_groups import field_options, option_group
@@ -175,6 +176,7 @@ def _verify(packed: tuple[str, ...], model: str, options: TrainOptions, num_rows
 
     if options.ranks_of_row == 1:
         refuse_ranks("--verify")
+    check_device(options.device, options.attention)
     check_training(packed, model, options)
     import_torch()
     from treepack.train.setup.opening import open_verification

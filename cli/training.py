@@ -24,6 +24,8 @@ import click
 
 from treepack.files.remote.address import AnyPath
 
+from .devices import check_device
+from .launch import is_first_process
 from .output import lock_until_end, quoted, show, show_end
 from .progress import is_quiet, step_progress
 from .run_options import RunOptions
@@ -96,7 +98,7 @@ def import_torch() -> None:
     # Tensors of long rows have a gigabyte each and many sizes; without this, free memory ends up in pieces too small.
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
-    with stage_lines("importing torch and transformers"):
+    with stage_lines("importing torch and transformers", shown=is_first_process()):
         for name in ("treepack.train.setup.opening", "transformers.modeling_utils", "transformers.masking_utils"):
             import_module(name)
 
@@ -191,7 +193,6 @@ class _RunStart:
 def _watched_start(out: AnyPath, run_options: RunOptions) -> Iterator[_RunStart]:
     """Write the lines before the first step for pages of the run, and start its page; not for a run in a store."""
     from treepack.report.live.start_log import StartLog
-    from treepack.train.input_checks import is_first_process
     from treepack.train.watch.sinks import RunPage, SinkRun
 
     if not isinstance(out, Path) or not is_first_process():
@@ -221,6 +222,7 @@ def show_plan(packed: tuple[str, ...], model: str, options: TrainOptions, run_op
     from treepack.train.options import RANK_OPTIONS
 
     held_out = run_options.held_out
+    check_device(options.device, options.attention)
     check_training(packed, model, options, held_out=() if held_out is None else (held_out,))
     import_torch()
     from treepack.carry.smaller_plan import PLANNED
@@ -239,6 +241,8 @@ def show_plan(packed: tuple[str, ...], model: str, options: TrainOptions, run_op
             names = ("dtype", *PLANNED, *(RANK_OPTIONS if ranks.grouped else ()))
             values = {name: getattr(run.options, name) for name in names}
             shown = {name.replace("_", " "): "off" if value is None else value for name, value in values.items()}
+            if run.memory is None:
+                shown["memory and time"] = "no forecast: torch counts no memory on a CPU, so no pass is measured"
             show(
                 {"steps": len(run.schedule), "tokens of all steps": tokens, "attention": run.loaded.attention, **shown}
             )
@@ -273,14 +277,15 @@ def _check_early(
         TreepackError: the data, the model, an option or `out` cannot be used.
     """
     from treepack.train.early_checks import check_resumed, check_training
-    from treepack.train.input_checks import is_first_process
     from treepack.train.saving.run_record import check_out
+    from treepack.train.watch.sinks import check_sinks
 
     held_out = () if run_options.held_out is None else (run_options.held_out,)
     check_out(out, inputs=[*packed, *held_out, model], overwrite=overwrite, resume=run_options.resume)
     if isinstance(out, Path) and is_first_process():
         lock_until_end(out)
-    _require_extras(run_options)
+    check_sinks(run_options.report_to)
+    check_device(options.device, options.attention)
     headers, others = check_training(packed, model, options, held_out=held_out)
     has_advantages = any("term_advantage" in each.term_columns for each in headers)
     if has_advantages and options.objective.loss == "sft" and is_first_process():
@@ -372,17 +377,6 @@ def _open_sinks(run: TrainingRun, place: Place, run_options: RunOptions, start: 
     described = SinkRun(place.folder, run_options.project, name, tracker_id(place), config, done, note)
     opened = {} if start.page is None else {"page": start.page}
     return Sinks(run_options.report_to, described, note, opened=opened)
-
-
-def _require_extras(run_options: RunOptions) -> None:
-    """Refuse an option if its package is not installed, before anything is trained or removed.
-
-    Raises:
-        TreepackError: a package is missing.
-    """
-    from treepack.train.watch.sinks import check_sinks
-
-    check_sinks(run_options.report_to)
 
 
 def _note(ranks: Ranks, note: str) -> None:

@@ -11,6 +11,7 @@ import click
 from treepack.train.options import TrainOptions
 
 from .choices import WordChoice
+from .devices import check_device
 from .option_groups import field_options, option_group
 from .output import quoted, reserve_directory, reserve_table, show, show_end
 from .paths import READ, TRIE, WRITE
@@ -121,7 +122,8 @@ def fit(
     refuse_ranks("treepack values fit")
     train = TrainOptions(**training, **asdict(compute))
     reserve_directory(out, [trie, model], overwrite=overwrite)
-    check_trie_model(trie, model, device=train.device)
+    check_device(train.device, train.attention)
+    check_trie_model(trie, model)
     require_torch("treepack values fit")
     from treepack.research.predictor.fit import FitOptions, open_fit
     from treepack.research.predictor.fit import fit as fit_steps
@@ -209,7 +211,8 @@ def predict(
     reserve_table(out, [trie, predictor], columns={"group_id", "value"}, overwrite=overwrite)
     directory = local_copy(predictor)
     read_values_record(directory)
-    check_trie_model(trie, str(directory), device=compute.device)
+    check_device(compute.device, compute.attention)
+    check_trie_model(trie, str(directory))
     require_torch("treepack values predict")
     from treepack.research.predictor import model as value_model
 

@@ -53,7 +53,7 @@ def cli_page() -> str:
 
     parts = ["# Commands\n\nWritten by `make docs` from `--help`.\n"]
     parts.append(f"## treepack\n\n```text\n{_help(commands, None, 'treepack')}\n```\n")
-    with click.Context(commands, info_name="treepack") as parent:
+    with _context(commands, None, "treepack") as parent:
         for name in commands.list_commands(parent):
             parts += _help_of_all(commands.get_command(parent, name), parent, f"treepack {name}")
     return "\n".join(parts)
@@ -97,15 +97,21 @@ def _help_of_all(command: click.Command, parent: click.Context, path: str) -> li
     name = path.rpartition(" ")[2]
     parts = [f"## {path}\n\n```text\n{_help(command, parent, name)}\n```\n"]
     if isinstance(command, click.Group):
-        with click.Context(command, info_name=name, parent=parent) as context:
+        with _context(command, parent, name) as context:
             for below in sorted(command.commands):
                 parts += _help_of_all(command.commands[below], context, f"{path} {below}")
     return parts
 
 
 def _help(command: click.Command, parent: click.Context | None, name: str) -> str:
-    with click.Context(command, info_name=name, parent=parent, max_content_width=100, terminal_width=100) as context:
+    with _context(command, parent, name) as context:
         return command.get_help(context)
+
+
+def _context(command: click.Command, parent: click.Context | None, name: str) -> click.Context:
+    # With the settings of the command, because click keeps the help option that it makes first: -h and --help.
+    settings = {**command.context_settings, "max_content_width": 100, "terminal_width": 100}
+    return click.Context(command, info_name=name, parent=parent, **settings)
 
 
 def filled_page(name: str) -> str:

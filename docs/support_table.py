@@ -47,11 +47,11 @@ def refused() -> str:
 
 
 def _reason(family: Family) -> str:
-    # "calls ..." is about a layer, "does not pass ..." about the code, and "its ..." names its own subject.
+    # "carries ..." is about a layer, "does not pass ..." about the code, and "its ..." names its own subject.
     first = family.refusal.split()[0]
     if first in ("it", "its"):
         return family.refusal
-    subject = "a layer" if first in ("calls", "carries", "compresses") else "its code"
+    subject = "a layer" if first in ("carries", "compresses") else "its code"
     return f"{subject} {family.refusal}"
 
 

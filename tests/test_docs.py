@@ -10,6 +10,7 @@ from importlib import import_module
 import pytest
 
 import treepack
+from support.command_line import Run
 from support.paths import ROOT
 from support.strategies import make
 from treepack.files import schema
@@ -23,6 +24,11 @@ def test_generated_pages_are_current() -> None:
         [sys.executable, ROOT / "docs" / "generate.py", "--check"], capture_output=True, text=True, check=False
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_the_help_of_commands_does_not_depend_on_commands_before(treepack: Run) -> None:
+    assert treepack("--version").status == 0
+    assert import_module("generate").cli_page() == (ROOT / "docs" / "cli.md").read_text()
 
 
 def test_schemas_are_current() -> None:

@@ -1,8 +1,10 @@
-"""The one exception that treepack raises on purpose, and the remedy that several of its messages share.
+"""The one exception that treepack raises on purpose, and the remedies that several of its messages share.
 
 Its message is one sentence for a person: the place, the problem and the remedy. The command line prints the message to
 stderr and exits with status 1. Any other exception that reaches the user is a bug.
 """
+
+MODELS_HINT = "docs/models.md lists the models that treepack trains"
 
 
 class TreepackError(Exception):

@@ -16,9 +16,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
+from triton import knobs
 
 from support import interpreter  # noqa: F401
 from support.attention_trees import comb, random_tree
+from support.wrong_inputs import NO_KERNELS
 from treepack.attention import prepare, reference_attention, resolve, takes_chains, tree_attention
 from treepack.attention.autograd import has_hopper
 from treepack.attention.chains import ChainRows, chain_attention, find_chains
@@ -147,6 +149,12 @@ def test_an_implementation_that_cannot_run_is_refused_by_name(
     with pytest.raises(TreepackError, match=message) as caught:
         tree_attention(q, k, torch.zeros(1, 2, 9, dims[1], dtype=dtype), torch.full((9,), 9), impl=impl)
     assert "\n" not in str(caught.value)
+
+
+def test_the_refusal_before_torch_is_imported_is_the_one_of_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(knobs.runtime, "interpret", False)
+    with pytest.raises(TreepackError, match=f"^{NO_KERNELS}$"):
+        resolve("triton", CPU, torch.float32)
 
 
 def test_tensors_of_different_dtypes_are_refused_where_a_kernel_would_misread_them() -> None:

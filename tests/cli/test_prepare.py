@@ -59,7 +59,7 @@ def test_an_output_that_exists_is_refused_before_anything_is_read(tmp_path: Path
     [
         ("--device h100", "--device is the device of a model; give --model too, or neither"),
         ("--model none", "none: no such config.json"),
-        ("--model qwen3-8b --device none", "device is 'none'; expected a100"),
+        ("--model qwen3-8b --device none", "--device is 'none'; expected a100"),
     ],
 )
 def test_a_wrong_model_or_device_is_refused_before_anything_is_written(

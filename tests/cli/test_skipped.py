@@ -137,8 +137,8 @@ def test_strict_accepts_a_folder_with_other_files(treepack: Run, tmp_path: Path)
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (["--strict", "--skip-bad"], "strict refuses what skip_bad skips; give one of them"),
-        (["--max-record-size", "1K"], "max_record_size is 1024; expected at least 1048576 bytes"),
+        (["--strict", "--skip-bad"], "Error: --strict and --skip-bad exclude each other; give one of them"),
+        (["--max-record-size", "1K"], "Error: --max-record-size is 1024; expected at least 1048576 bytes"),
         (["--max-record-size", "big"], "'big' is not a number of bytes such as 500M or 2G"),
         (["--control-tokens", "drop"], "is not one of 'keep', 'text', 'skip'"),
     ],

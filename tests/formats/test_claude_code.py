@@ -261,3 +261,11 @@ def test_a_file_without_a_turn_is_skipped() -> None:
     assert skipped == Skipped("r.jsonl", NO_CALL, is_rollout=False)
     (beside,) = read([{"agentType": "general-purpose", "toolUseId": "toolu_1"}])
     assert beside == Skipped("r.jsonl:1", claude_code.SUB_AGENT, is_rollout=False)
+
+
+def test_a_prompt_that_begins_after_a_line_of_a_different_file_is_counted() -> None:
+    rest = [entry("u", "gone", content="a"), block("b", "u", "m1", text("B"))]
+    ((cut, _),) = chats(read(rest))
+    assert claude_code.PARENT_NOTE in cut.notes
+    ((whole, _),) = chats(read([entry("gone", None, content="x"), *rest]))
+    assert claude_code.PARENT_NOTE not in whole.notes

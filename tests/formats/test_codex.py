@@ -185,3 +185,9 @@ def test_turns_that_a_fork_copied_are_trained_in_their_own_session_only(tmp_path
     assert said_in(read_trajectories([tmp_path]), "") == {"S": "qArBsC", "T": "qaxrbtDsC"}
     (tmp_path / "rollout-1-S.jsonl").unlink()
     assert said_in(read_trajectories([tmp_path]), "") == {"T": "qAxrBtDsC"}
+
+
+@pytest.mark.parametrize("base", ['{"text": "Be brief."}', ["Be brief."], {"text": ["Be brief."]}])
+def test_base_instructions_of_a_different_form_are_refused(base: Any) -> None:
+    with pytest.raises(TreepackError, match="expected text"):
+        read_whole("codex", line("session_meta", id="S", base_instructions=base), *talk("aB"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any
 
@@ -297,3 +298,17 @@ def test_a_history_of_qwen_code_without_its_beginning_is_noted() -> None:
 def test_a_line_of_qwen_code_with_a_field_of_another_type_is_refused(field: str) -> None:
     with pytest.raises(TreepackError, match=rf"r.jsonl:2: {field} is \[\]; expected text"):
         read_qwen(entry("q", None), entry("A", "q") | {field: []})
+
+
+def test_a_result_that_is_parts_as_json_text_is_read_as_parts() -> None:
+    def session(result: Any) -> Items:
+        call = {"id": "c", "name": "f", "args": {}, "result": result}
+        asked, said = {"id": "1", "type": "user", "content": "q"}, {"id": "2", "type": "gemini", "content": "A"}
+        end = {"id": "3", "type": "gemini", "content": "B"}
+        messages = [asked, said | {"toolCalls": [call]}, end]
+        return read_gemini({"sessionId": "S", "projectHash": "h", "messages": messages})
+
+    parts = [{"functionResponse": {"id": "c", "name": "f", "response": {"output": "5"}}}]
+    assert session(json.dumps(parts)) == session(parts)
+    ((_, said),) = chats(session('[{"path": "a"}]'))  # output of the tool that is JSON stays text
+    assert [message["content"] for message in said.messages if message["role"] == "tool"] == ['[{"path": "a"}]']

@@ -97,6 +97,22 @@ def test_text_beside_question_and_answer_is_named(name: str) -> None:
     assert f"field '{name}' is metadata, not trained" in reading.notes
 
 
+@pytest.mark.parametrize(
+    ("record", "name"),
+    [
+        ({"instruction": "Add.", "output": "5"}, "input_text"),
+        ({"instruction": "Add.", "output": "5"}, "System"),
+        ({"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yes"}]}, "system_text"),
+        ({"query": "3 + 3?", "response": "6"}, "my_system"),
+        ({"chosen": "Assistant: 5", "rejected": "Assistant: 6"}, "prompt_text"),
+    ],
+)
+def test_text_under_nearly_the_name_of_a_prompt_is_named(record: dict[str, Any], name: str) -> None:
+    note = f"field '{name}' is metadata, not trained"
+    assert note in read(record | {name: "Some text."}).notes
+    assert note not in read(record | {name: "17"}).notes
+
+
 def test_messages_under_a_plural_name_are_answers_of_their_own() -> None:
     answers = [{"role": "assistant", "content": text} for text in ("Seven.", "Eight.")]
     reading = read({"prompt": "Bolts?", "responses": answers, "rewards": [1, 0]})

@@ -221,3 +221,28 @@ def test_a_summary_comes_before_the_events_that_are_left() -> None:
     view.forget({2, 3}, "S", 1)
     view.answer(5, {"role": "assistant", "content": "A"}, name=None)
     assert [message["content"] for message in view.log.calls[0].prompt] == ["1", "S", "4"]
+
+
+PART = '{"type": "text", "text": "hi"}'
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        event("m", "MessageEvent", "user", llm_message={"role": "user", "content": [PART]}),
+        event("m", "MessageEvent", "user", llm_message={"role": "user", "content": []}, extended_content=[PART]),
+        event("o", "ObservationEvent", "environment", tool_call_id="c", observation={"content": [PART]}),
+        event("o", "ObservationEvent", "environment", tool_call_id="c", observation={}, extended_content=[PART]),
+    ],
+)
+def test_a_content_part_that_is_an_object_as_json_text_is_refused(given: Event) -> None:
+    with pytest.raises(TreepackError, match=r"has the content part .*; expected text, or an object in place of JSON"):
+        read(given)
+
+
+@pytest.mark.parametrize("place", [True, "1", 1.5])
+def test_a_summary_whose_place_is_not_a_number_skips_the_conversation(place: Any) -> None:
+    condensed = event("s", "Condensation", "environment", forgotten_event_ids=[], summary="S", summary_offset=place)
+    older = {"source": "agent", "action": "condensation", "args": {"summary": "S", "summary_offset": place}}
+    for given in (condensed, older):
+        assert reasons(read(user("q"), given, called("r", "a", content="A"))) == ["summary_offset is not a number"]

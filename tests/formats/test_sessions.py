@@ -175,6 +175,13 @@ def test_turns_that_a_fork_of_a_pi_session_copied_are_trained_in_their_own_sessi
     assert said_in(read_trajectories([tmp_path]), "") == {"a": "qArBsC", "b": "qArBtD"}
 
 
+def test_a_prompt_that_begins_after_an_entry_that_is_missing_is_counted_in_a_pi_session() -> None:
+    note = "prompt begins after an entry that is not in the file"
+    ((cut, _),) = chats(read_pi(*linear("qA")[1:]))
+    ((whole, _),) = chats(read_pi(*linear("qA")))
+    assert (note in cut.notes, note in whole.notes) == (True, False)
+
+
 def test_a_fork_of_a_pi_session_is_of_its_group() -> None:
     parent = "0b6f1c2e-1111-4222-8333-444455556666"
     ((trajectory, _),) = chats(read_pi(*linear("qA"), parentSession=f"/home/2026_{parent}.jsonl"))

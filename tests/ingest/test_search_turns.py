@@ -206,4 +206,4 @@ def test_commands_make_and_count_one_sample_for_each_turn_of_the_tree(treepack: 
     assert lines[0] == lines[1]
     refused = treepack("build-trie", TREE, "--per-path", "--out", tmp_path / "none")
     assert refused.status == 2
-    assert "per_path is for one sample per turn" in refused.err
+    assert "Error: --per-path is for one sample per turn" in refused.err

@@ -220,7 +220,7 @@ def test_the_rest_keeps_a_reverse_kl_from_falling_when_the_student_leaves_the_wo
         ({"name": "grpo", "distill_beta": 0.5}, "give distill too"),
         ({"name": "grpo", "teacher_baseline": True}, "teacher_kl, which is 0"),
         ({"name": "opd", "teacher_baseline": True, "distill": 1.0, "distill_beta": 0.5}, "reverse KL"),
-        ({"name": "grpo", "teacher": "models/large"}, "no use without"),
+        ({"name": "grpo", "teacher": "models/large"}, "the teacher has no use"),
         ({"name": "distill", "distill_beta": 1.5}, "0 to 1"),
         ({"name": "dpo", "distill": 1.0}, "not an option of the loss dpo"),
     ],

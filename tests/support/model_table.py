@@ -73,8 +73,7 @@ _QWEN4 = {
 }
 
 _STATE = "carries a state from token to token in a way that this version of transformers offers no function for"
-_SCAN = "calls mamba_selective_scan, a selective scan, which has no form on trees here"
-_INNER = "calls mamba_inner_fn, a selective scan, which has no form on trees here"
+_SCAN = "its layers compute a selective scan, which has no form on trees here"
 _KWARGS = "does not pass subtree_end on to its attention"
 
 ACCEPTED = (
@@ -242,8 +241,8 @@ REFUSED = (
     Family("RecurrentGemma", "", "recurrent_gemma", refusal=_STATE),
     Family("Jamba", "", "jamba", refusal=_SCAN),
     Family("Zamba", "", "zamba", refusal=_SCAN),
-    Family("Mamba", "", "mamba", refusal=_INNER),
-    Family("Falcon Mamba", "", "falcon_mamba", refusal=_INNER),
+    Family("Mamba", "", "mamba", refusal=_SCAN),
+    Family("Falcon Mamba", "", "falcon_mamba", refusal=_SCAN),
     Family("Mamba 2 without attention", "", "mamba2", refusal="does not pass subtree_end on to its recurrent layers"),
     Family("RWKV 4", "", "rwkv", refusal="it carries a state from token to token in code of its own"),
     Family("DeepSeek-V4", "", "deepseek_v4", refusal="compresses runs of tokens to keys"),

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 
 from treepack.data.packed_header import read_header
@@ -34,7 +35,9 @@ MISSING = "none: no such directory; check the path"
 NO_MODEL = "./none: no such file or folder; give the folder of a model, or its name on the hub"
 NOT_ON_HUB = "nobody/none: is no folder here, and the Hugging Face hub cannot be reached for a model of this name; "
 NOT_ON_HUB += "check the path or the network"
-NO_DEVICE = "device is 'gpu'; expected cpu, cuda or cuda:N"
+NO_KERNELS = "attention: triton needs a GPU and the tensors are on cpu; use reference, or let auto choose"
+NO_GPU = "--device is 'cuda' and torch sees 0 GPUs; expected one of these GPUs, or cpu"
+NO_DEVICE = "--device is 'gpu'; expected cpu, cuda or cuda:N"
 EXISTS = "data/trie exists; choose another --out or give --overwrite"
 IS_TRIE = "data/trie: is a trie; pack it first with: treepack pack data/trie --out PACKED"
 CUT = "cut.json: malformed JSON (Expecting ',' delimiter: line 1 column 23 (char 22)); expected a file that "
@@ -62,9 +65,12 @@ WRONG_INPUTS = {
     "train data --model m.json --out x --init-from nobody/none": NOT_ON_HUB,
     "train data --model small.json --out x": SMALL,
     "train data --model cut.json --out x": CUT,
+    "train data --model mamba.json --out x": "mamba.json: its layers compute a selective scan, which has no form on "
+    "trees here; docs/models.md lists the models that treepack trains",
+    "train data --model m.json --out x --device cpu --attention triton": NO_KERNELS,
     "train data --model m.json --out x --eval none": MISSING,
     "train data --model m.json --out x --device gpu": NO_DEVICE,
-    "train data --model m.json --out x --mix 1,1": "mix has 2 shares for 1 directories; give one for each",
+    "train data --model m.json --out x --mix 1,1": "--mix has 2 shares for 1 directories; give one for each",
     "train data --model m.json --out x --init-from ./none": NO_MODEL,
     "train data --model m.json --out x --loss grpo": "data/packed: has no term_advantage, which the loss grpo needs; "
     "compute them with `treepack advantages`, or give every rollout an advantage, and pack again",
@@ -78,11 +84,13 @@ WRONG_INPUTS = {
     "train data --model m.json --out x --loss opd --teacher wide.json": "wide.json: its output layer has 200 words and "
     "that of m.json 100; write its likeliest words with `treepack logprobs --column teacher --top-k 64`, and omit "
     "--teacher",
-    "train data --model m.json --out x --loss distill --distill 0": "the loss distill trains nothing without distill "
-    "and teacher_kl; give one of them",
+    "train data --model m.json --out x --loss distill --distill 0": "--distill and --teacher-kl are 0, so the loss "
+    "distill trains nothing; give one",
     "train data --model m.json --out x --sequence-ranks 2": ALONE,
-    "train data --model m.json --out x --expert-ranks 3": "expert_ranks is 3 and this is one process; "
-    "start a multiple of 3 with torchrun, or leave --expert-ranks out, also for --verify",
+    "train data --model m.json --out x --expert-ranks 3": "--expert-ranks is 3 and this is one process; "
+    "start a multiple of 3 with torchrun, or leave it out, also for --verify",
+    "train data --model m.json --out x --offload-checkpoints --checkpoint-layers 0": "--offload-checkpoints offloads "
+    "recomputed layers and --checkpoint-layers is 0; omit one",
     "logprobs data --model m.json --out x --sequence-ranks 2": ALONE,
     "logprobs none --model m.json --out x": MISSING,
     "logprobs data/trie --model m.json --out x": IS_TRIE,
@@ -90,6 +98,7 @@ WRONG_INPUTS = {
     "logprobs data --model ./none --out x": NO_MODEL,
     "logprobs data --model small.json --out x": SMALL,
     "logprobs data --model m.json --out x --device gpu": NO_DEVICE,
+    "logprobs data --model m.json --out x --device cpu --attention triton": NO_KERNELS,
     "critic none --model m.json --out x": MISSING,
     "critic data/packed --model m.json --out x": "data/packed: is packed already; give the trie that it was packed "
     "from, {folder}/data/trie",
@@ -107,6 +116,13 @@ WRONG_INPUTS = {
     "directory); restore the file or its permissions",
     "rollout rollouts.jsonl --engine ./none --sampler independent --out x.jsonl": NO_MODEL,
 }
+if not import_module("treepack_cli.devices").may_have_gpu():
+    WRONG_INPUTS |= {
+        "train data --model m.json --out x --attention triton": NO_KERNELS,
+        "train data --model m.json --out x --device cuda": NO_GPU,
+        "critic data --model m.json --out x --attention triton": NO_KERNELS,
+        "rollout rollouts.jsonl --engine m.json --sampler independent --out x.jsonl --device cuda": NO_GPU,
+    }
 """The arguments of `treepack` in the folder of `write_inputs`, and the sentence, which has {folder} for its path."""
 
 
@@ -120,6 +136,7 @@ def write_inputs(folder: Path) -> Path:
     (folder / "torn" / "part-00000.parquet").unlink()
     for name, size in (("m.json", 100), ("small.json", 4), ("wide.json", 200)):
         (folder / name).write_text(json.dumps({"model_type": "qwen3", "vocab_size": size}))
+    (folder / "mamba.json").write_text(json.dumps({"model_type": "mamba", "vocab_size": 100}))
     (folder / "cut.json").write_text('{"model_type": "qwen3"')
     (folder / "run").mkdir()
     options = replace(TrainOptions(), lr=0.5, dtype="fp32", objective=choose_objective("sft"))

@@ -19,7 +19,7 @@ from treepack.carry.offload import CarryBudget, CarryMemory
 from treepack.errors import TreepackError
 from treepack.pack.files import read_rows
 from treepack.train.logprobs import term_scores
-from treepack.train.scoring_options import AUTO_PIECE, ScoreOptions
+from treepack.train.scoring_options import AUTO_PIECE, ScoreOptions, piece_size
 
 ONE, TWO = [0] * 10, [i % 2 for i in range(10)]  # the row of each of the ten rollouts
 
@@ -130,7 +130,7 @@ def test_temperatures_of_terms_reach_their_pieces(tmp_path: Path) -> None:
 def test_piece_sizes_without_meaning_are_refused(carry: Any) -> None:
     with pytest.raises(TreepackError, match=r"^carry is .*; expected a number of tokens of at least 1, auto or None"):
         ScoreOptions(carry=carry)
-    assert ScoreOptions(carry="auto").piece_size == AUTO_PIECE
+    assert piece_size(ScoreOptions(carry="auto").carry) == AUTO_PIECE
 
 
 def test_rows_that_attention_cannot_cut_are_refused_by_name(tmp_path: Path) -> None:

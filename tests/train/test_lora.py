@@ -217,9 +217,9 @@ def test_commands_verify_train_and_score_an_adapter(treepack: Run, packed: Path,
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        (["--lora-rank", "2", "--lora-dropout", "0.05"], "lora_dropout is 0.05, but a token shared by branches"),
-        (["--lora-rank", "2", "--quantize", "nf4", "--merge"], "merge is not possible over a base of 4 bits"),
-        (["--lora-alpha", "8"], "give lora_rank too"),
+        (["--lora-rank", "2", "--lora-dropout", "0.05"], "--lora-dropout is 0.05, but a token shared by branches"),
+        (["--lora-rank", "2", "--quantize", "nf4", "--merge"], "--merge is not possible over a base of 4 bits"),
+        (["--lora-alpha", "8"], "give --lora-rank too"),
     ],
 )
 def test_options_that_exclude_each_other_are_refused_before_anything_is_loaded(

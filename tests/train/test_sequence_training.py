@@ -82,7 +82,7 @@ def test_ranks_that_share_rows_train_as_one_process_does(tmp_path: Path) -> None
 def test_ranks_that_cannot_share_rows_are_refused() -> None:
     with pytest.raises(TreepackError, match="this process is alone; start the ranks with torchrun"):
         Ranks().sharing(2)
-    with pytest.raises(TreepackError, match="--sequence-ranks is 4 and the run has 6 ranks; start a multiple of 4"):
+    with pytest.raises(TreepackError, match="sequence_ranks is 4 and the run has 6 ranks; start a multiple of it"):
         Ranks(0, 6, grouped=True).sharing(4)
 
 

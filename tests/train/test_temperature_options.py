@@ -131,5 +131,5 @@ def test_without_temperatures_nothing_about_them_is_recorded(treepack: Command, 
     done = treepack("train", *common, "--temperature", 0.7, "--out", tmp_path / "sft")
     assert (done.status, last_line(done.err)) == (
         1,
-        "treepack: temperature is not an option of the loss sft; it has no options",
+        "treepack: --temperature is not an option of the loss sft; it has no options",
     )

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from importlib import import_module
 from pathlib import Path
 
@@ -141,6 +142,37 @@ def test_two_processes_of_torchrun_write_what_one_process_writes(
     assert json.loads((tmp_path / "out" / "train.json").read_text())["num_ranks"] == 2
 
 
+def test_two_processes_print_their_common_refusal_once(arguments: list[str]) -> None:
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
+    done = subprocess.run([*launch, str(TREEPACK), *arguments, "--mix", "1,1"], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.count("treepack: --mix has 2 shares for 1 directories") == 1
+    # Wrong usage has lines of its own.
+    done = subprocess.run([*launch, str(TREEPACK), *arguments, "--lora-rank", "0"], capture_output=True, text=True)
+    assert (done.returncode, done.stderr.count("Error: Invalid value for '--lora-rank'")) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("rank", "sentence", "waits"),
+    [
+        (0, "mix has 2 shares", []),
+        (1, "mix has 2 shares", [3.0]),
+        (0, "m: another rank refused the model; see the error of that rank", [6.0]),
+        (1, "this is not one run, because rank 1 and rank 0 differ: lr is 1 and 2", [3.0]),
+    ],
+)
+def test_a_rank_waits_for_those_that_have_the_same_error_or_its_cause(
+    rank: int, sentence: str, waits: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", str(rank))
+    waited: list[float] = []
+    monkeypatch.setattr(time, "sleep", waited.append)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    import_module("treepack_cli.launch").wait_for_first_rank(sentence)
+    assert waited == waits
+
+
 def test_what_one_process_does_is_refused_in_several(
     treepack: Run, arguments: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -250,6 +282,7 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(treepack: Run, arguments: 
     assert shown["steps"] == "8"
     assert (shown["carry"], shown["compile"], shown["pass tokens"]) == ("off", "False", "1")
     assert int(shown["checkpoint layers"]) > 0
+    assert shown["memory and time"].startswith("no forecast: torch counts no memory on a CPU")
     assert not out.exists()
     given = treepack(*arguments, "--dry-run")
     assert given.status == 0

@@ -175,7 +175,7 @@ def test_the_command_trains_and_verifies(treepack: Command, tmp_path: Path, conf
     done = treepack("train", packed, "--model", config, "--out", tmp_path / "out2", "--kl", "0.1")
     assert (done.status, done.err.splitlines()[-1]) == (
         1,
-        "treepack: kl is not an option of the loss sft; it has no options",
+        "treepack: --kl is not an option of the loss sft; it has no options",
     )
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from treepack.errors import TreepackError, quoted_value
+from treepack.errors import MODELS_HINT, TreepackError, quoted_value
 
 Config = dict[str, Any]
 
@@ -20,6 +20,7 @@ Config = dict[str, Any]
 SOFTMAX = ("full_attention", "sliding_attention", "chunked_attention", "indexed_attention")
 RECURRENT = ("linear_attention", "conv", "hybrid")
 FEED_FORWARD = ("mlp", "moe")
+SELECTIVE_SCANS = ("mamba", "falcon_mamba", "jamba", "zamba")  # types of models with the layers of Mamba 1
 # Names that older configurations use.
 _OLD_KINDS = {"mamba": "linear_attention", "attention": "full_attention"}
 _NEMOTRON_KINDS = {"M": "linear_attention", "E": "moe", "*": "full_attention", "-": "mlp"}
@@ -39,6 +40,18 @@ _OPTIONAL = (
     "first_k_dense_replace num_dense_layers decoder_sparse_step q_lora_rank mamba_d_ssm full_attention_interval "
     "layer_group_size max_window_layers block_ff_dim block_multiple_of"
 ).split()
+
+
+def check_scans(source: str, model_type: object) -> None:
+    """Refuse a model whose type has layers that cannot be computed on trees.
+
+    Raises:
+        TreepackError: naming what these layers compute.
+    """
+    if model_type in SELECTIVE_SCANS:
+        raise TreepackError(
+            f"{source}: its layers compute a selective scan, which has no form on trees here; {MODELS_HINT}"
+        )
 
 
 def check_fields(config: Config, name: str) -> None:

@@ -109,15 +109,15 @@ class BuildOptions:
         """Refuse values that make no sense, naming the option."""
         check_options(self)
         if self.per_path and self.expand != "turns":
-            raise TreepackError("per_path is for one sample per turn; set expand to 'turns' (--expand turns)")
+            raise TreepackError("per_path is for one sample per turn; set expand to turns")
         if self.max_record_size < _MIN_RECORD_SIZE:
             raise TreepackError(
                 f"max_record_size is {self.max_record_size}; expected at least {_MIN_RECORD_SIZE} bytes"
             )
         if not self.keep_routes and self.route_conflicts != "split":
-            raise TreepackError("route_conflicts is about kept routes; set keep_routes (--keep-routes)")
+            raise TreepackError("route_conflicts is about kept routes; give keep_routes too")
         if self.strict and self.skip_bad:
-            raise TreepackError("strict refuses what skip_bad skips; give one of them (--strict, --skip-bad)")
+            raise TreepackError("strict and skip_bad exclude each other; give one of them")
         if self.columns is not None and self.format not in ("auto", "columns"):
             raise TreepackError(
                 f"columns maps records of no known format, and format is {self.format}; give one of them"

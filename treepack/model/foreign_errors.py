@@ -10,10 +10,9 @@ from contextlib import contextmanager
 from textwrap import shorten
 
 from treepack.attention import IMPLEMENTATIONS
-from treepack.errors import TreepackError
+from treepack.errors import MODELS_HINT, TreepackError
 from treepack.memory.shortage import is_memory_error
 
-REMEDY = "docs/models.md lists the models that treepack trains"
 NO_INTERFACE = "its code does not use transformers' attention interface"
 _MAX_MESSAGE = 200  # characters of a foreign error message: enough for its first sentence, short enough for one line
 
@@ -34,7 +33,7 @@ def translate_errors(complaint: str, remedy: str) -> Iterator[None]:
     except Exception as error:  # code of a model may raise anything
         if is_memory_error(error):
             raise  # no fault of the model; the caller adds the remedy
-        remedy = REMEDY if one_line(error) == NO_INTERFACE else remedy
+        remedy = MODELS_HINT if one_line(error) == NO_INTERFACE else remedy
         raise TreepackError(f"{complaint} ({one_line(error)}); {remedy}") from error
 
 

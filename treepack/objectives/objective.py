@@ -217,7 +217,7 @@ class Objective:
         if self.temperature is not None and not 0 < self.temperature < math.inf:
             raise TreepackError(f"temperature is {self.temperature}; expected a finite number above 0{GREEDY}")
         if not (self.rewarded or self.distill or self.teacher_kl):
-            raise TreepackError(f"the loss {self.name} trains nothing without distill and teacher_kl; give one of them")
+            raise TreepackError(f"distill and teacher_kl are 0, so the loss {self.name} trains nothing; give one")
         if self.teacher_baseline and not self.teacher_kl:
             raise TreepackError("teacher_baseline is part of teacher_kl, which is 0; give both, or neither")
         if self.teacher_baseline and self.distill and self.distill_beta != 1:
@@ -225,7 +225,7 @@ class Objective:
                 f"teacher_baseline needs the reverse KL, and distill_beta is {self.distill_beta:g}; set it to 1"
             )
         if self.teacher is not None and not (self.reads_law or self.teacher_kl):
-            raise TreepackError("teacher has no use without distill and teacher_kl; give one of them, or no teacher")
+            raise TreepackError("distill and teacher_kl are 0, so the teacher has no use; give one, or no teacher")
 
     @property
     def name(self) -> str:

@@ -40,8 +40,6 @@ _ON_TREES: dict[str, Callable[..., Any]] = {
     "mamba2_chunk_scan": state_space_scan,
     "mamba2_split_conv1d_scan_combined": no_fused_scan,
 }
-# Functions of transformers that have no form on trees: the selective scan of Mamba-1.
-_WITHOUT_FORM = ("mamba_inner_fn", "mamba_selective_scan")
 _ATTENTION = "ALL_ATTENTION_FUNCTIONS"  # transformers' table of them, which every attention reads
 _GLOBAL = "LOAD_GLOBAL"  # the instruction that reads a name of the module
 # transformers calls functions of its modules from 5.17 on, and passes the caller's arguments to them from 5.22 on.
@@ -68,11 +66,7 @@ def model_obstacle(config: Any) -> str | None:
         module = importlib.import_module(name)
     except ImportError:
         return _with_hint("has no code in this version of transformers")
-    used = _called_functions(module)
-    without = next((each for each in _WITHOUT_FORM if each in used), None)
-    if without is not None:
-        return f"calls {without}, a selective scan, which has no form on trees here"
-    if not used & _ON_TREES.keys():
+    if not _called_functions(module) & _ON_TREES.keys():
         return _with_hint(
             "carries a state from token to token in a way that this version of transformers offers no function for"
         )

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from treepack.costs.model_cost import language_model, num_experts
+from treepack.costs.model_fields import check_scans
 from treepack.data.packed_header import PackedHeader, join_manifests, read_header
 from treepack.files import schema
 from treepack.files.directory import RUN
@@ -28,11 +29,10 @@ from treepack.model.accept.vocabulary import (
     check_same_words,
     check_vocabulary,
     find_config,
-    vocabulary_size,
 )
 from treepack.model.experts.division import check_share
 from treepack.objectives.needed_columns import check_needed_columns
-from treepack.train.input_checks import check_device_name, check_launched, check_mix, check_terms
+from treepack.train.input_checks import check_launched, check_mix, check_terms
 from treepack.train.options import TrainOptions
 from treepack.train.saving.run_record import FORMAT, VERSION, files_sha256, refuse_differences
 
@@ -45,7 +45,6 @@ def check_training(
     Raises:
         TreepackError: a path, manifest, part, column or share is missing or wrong, or the model lacks a token id.
     """
-    check_device_name(options.device)
     check_launched(options.ranks_of_row, options.ranks_of_experts)
     check_mix(options.mix, len(packed))
     headers, others = _read_headers(packed), _read_headers(held_out)
@@ -82,25 +81,23 @@ def check_resumed(
     refuse_differences(out, now, unknown=unknown)
 
 
-def check_scoring(packed: str | AnyPath, model: str, *, device: str) -> None:
+def check_scoring(packed: str | AnyPath, model: str) -> None:
     """Refuse rows and a model whose log-probabilities cannot be computed.
 
     Raises:
         TreepackError: a path or manifest is wrong, the rows have no terms, or the model lacks a token id.
     """
-    check_device_name(device)
     header = read_header(packed)
     check_terms(header)
     _check_model(model, header.manifest["max_token_id"])
 
 
-def check_trie_model(trie: str | AnyPath, model: str, *, device: str) -> None:
+def check_trie_model(trie: str | AnyPath, model: str) -> None:
     """Refuse a trie and a model that do not fit together.
 
     Raises:
         TreepackError: a path or manifest is wrong, or the model lacks a token id.
     """
-    check_device_name(device)
     _check_model(model, read_manifest(trie, schema.TRIE_FORMAT)["max_token_id"])
 
 
@@ -117,9 +114,14 @@ def _check_model(model: str, max_token_id: int, *, expert_ranks: int = 1) -> int
     Return the size of the vocabulary, None if the config is at an address or does not give it.
     """
     config = find_config(model)
-    size = None if config is None else vocabulary_size(config)
-    if size is not None:
-        check_vocabulary(model, max_token_id, size)
-    if expert_ranks > 1 and config is not None and (experts := num_experts(language_model(config))):
+    if config is None:
+        return None
+    fields = language_model(config)
+    check_scans(model, fields.get("model_type"))
+    if expert_ranks > 1 and (experts := num_experts(fields)):
         check_share(experts, expert_ranks, model)
+    size = fields.get("vocab_size")
+    if type(size) is not int:
+        return None
+    check_vocabulary(model, max_token_id, size)
     return size

@@ -24,7 +24,7 @@ from treepack.data.batch import names_of
 from treepack.data.joined import consecutive, usual_pass
 from treepack.model.loaded import LoadedModel
 from treepack.train.options import CHUNK
-from treepack.train.scoring_options import CriticOptions, ScoreOptions
+from treepack.train.scoring_options import CriticOptions, ScoreOptions, piece_size
 from treepack.train.setup.smaller_run import FORWARD_REMEDY
 
 
@@ -45,9 +45,10 @@ T = TypeVar("T")
 def forward_plan(options: ScoreOptions | CriticOptions, device: torch.device) -> RunPlan:
     """Return the plan of the first pass: a pass has at most the tokens of a piece, if there are pieces."""
     size = usual_pass(device) if isinstance(options.pass_tokens, str) else options.pass_tokens
-    size = size if options.piece_size is None else min(size, options.piece_size)
+    pieces = piece_size(options.carry)
+    size = size if pieces is None else min(size, pieces)
     chunk = options.loss_chunk if isinstance(options, ScoreOptions) else CHUNK
-    return RunPlan(False, 0, False, options.piece_size, size, chunk)
+    return RunPlan(False, 0, False, pieces, size, chunk)
 
 
 class ForwardPasses:

@@ -36,16 +36,17 @@ def refuse_ranks(command: str) -> None:
         raise TreepackError(f"{command} runs in one process; start it without torchrun")
 
 
-def check_device_name(name: str) -> re.Match[str]:
-    """Return the match of `DEVICE`, whose group is the number of a GPU.
+def check_device_name(name: str, num_gpus: int | None) -> None:
+    """Refuse a device that is not the CPU, nor one of the GPUs if their number is known.
 
     Raises:
-        TreepackError: no device has this name.
+        TreepackError: no device has this name, or the machine does not have it.
     """
     match = DEVICE.fullmatch(name)
     if match is None:
         raise TreepackError(f"device is {name!r}; expected cpu, cuda or cuda:N")
-    return match
+    if name.startswith("cuda") and num_gpus is not None and int(match[1] or 0) >= num_gpus:
+        raise TreepackError(f"device is {name!r} and torch sees {num_gpus} GPUs; expected one of these GPUs, or cpu")
 
 
 def check_mix(mix: Sequence[float] | None, num_directories: int) -> None:
@@ -78,13 +79,11 @@ def check_sequence_ranks(sequence: int, size: int, *, grouped: bool) -> None:
     """
     if sequence > 1 and not grouped:
         raise TreepackError(
-            f"--sequence-ranks is {sequence} and this process is alone; start the ranks with torchrun --nproc-per-node "
+            f"sequence_ranks is {sequence} and this process is alone; start the ranks with torchrun --nproc-per-node "
             f"{sequence} --no-python treepack ..."
         )
     if size % sequence:
-        raise TreepackError(
-            f"--sequence-ranks is {sequence} and the run has {size} ranks; start a multiple of {sequence}"
-        )
+        raise TreepackError(f"sequence_ranks is {sequence} and the run has {size} ranks; start a multiple of it")
 
 
 def check_expert_ranks(expert: int, size: int, *, grouped: bool) -> None:
@@ -96,8 +95,8 @@ def check_expert_ranks(expert: int, size: int, *, grouped: bool) -> None:
     if size % expert:
         run = f"the run has {size} ranks" if grouped else "this is one process"
         raise TreepackError(
-            f"expert_ranks is {expert} and {run}; start a multiple of {expert} with torchrun, or leave --expert-ranks "
-            "out, also for --verify"
+            f"expert_ranks is {expert} and {run}; start a multiple of {expert} with torchrun, or leave it out, also "
+            "for --verify"
         )
 
 
@@ -112,8 +111,3 @@ def check_launched(sequence: int, expert: int = 1) -> None:
         raise TreepackError(f"WORLD_SIZE is {size!r}; expected the number of ranks, so start them with torchrun")
     check_sequence_ranks(sequence, int(size or 1), grouped=bool(size))
     check_expert_ranks(expert, int(size or 1), grouped=bool(size))
-
-
-def is_first_process() -> bool:
-    """Return True without torchrun, and in the first of its processes."""
-    return os.environ.get("RANK", "0") == "0"

@@ -49,7 +49,7 @@ from treepack.ragged import RaggedArray, join_lists
 from treepack.sequence.share import share_rows
 from treepack.train.forward_passes import ForwardPasses, forward_plan
 from treepack.train.input_checks import check_terms
-from treepack.train.scoring_options import ScoreOptions
+from treepack.train.scoring_options import ScoreOptions, piece_size
 from treepack.train.setup.compute import ComputeSetting, choose_compute
 from treepack.train.setup.run_model import check_rows_fit
 from treepack.trajectory import Float32, Float64, Int64
@@ -207,7 +207,7 @@ def term_scores(
     if isinstance(temperature, torch.Tensor):
         temperature = temperature.to(loaded.device)
     # Without gradients all pieces may share the weights that autocast has cast, so they need no contexts of their own.
-    runner = runner_of(loaded, batch, options.piece_size, chunk=options.loss_chunk, memory=memory)
+    runner = runner_of(loaded, batch, piece_size(options.carry), chunk=options.loss_chunk, memory=memory)
     kept = None if options.ignore_temperature else terms.kept
     kept = kept if kept is None else kept.map(lambda each: each.to(loaded.device))
     reads = ScoreRequest(top_k=options.top_k or 0)

@@ -225,7 +225,5 @@ def find_device(name: str) -> torch.device:
         if count == 0 and name == "auto":
             return torch.device("cpu")
         name = "cuda" if local is None else f"cuda:{local}"
-    match = check_device_name(name)
-    if name != "cpu" and int(match[1] or 0) >= count:
-        raise TreepackError(f"device is {name!r} and torch sees {count} GPUs; expected one of these GPUs, or cpu")
+    check_device_name(name, count)
     return torch.device(name)

@@ -85,11 +85,6 @@ class ScoreOptions:
         if self.temperature is not None and self.ignore_temperature:
             raise TreepackError("temperature and ignore_temperature exclude each other; omit one of them")
 
-    @property
-    def piece_size(self) -> int | None:
-        """The tokens of a piece; None if every row runs as a whole."""
-        return AUTO_PIECE if isinstance(self.carry, str) else self.carry
-
 
 @dataclass(frozen=True)
 class CriticOptions:
@@ -122,7 +117,7 @@ class CriticOptions:
         if self.capacity is not None and self.carry is not None:
             raise TreepackError("capacity limits rows, and with carry each tree is one row; give one of them")
 
-    @property
-    def piece_size(self) -> int | None:
-        """The tokens of a piece; None if every row runs as a whole."""
-        return AUTO_PIECE if isinstance(self.carry, str) else self.carry
+
+def piece_size(carry: int | str | None) -> int | None:
+    """Return the tokens of a piece; None if every row runs as a whole."""
+    return AUTO_PIECE if isinstance(carry, str) else carry

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import multiprocessing.process
+import os
 import re
+import signal
+import socket
 import time
 import urllib.error
 import urllib.request
@@ -17,7 +20,8 @@ from support.fresh_processes import PROCESSES, run_command
 from support.oracle_model import packed_directory, tiny_config
 from support.run_folder import run_folder, step_record, write_lines
 from support.strategies import make
-from treepack.train.watch.sinks import SinkRun, Sinks
+from treepack.report.live.start_log import StartLog
+from treepack.train.watch.sinks import RunPage, SinkRun, Sinks
 
 
 def test_a_run_becomes_one_file_and_a_picture_of_each_curve(treepack: Run, tmp_path: Path) -> None:
@@ -101,6 +105,65 @@ def test_the_page_of_a_trainer_starts_and_ends_with_its_sink(tmp_path: Path) -> 
     assert len(notes) == 1
 
 
+def page_note(folder: Path) -> str:
+    """Open the page of the run in `folder` as `train` does, close it, and return its note."""
+    notes: list[str] = []
+    with StartLog(folder):
+        page = RunPage(SinkRun(folder, "project", "name", "1f2e", note=notes.append))
+        page._announcing.join(60)
+        page.close()
+    return notes[0]
+
+
+def test_a_resumed_run_has_its_page_at_the_same_address_until_it_is_finished(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run")
+    first = page_note(folder)
+    kept = tmp_path / ".run.page"
+    assert first.endswith(kept.read_text().strip())
+    assert kept.stat().st_mode & 0o777 == 0o600
+    assert page_note(folder) == first
+    port = int(first.split(":")[2].split("/")[0])
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        other.bind(("127.0.0.1", port))
+        other.listen()
+        moved = page_note(folder)
+    assert moved.endswith(" (another program has taken the port of its earlier address)")
+    assert f":{port}/" not in moved
+    (folder / "train.json").write_text("{}")
+    assert page_note(folder) in moved
+    assert not kept.exists()
+
+
+def test_watching_waits_for_a_run_that_is_not_there_yet(tmp_path: Path) -> None:
+    arguments = ["report", str(tmp_path / "run"), "--watch"]
+    watching = PROCESSES.Process(target=run_command, args=(arguments, tmp_path), daemon=True)
+    watching.start()
+    assert line_of(tmp_path / "stderr", watching, "waiting until a training run starts in .*; end with Ctrl-C")
+    run_folder(tmp_path / "run")
+    url = line_of(tmp_path / "stderr", watching, r"http://127\.0\.0\.1:\d+/\S+/")
+    assert "<title>run: treepack run</title>" in fetch(url)
+    assert interrupted(watching) == 0
+
+
+def test_ctrl_c_ends_the_wait_for_a_run(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    arguments = ["report", str(tmp_path / "empty"), "--watch"]
+    watching = PROCESSES.Process(target=run_command, args=(arguments, tmp_path), daemon=True)
+    watching.start()
+    line = line_of(tmp_path / "stderr", watching, "waiting until .*")
+    assert interrupted(watching) == 0
+    assert (tmp_path / "stderr").read_text() == f"{line}\n"
+
+
+def interrupted(process: multiprocessing.process.BaseProcess) -> int | None:
+    """Send Ctrl-C to a process, and return its exit status."""
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGINT)
+    process.join(60)
+    return process.exitcode
+
+
 @pytest.mark.slow
 def test_a_run_that_trains_has_a_page_until_it_ends(tmp_path: Path) -> None:
     made = [make(f"r{i}", [1, 2 + i, 3, 4], group="g", reward=i / 4) for i in range(4)]
@@ -123,8 +186,13 @@ def test_a_run_that_trains_has_a_page_until_it_ends(tmp_path: Path) -> None:
 
 def url_in(file: Path, process: multiprocessing.process.BaseProcess) -> str:
     """Wait for the note about the page of a process that trains, and return its address."""
+    return line_of(file, process, r"note: the page of this run is \S+").split()[-1]
+
+
+def line_of(file: Path, process: multiprocessing.process.BaseProcess, pattern: str) -> str:
+    """Wait until a line of the file matches, and return it."""
     while process.is_alive():
-        if file.exists() and (found := re.search(r"the page of this run is (\S+)\n", file.read_text())):
+        if file.exists() and (found := re.search(rf"^({pattern})\n", file.read_text(), re.MULTILINE)):
             return found[1]
         time.sleep(0.05)
     raise AssertionError(file.read_text())

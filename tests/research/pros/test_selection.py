@@ -262,14 +262,14 @@ def test_the_command_says_in_one_sentence_what_it_cannot_do(treepack: Run, tmp_p
         (
             ("select", "update", state, "--rollouts", trie, "--success-above", "nan"),
             1,
-            "success_above is nan; expected",
+            "--success-above is nan; expected",
         ),
         (
             ("select", "update", state, "--rollouts", trie, "--add-groups", "--forgetting", 2),
             1,
-            "forgetting is 2.0; ex",
+            "--forgetting is 2.0; ex",
         ),
-        (("select", state, "--k", 3), 1, "k is 3; expected 1 to 2"),
+        (("select", state, "--k", 3), 1, "--k is 3; expected 1 to 2"),
         (("select", trie, "--k", 3), 1, "is not a state of treepack select"),
         (("select", state, "--k", 1, "--out", tmp_path / "there"), 1, "exists; choose another --out or give"),
         (("select", state), 2, "Missing option '--k'"),

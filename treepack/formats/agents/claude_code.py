@@ -51,6 +51,7 @@ SYNTHETIC = "<synthetic>"  # the model of a message that Claude Code wrote
 INTERRUPTED = "[Request interrupted by user]"
 CONTEXT_NOTE = "system prompt, tools and some reminders are not in sessions of Claude Code"
 INTERRUPTED_NOTE = "interrupted turn not trained"
+PARENT_NOTE = "prompt begins after a line that is not in the file"
 SUB_AGENT = "description of a sub-agent, whose session is another file"
 
 _Message = dict[str, Any]
@@ -210,6 +211,8 @@ def _calls(session: _SessionTree) -> CallLog:
     log = CallLog()
     prompts: dict[str | None, _CallPrompt] = {None: _CallPrompt([])}  # by the entry before a call
     interrupted = {entry.parent for entry in session.entries.values() if _is_interruption(entry)}
+    if not {entry.parent for entry in session.entries.values()} <= {None, *session.entries}:
+        log.note(PARENT_NOTE)
     for blocks in session.blocks.values():
         prompt = _prompt(session, blocks[0].parent, prompts)
         answer = _answer(blocks)

@@ -25,7 +25,8 @@ from treepack.errors import TreepackError
 from treepack.ingest.readers.calls.call_logs import CallLog
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.unread import is_empty
-from treepack.ingest.readers.fields.values import as_objects, as_text, object_at, shown
+from treepack.ingest.readers.fields.values import as_objects, as_text, is_messages, object_at, shown
+from treepack.ingest.readers.files.json_text import parsed_json
 from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import MASKS, Format
 from treepack.ingest.readers.kinds import ANY, LIST, OBJECTS, TEXT, first, one_of, some
@@ -161,17 +162,18 @@ def _flush(session: _SessionState) -> None:
 
 def _answer(session: _SessionState, message: _Message, where: str) -> _Message | None:
     # Content may be text, but parts are a list.
-    said, listed = parts_or_text(message.get("content"), where=where), _objects(message.get("parts"), where, "parts")
+    said = parts_or_text(message.get("content"), where=where)
+    listed = as_objects(message.get("parts"), source=where, name="parts")
     is_said = not is_empty(message.get("content"))
     if is_said and listed and said != listed:
         raise TreepackError(f"{where} has content and parts, which differ; remove one of them")
     parts = said if is_said else listed
     answer = assistant_message(parts, where=where) or {"role": "assistant", "content": ""}
-    calls = _objects(message.get("toolCalls"), where, "toolCalls")
+    calls = as_objects(message.get("toolCalls"), source=where, name="toolCalls")
     if calls:
         own = [{"id": call.get("id"), "name": call.get("name"), "arguments": call.get("args")} for call in calls]
         answer["tool_calls"] = [*answer.get("tool_calls", []), *own]
-    thoughts = [_thought(thought, where) for thought in _objects(message.get("thoughts"), where, "thoughts")]
+    thoughts = [_thought(each, where) for each in as_objects(message.get("thoughts"), source=where, name="thoughts")]
     if "reasoning_content" in answer:
         thoughts.append(answer["reasoning_content"])
     if not answer["content"] and "tool_calls" not in answer:
@@ -180,10 +182,6 @@ def _answer(session: _SessionState, message: _Message, where: str) -> _Message |
     if any(thoughts):
         answer["reasoning_content"] = "\n\n".join(thought for thought in thoughts if thought)
     return answer
-
-
-def _objects(value: Any, where: str, name: str) -> list[dict[str, Any]]:
-    return as_objects(value, source=where, name=name)
 
 
 def _thought(thought: dict[str, Any], where: str) -> str:
@@ -200,8 +198,10 @@ def _thought(thought: dict[str, Any], where: str) -> str:
 
 def _results(session: _SessionState, message: _Message, where: str) -> Iterator[_Message]:
     """Yield the results of the tools that a message called."""
-    for call in _objects(message.get("toolCalls"), where, "toolCalls"):
-        parts = parts_or_text(call.get("result"), where=where)
+    for call in as_objects(message.get("toolCalls"), source=where, name="toolCalls"):
+        result, parsed = call.get("result"), parsed_json(call.get("result"))
+        is_parts = is_messages(parsed) and any("functionResponse" in part for part in parsed)
+        parts = parts_or_text(parsed if is_parts else result, where=where)
         if not parts:
             session.log.note(RESULT_NOTE)
             continue

@@ -42,6 +42,7 @@ _FAILED = frozenset({"aborted", "error"})
 _NO_CONTEXT = frozenset({"session", "model_change", "thinking_level_change", "custom", "label", "session_info"})
 _IMAGE_NOTE = "call after an image not used"
 _FAILED_NOTE = "interrupted or failed turn not used"
+_PARENT_NOTE = "prompt begins after an entry that is not in the file"
 _COPIED_NOTE = "turns that were copied from another session not trained"
 
 
@@ -105,6 +106,8 @@ def _chains(
     notes: dict[str, None] = {}
     models: dict[str, None] = {}
     num_calls = 0
+    if not {record.value.get("parentId") or None for record in entries.values()} <= {None, *entries}:
+        notes[_PARENT_NOTE] = None
     for name, record in entries.items():
         message = record.value.get("message")
         if not isinstance(message, dict) or message.get("role") != "assistant":
@@ -152,18 +155,23 @@ def _since_last_call(entries: dict[str, Record], record: Record) -> tuple[list[d
     The entry is None if there is no call before, or if a compaction is between them.
     """
     between: list[dict[str, Any]] = []
+    for above in _above(entries, record):
+        if _is_call(above):
+            return between, str(above.value["id"])
+        if above.value.get("type") == "compaction":
+            return [], None
+        between = _messages_of(above) + between
+    return [], None
+
+
+def _above(entries: dict[str, Record], record: Record) -> Iterator[Record]:
+    """Yield the entries before `record`, from its parent to the root; a cycle of parents ends where it closes."""
     seen: set[str] = set()
     parent = record.value.get("parentId")
     while isinstance(parent, str) and parent in entries and parent not in seen:
         seen.add(parent)
-        above = entries[parent]
-        if _is_call(above):
-            return between, parent
-        if above.value.get("type") == "compaction":
-            return [], None
-        between = _messages_of(above) + between
-        parent = above.value.get("parentId")
-    return [], None
+        yield entries[parent]
+        parent = entries[parent].value.get("parentId")
 
 
 def _entries(records: list[Record]) -> dict[str, Record]:
@@ -192,15 +200,8 @@ def _entries(records: list[Record]) -> dict[str, Record]:
 
 def _prompt(entries: dict[str, Record], last: Record) -> list[dict[str, Any]]:
     """Return the messages before the entry `last`, in chat form."""
-    path: list[Record] = []
-    seen: set[str] = set()
-    parent = last.value.get("parentId")
-    while isinstance(parent, str) and parent in entries and parent not in seen:
-        seen.add(parent)
-        path.append(entries[parent])
-        parent = entries[parent].value.get("parentId")
-    path.reverse()
-    # [a, b, compaction that keeps b, c] -> [summary, b, c]; a cycle of parents ends at `seen`.
+    path = [*_above(entries, last)][::-1]
+    # [a, b, compaction that keeps b, c] -> [summary, b, c]
     # The summary of the last compaction replaces everything before the entries that it kept.
     compactions = [index for index, record in enumerate(path) if record.value.get("type") == "compaction"]
     messages: list[dict[str, Any]] = []

@@ -75,12 +75,8 @@ def _in_trial(item: Trajectory | Skipped, trial: str, number: int, reward: float
     part = within(item, trial, number)
     if not isinstance(part, Trajectory):
         return part
-    return replace(part, reward=part.reward if number == 0 else reward, source=_file(part))
-
-
-def _file(item: Trajectory) -> str:
     # "runs/rows.jsonl:17" -> "runs/rows.jsonl", "runs/rows.parquet[3]" -> "runs/rows.parquet"
-    return _POSITION.sub("", item.source)
+    return replace(part, reward=part.reward if number == 0 else reward, source=_POSITION.sub("", part.source))
 
 
 def _trial(record: Record) -> str:

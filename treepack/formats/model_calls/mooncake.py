@@ -26,7 +26,7 @@ from treepack.ingest.readers.fields.values import shown
 from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import Format
 from treepack.ingest.readers.kinds import ANY, ARRAY
-from treepack.trajectory import Int32, Skipped, Tokens, Trajectory, as_token_ids
+from treepack.trajectory import Skipped, Tokens, Trajectory, as_token_ids
 
 _BLOCKS = (512, 16)  # tokens of a block in the two published traces; Mooncake's is tried first
 _FIRST_OWN_ID = 1 << 30  # hash ids are below it; the ids of outputs fill the rest of the positive int32 values
@@ -58,7 +58,8 @@ def read_mooncake(record: Record, options: ReadOptions) -> Iterator[Trajectory |
     tokens = np.full(num_input + num_output, _own_id(record), np.int32)
     blocks = np.repeat(hashes, size)[:num_input]
     tokens[: len(blocks)] = blocks
-    yield describe(record, _content(tokens, max(num_input, 1)), used=_USED, options=options)
+    content = Tokens(tokens, np.array([max(num_input, 1)], np.int32), np.array([len(tokens)], np.int32), np.ones(1))
+    yield describe(record, content, used=_USED, options=options)
 
 
 def _length(value: Any, name: str, source: str) -> int:
@@ -85,10 +86,6 @@ def _own_id(record: Record) -> int:
     # The line number makes ids of one file differ; the path makes equal ids in two files unlikely.
     mixed = zlib.crc32(record.path.encode("utf-8", "surrogateescape")) ^ int(index[0] if index else 0)
     return _FIRST_OWN_ID + mixed % _FIRST_OWN_ID
-
-
-def _content(tokens: Int32, start: int) -> Tokens:
-    return Tokens(tokens, np.array([start], np.int32), np.array([len(tokens)], np.int32), np.ones(1))
 
 
 FORMAT = Format(

@@ -15,13 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 from treepack.errors import TreepackError
 from treepack.ingest.readers.calls.conversations import without
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.rollout_facts import temperature_of
 from treepack.ingest.readers.fields.token_fields import KINDS, NUMBERS
+from treepack.ingest.readers.fields.unread import is_empty
 from treepack.ingest.readers.fields.values import object_or_empty
 from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import EVERYTHING, Format
@@ -80,7 +80,7 @@ def _read_row(record: Record, options: ReadOptions) -> Iterator[Trajectory | Ski
         return
     kept = without(value, _DROPPED) | kept_routes(value, options)
     if isinstance(extra := kept.pop("extra_fields", None), dict):
-        kept = {name: field for name, field in without(extra, _DROPPED).items() if not _is_empty(field)} | kept
+        kept = {name: field for name, field in without(extra, _DROPPED).items() if not is_empty(field)} | kept
     # `__num_turns__` is the column of a batch, `num_turns` the field of an agent loop.
     if (num_turns := kept.pop("__num_turns__", None)) is not None:
         kept["num_turns"] = num_turns
@@ -93,10 +93,6 @@ def _read_row(record: Record, options: ReadOptions) -> Iterator[Trajectory | Ski
     scores = [name for name in _SCORES if kept.get(name) is not None]
     kept = without(kept, scores[1:])
     yield from read_tokens(replace(record, value=kept), options)
-
-
-def _is_empty(value: Any) -> bool:
-    return isinstance(value, list | dict) and not value
 
 
 _BATCH: Fields = {"batch.prompts": COLUMN, "batch.responses": COLUMN}

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from treepack.attention.indexed import index_top_k
-from treepack.errors import TreepackError
+from treepack.costs.model_fields import check_scans
+from treepack.errors import MODELS_HINT, TreepackError
 from treepack.model.accept.saved_tokenizer import saved_tokenizer
 from treepack.model.accept.vocabulary import check_vocabulary
-from treepack.model.foreign_errors import REMEDY
 from treepack.recurrent.entry import model_obstacle as recurrent_obstacle
 
 if TYPE_CHECKING:
@@ -54,17 +54,18 @@ def check_config(config: Any, *, source: str) -> None:
     Raises:
         TreepackError: if the configuration has such a layer or part; the message names it.
     """
+    check_scans(source, config.model_type)
     for name, fault in _FIELDS.items():
         if getattr(config, name, None):
-            raise TreepackError(f"{source}: {fault}; {REMEDY}")
+            raise TreepackError(f"{source}: {fault}; {MODELS_HINT}")
     for layer, kind in enumerate(_layer_kinds(config)):
         if kind in _RECURRENT_LAYERS and (reason := recurrent_obstacle(config)) is not None:
-            raise TreepackError(f"{source}: layer {layer} is {kind!r}, which {reason}; {REMEDY}")
+            raise TreepackError(f"{source}: layer {layer} is {kind!r}, which {reason}; {MODELS_HINT}")
         if kind not in (*_SOFTMAX_LAYERS, *_TOKEN_LAYERS, *_RECURRENT_LAYERS):
             reason = f", which {_REASONS[kind]}" if kind in _REASONS else ""
             raise TreepackError(
                 f"{source}: layer {layer} is {kind!r}{reason}, and treepack computes only softmax attention, recurrent "
-                f"layers and convolutions on trees; {REMEDY}"
+                f"layers and convolutions on trees; {MODELS_HINT}"
             )
 
 

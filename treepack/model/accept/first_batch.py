@@ -19,11 +19,10 @@ from torch import Tensor, distributed, nn
 
 from treepack.attention.indexed import skip_indexers
 from treepack.attention.interface import BadCallError
-from treepack.errors import TreepackError
+from treepack.errors import MODELS_HINT, TreepackError
 from treepack.model.accept.compatibility import check_config, path_too_long, position_limit
 from treepack.model.accept.observation import ForwardObservation, check_observed_attention, observe
 from treepack.model.accept.probe import probe
-from treepack.model.foreign_errors import REMEDY
 from treepack.model.head.output_head import measure_logit_map
 from treepack.recurrent.entry import enter
 
@@ -84,7 +83,7 @@ def check_first_batch(model: nn.Module, causal: Any, position_ids: Tensor, run: 
         with observe(causal) as seen:
             seen.logits = run(seen.attention).logits
     except BadCallError as error:
-        raise TreepackError(f"{source}: {error.code}; {REMEDY}") from error
+        raise TreepackError(f"{source}: {error.code}; {MODELS_HINT}") from error
     _agree(_complaint(seen, causal, source), groups or [], seen.states.device, source)
     mark_checked(causal)
 

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from treepack.attention.interface import AttentionCall
-from treepack.errors import TreepackError
+from treepack.errors import MODELS_HINT, TreepackError
 from treepack.model.accept.compatibility import NOT_PASSED_ON, OWN_STATE, count_attention_layers, count_recurrent_layers
-from treepack.model.foreign_errors import NO_INTERFACE, REMEDY
+from treepack.model.foreign_errors import NO_INTERFACE
 from treepack.model.head.output_head import HeadCall, head_replaced
 from treepack.recurrent.entry import upgrade_hint
 from treepack.recurrent.interface import CONVOLUTION, RecurrentCall
@@ -89,14 +89,14 @@ def check_observed_attention(seen: ForwardObservation, causal: Any, *, source: s
     if not calls and not seen.attention.recurrent:
         # transformers marks models whose caches hold a state.
         own = OWN_STATE if getattr(causal, "_is_stateful", False) else NO_INTERFACE
-        fault = f"{NOT_PASSED_ON}; {upgrade_hint() or REMEDY}" if any(recurrent) else f"{own}; {REMEDY}"
+        fault = f"{NOT_PASSED_ON}; {upgrade_hint() or MODELS_HINT}" if any(recurrent) else f"{own}; {MODELS_HINT}"
         raise TreepackError(f"{source}: {fault}")
     # Fewer modules than layers: a layer mixes tokens by other means. A module may call twice, as in DiffLlama.
     modules = {call.module for call in calls}
     if len(modules) != layers:
         raise TreepackError(
             f"{source}: its {layers} attention layers call attention {len(calls)} times, from {len(modules)} modules, "
-            f"so that some of them may mix tokens in another way; {REMEDY}"
+            f"so that some of them may mix tokens in another way; {MODELS_HINT}"
         )
     # A layer may have a convolution each for queries, keys and values. It has one scan.
     names = [call.name for call in seen.attention.recurrent]
@@ -107,5 +107,5 @@ def check_observed_attention(seen: ForwardObservation, causal: Any, *, source: s
         raise TreepackError(
             f"{source}: its {with_convolution} recurrent layers, {with_scan} of them with a scan, call a convolution "
             f"{convolutions} times and a scan {scans} times, so that some of them may mix tokens in another way; "
-            f"{upgrade_hint() or REMEDY}"
+            f"{upgrade_hint() or MODELS_HINT}"
         )

@@ -22,9 +22,9 @@ from torch import Tensor
 from treepack.attention import IMPLEMENTATIONS
 from treepack.attention.indexed import skip_indexers
 from treepack.attention.interface import AttentionKind, BadCallError
-from treepack.errors import TreepackError
+from treepack.errors import MODELS_HINT, TreepackError
 from treepack.model.accept.observation import ForwardObservation, check_observed_attention, observe
-from treepack.model.foreign_errors import REMEDY, translate_errors
+from treepack.model.foreign_errors import translate_errors
 from treepack.model.head.output_head import measure_logit_map
 from treepack.model.layers import find_decoder
 from treepack.recurrent.entry import enter, plain_functions
@@ -86,7 +86,7 @@ def probe(model: Any, *, source: str, device: torch.device | None = None) -> tup
     if find_decoder(model) is None or model.get_output_embeddings() is None:
         raise TreepackError(
             f"{source}: its hidden states cannot be separated from its output layer, which treepack applies in chunks; "
-            f"{REMEDY}"
+            f"{MODELS_HINT}"
         )
     device = device or next(iter(model.parameters())).device
     skip_indexers(model)
@@ -94,7 +94,7 @@ def probe(model: Any, *, source: str, device: torch.device | None = None) -> tup
     vocabulary = len(model.get_input_embeddings().weight)
     # 7919 is a prime, so the ids differ from each other: 19, 38, 7, 26, ... in a vocabulary of 50.
     ids = torch.arange(1, len(_PROBE_PARENT) + 1, device=device) * 7919 % vocabulary
-    with _undisturbed(model, device), translate_errors(f"{source}: {_FAILS}", REMEDY):
+    with _undisturbed(model, device), translate_errors(f"{source}: {_FAILS}", MODELS_HINT):
         tree = _run_tree(model, ids, source)
         branches = [torch.tensor(_path(leaf), device=device) for leaf in _PROBE_LEAVES]
         # Every model has the eager attention, and it is code of transformers, not of treepack. Without padding, so
@@ -106,7 +106,7 @@ def probe(model: Any, *, source: str, device: torch.device | None = None) -> tup
     if not error <= PROBE_TOLERANCE[compute_dtype(tree)]:
         raise TreepackError(
             f"{source}: a branch in a tree gets other hidden states than alone (relative difference {error:.1e}), so "
-            f"its code mixes tokens outside attention, or needs more than their positions; {REMEDY}"
+            f"its code mixes tokens outside attention, or needs more than their positions; {MODELS_HINT}"
         )
     return tuple(call.kind for call in tree.attention.calls)
 
@@ -145,7 +145,7 @@ def _run_tree(model: Any, ids: Tensor, source: str) -> ForwardObservation:
             seen.logits = model(**row, record=seen.attention).logits
     except BadCallError as error:
         # The call above is complete, so the reason is in the code of the model.
-        raise TreepackError(f"{source}: {error.code}; {REMEDY}") from error
+        raise TreepackError(f"{source}: {error.code}; {MODELS_HINT}") from error
     except TreepackError as error:
         raise TreepackError(f"{source}: {error}") from error
     check_observed_attention(seen, model, source=source)

@@ -1,7 +1,6 @@
 """The vocabulary of a model, compared with the token ids of data; needs no torch.
 
 "models/qwen" | "config.json" | "Qwen/Qwen3-8B" --find_config--> fields of its config.json
-fields --vocabulary_size--> 151936
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from treepack.costs.model_cost import language_model
 from treepack.errors import TreepackError
 from treepack.files.remote.address import is_address
 from treepack.files.remote.hub import download_snapshot, refuse_missing, snapshot
@@ -57,12 +55,6 @@ def find_config(source: str) -> dict[str, Any] | None:
     if path is not None and isinstance(name := base.get("base_model_name_or_path"), str):
         path = _find(name)
     return None if path is None else _read_fields(path / CONFIG_FILE if path.is_dir() else path) or None
-
-
-def vocabulary_size(config: dict[str, Any]) -> int | None:
-    """Return the number of tokens that the fields of a config.json give, None if they give none."""
-    size = language_model(config).get("vocab_size")
-    return size if type(size) is int else None
 
 
 def _find(source: str) -> Path | None:

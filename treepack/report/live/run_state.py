@@ -35,6 +35,7 @@ FORMAT = "treepack-train"
 MAX_RECORD_BYTES = 1 << 24
 # A file system without locks: the run counts as running if its metrics are this young.
 YOUNG_SECONDS = 120
+LOOK_SECONDS = 0.5  # between two looks whether a run has started
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +136,12 @@ class RunFolder:
 def is_run(path: Path) -> bool:
     """Return true if `path` looks like the directory of a training run, or of one that is starting."""
     return (path / RUN).is_file() or (path / METRICS).is_file() or start_file(path).is_file()
+
+
+def wait_for_run(path: Path) -> None:
+    """Return when `path` is the directory of a run."""
+    while not is_run(path):
+        time.sleep(LOOK_SECONDS)
 
 
 def read_run_file(path: Path) -> dict[str, Any] | None:

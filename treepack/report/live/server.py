@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -32,6 +33,8 @@ POLL_SECONDS = 0.5
 KEEP_ALIVE_SECONDS = 15  # a comment is sent to a viewer without news, which shows whether it is still there
 TIMEOUT_SECONDS = 60  # for a viewer that reads or asks slowly
 LAST_NEWS_SECONDS = 2.0  # for viewers to take the last news at the end
+MAX_PORT = 65_535
+ADDRESS = re.compile(r"http://127\.0\.0\.1:(?P<port>[0-9]{1,5})/(?P<token>[A-Za-z0-9_-]{22})/")
 MAX_CONNECTIONS = 64  # a browser opens up to six; each has a thread
 HOSTS = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:\d{1,5})?", re.IGNORECASE)
 POLICY = (
@@ -52,21 +55,38 @@ JSON, HTML, SCRIPT, STYLE = (
 
 
 class RunServer:
-    """A server for one watched run; `url` is the address of its page."""
+    """A server for one watched run; `url` is the address of its page, and `session` names this server in its events."""
 
-    def __init__(self, watch: RunWatch) -> None:
-        """Listen on a free port of 127.0.0.1; nothing is answered before `serve`.
+    def __init__(self, watch: RunWatch, *, earlier: str = "") -> None:
+        """Listen on a port of 127.0.0.1; nothing is answered before `serve`.
+
+        Args:
+            watch: the run.
+            earlier: an address of such a server, which is taken again if its port is free; else a new one is taken.
 
         Raises:
             TreepackError: no port is free.
         """
-        self.watch, self.token = watch, secrets.token_urlsafe(16)
+        self.watch, self.token, self.session = watch, secrets.token_urlsafe(16), secrets.token_hex(8)
         self._stopped = threading.Event()
+        self._server = self._listen_again(earlier) or self._listen(0)
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}/{self.token}/"
+
+    def _listen_again(self, earlier: str) -> _LoopbackServer | None:
+        match = ADDRESS.fullmatch(earlier)
+        if match is None or int(match["port"]) > MAX_PORT:
+            return None
+        with suppress(TreepackError):
+            server = self._listen(int(match["port"]))
+            self.token = match["token"]
+            return server
+        return None
+
+    def _listen(self, port: int) -> _LoopbackServer:
         try:
-            self._server = _LoopbackServer(("127.0.0.1", 0), _handler(self))
+            return _LoopbackServer(("127.0.0.1", port), _handler(self))
         except OSError as error:
             raise TreepackError(f"127.0.0.1: no port can be opened ({error.strerror or error})") from error
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}/{self.token}/"
 
     def serve(self) -> None:
         """Answer viewers until `stop` is called from another thread or by a signal; then send them the last news.
@@ -179,7 +199,7 @@ def _handler(run: RunServer) -> type[BaseHTTPRequestHandler]:
                 self._send(HTTPStatus.NOT_FOUND, JSON, json.dumps({"error": str(error)}).encode())
 
         def _send_events(self) -> None:
-            place = _place_of(self.headers.get("Last-Event-ID", ""), run.token)
+            place = _place_of(self.headers.get("Last-Event-ID", ""), run.session)
             self._head(HTTPStatus.OK, "text/event-stream", {"Connection": "close"})
             while True:
                 message = run.watch.wait(place, KEEP_ALIVE_SECONDS)
@@ -187,7 +207,7 @@ def _handler(run: RunServer) -> type[BaseHTTPRequestHandler]:
                     self.wfile.write(b": still here\n\n")
                     continue
                 place = message.place
-                head = f"id: {run.token}-{place.view}-{place.num_steps}\nevent: {message.event}\ndata: "
+                head = f"id: {run.session}-{place.view}-{place.num_steps}\nevent: {message.event}\ndata: "
                 self.wfile.write(head.encode() + message.content + b"\n\n")
                 if message.is_last:
                     self.wfile.write(b"event: end\ndata: {}\n\n")
@@ -196,8 +216,8 @@ def _handler(run: RunServer) -> type[BaseHTTPRequestHandler]:
     return RunHandler
 
 
-def _place_of(event_id: str, token: str) -> ViewerPlace:
+def _place_of(event_id: str, session: str) -> ViewerPlace:
     """Return the place of a viewer that connects again, from the id of its last event; the start for any other id."""
-    match = re.fullmatch(re.escape(token) + r"-(\d{1,9})-(\d{1,15})", event_id)
+    match = re.fullmatch(session + r"-(\d{1,9})-(\d{1,15})", event_id)
     # Version 0 is older than any: the facts are sent in any case.
     return ViewerPlace(int(match[1]), int(match[2])) if match else ViewerPlace()

@@ -36,7 +36,7 @@ from treepack.ingest.readers.fields.values import as_objects, as_text, object_at
 from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import MASKS, Format
 from treepack.ingest.readers.kinds import OBJECT, one_of
-from treepack.ingest.readers.messages.content_blocks import skip_reason
+from treepack.ingest.readers.messages.content_blocks import plain_part, skip_reason
 from treepack.ingest.readers.messages.response_items import Item, ItemMessages, messages_of_items
 from treepack.trajectory import Skipped, Trajectory
 
@@ -101,14 +101,15 @@ def _calls_of_file(rows: list[Record]) -> CallLog:
     for stretch in stretches:
         chat = messages_of_items(stretch.items, source=path)
         log.note(*chat.notes)
-        _add_calls(log, _system(meta), chat, [*copied, *stretch.items[: stretch.num_before]])
+        _add_calls(log, _system(meta, path), chat, [*copied, *stretch.items[: stretch.num_before]])
     return log
 
 
-def _system(meta: dict[str, Any]) -> list[_Message]:
+def _system(meta: dict[str, Any], path: str) -> list[_Message]:
     base = meta.get("base_instructions")
     text = base.get("text") if isinstance(base, dict) else base
-    return [{"role": "system", "content": text}] if isinstance(text, str) and text else []
+    text = as_text(text, source=path, name="base_instructions", default="")
+    return [{"role": "system", "content": plain_part(text, path)}] if text else []
 
 
 def _stretches(rows: list[Record], log: CallLog) -> list[_ItemRange]:

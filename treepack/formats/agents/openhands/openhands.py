@@ -97,6 +97,11 @@ def _read(record: Record, events: Sequence[Event], options: ReadOptions) -> Iter
     if not all(isinstance(name := action.get("llm_response_id"), str) and name for action in actions):
         yield Skipped(record.source, "llm_response_id of an action is not text", group_id=group)
         return
+    for event in events:
+        place = event.get("summary_offset", object_or_empty(event.get("args")).get("summary_offset"))
+        if isinstance(place, bool) or not isinstance(place, int | None):
+            yield Skipped(record.source, "summary_offset is not a number", group_id=group)
+            return
     if any("kind" in event for event in events):
         add_events(view, events, record.source)
     else:

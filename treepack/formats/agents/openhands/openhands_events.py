@@ -42,18 +42,18 @@ def add_events(view: EventView, events: Sequence[Event], source: str) -> None:
             ]
             view.add(first.get("id"), {"role": "system", "content": "".join(prompt)})
         elif kind == "ActionEvent":
-            view.answer(first.get("id"), _response(group), name=None)
+            view.answer(first.get("id"), _response(group, source), name=None)
             for event in group[1:]:
                 view.add(event.get("id"))
         elif kind == "MessageEvent":
-            _add_message(view, first)
+            _add_message(view, first, source)
         elif kind == "Condensation":
             forgotten = set(as_texts(first.get("forgotten_event_ids") or [], source=source, name="forgotten_event_ids"))
             as_text(first.get("summary"), source=source, name="summary", default="")
             view.forget(forgotten, first.get("summary"), first.get("summary_offset"))
         elif first.get("tool_call_id") is not None:
-            result = {"tool_call_id": first["tool_call_id"], "name": first.get("tool_name"), "content": _result(first)}
-            view.add(first.get("id"), {"role": "tool"} | result)
+            result = {"tool_call_id": first["tool_call_id"], "name": first.get("tool_name")}
+            view.add(first.get("id"), {"role": "tool", "content": _result(first, source)} | result)
 
 
 def _responses(events: Sequence[Event]) -> Iterator[list[Event]]:
@@ -68,10 +68,10 @@ def _responses(events: Sequence[Event]) -> Iterator[list[Event]]:
         yield [event for _, event in group]
 
 
-def _response(actions: list[Event]) -> Message:
+def _response(actions: list[Event], source: str) -> Message:
     first = actions[0]
     calls = [action.get("tool_call") for action in actions]
-    message = {"role": "assistant", "content": event_text(first.get("thought")), "tool_calls": calls}
+    message = {"role": "assistant", "content": event_text(first.get("thought"), source), "tool_calls": calls}
     return message | _reasoning(first)
 
 
@@ -85,10 +85,10 @@ def _reasoning(event: Event) -> dict[str, Any]:
     return {"reasoning_content": "\n\n".join(texts)} if texts else {"redacted_thinking": True} if thoughts else {}
 
 
-def _add_message(view: EventView, event: Event) -> None:
+def _add_message(view: EventView, event: Event, source: str) -> None:
     recorded = event.get("llm_message")
     recorded = recorded if isinstance(recorded, dict) else {}
-    content = event_text([*event_parts(recorded.get("content")), *event_parts(event.get("extended_content"))])
+    content = event_text([*event_parts(recorded.get("content")), *event_parts(event.get("extended_content"))], source)
     message = {"role": recorded.get("role"), "content": content}
     if recorded.get("role") == "assistant":
         view.answer(event.get("id"), message | _reasoning(recorded), name=None)
@@ -96,7 +96,7 @@ def _add_message(view: EventView, event: Event) -> None:
         view.add(event.get("id"), message)
 
 
-def _result(event: Event) -> str | list[Any]:
+def _result(event: Event, source: str) -> str | list[Any]:
     """Return the text of a result as the agent sends it to the model."""
     if event.get("kind") == "UserRejectObservation":
         return f"Action rejected: {event.get('rejection_reason')}"
@@ -106,11 +106,11 @@ def _result(event: Event) -> str | list[Any]:
     # Before version 1.0 an error was a text of its own, and other text was in `output`, `message` or `content`.
     named = ("error", "content", "output", "message")
     parts = next((part for name in named if isinstance(part := observation.get(name), str | list) and part), [])
-    text = event_text(parts)
+    text = event_text(parts, source)
     if isinstance(text, list) or observation.get("screenshot_data"):
         return text if isinstance(text, list) else [{"type": "image"}]
     if str(observation.get("kind")) in _SHELLS:
         text = command_output(text, observation.get("metadata"))
-    added = event_text(event.get("extended_content"))
+    added = event_text(event.get("extended_content"), source)
     prefix = _ERROR if observation.get("is_error") else ""
     return prefix + text + (added if isinstance(added, str) else "")

@@ -316,9 +316,8 @@ def _of_choice(choice: dict[str, Any], source: str) -> list[Message]:
     """Return the messages of one choice or candidate, with the reason why it ends."""
     content = choice.get("message", choice.get("content"))
     if isinstance(content, dict):
-        messages = (
-            gemini_messages([content], None, source) if "parts" in content else _message_of_choice(content, source)
-        )
+        said = content if _is_other(content) else {"role": "assistant"} | content
+        messages = gemini_messages([content], None, source) if "parts" in content else _message(said, source)
     elif isinstance(choice.get("text"), str):
         messages = [{"role": "assistant", "content": choice["text"]}]
     else:
@@ -332,10 +331,6 @@ def _of_choice(choice: dict[str, Any], source: str) -> list[Message]:
 
 
 _REASONS = ("finish_reason", "finishReason", "stop_reason", "done_reason")
-
-
-def _message_of_choice(message: Message, source: str) -> list[Message]:
-    return _message(message if _is_other(message) else {"role": "assistant"} | message, source)
 
 
 def _responses_of_list(values: list[Message], source: str) -> list[list[Message]] | None:

@@ -22,6 +22,7 @@ from treepack.ingest.readers.fields.rollout_facts import METADATA_DICTS
 from treepack.ingest.readers.fields.unread import is_empty
 from treepack.ingest.readers.fields.values import is_messages, shown
 from treepack.ingest.readers.files.json_text import parsed_json
+from treepack.ingest.readers.kinds import TEXTS
 from treepack.ingest.readers.messages.containers import objects_of
 from treepack.ingest.readers.messages.content_blocks import split_blocks
 
@@ -192,7 +193,7 @@ def _refuse_unknown_answer(value: Message, messages: list[Any], source: str) -> 
     inner = ((f"{name}.", value[name]) for name in METADATA_DICTS if isinstance(value.get(name), dict))
     for prefix, fields in (("", value), *inner):
         for name, field in fields.items():
-            is_text = isinstance(field, str | dict) or is_messages(field) or _is_texts(field)
+            is_text = isinstance(field, str | dict) or is_messages(field) or TEXTS.test(field)
             if is_text and not is_empty(field) and _is_answer_name(name):
                 path = f"{prefix}{name}"
                 say = f"say so with --columns prompt=messages,answer={path}"
@@ -202,10 +203,6 @@ def _refuse_unknown_answer(value: Message, messages: list[Any], source: str) -> 
                     f"{source}: messages end with role {_role(messages[-1])}, and the field '{path}' may be the "
                     f"answer; {say}, or leave it out with --columns ignore={path}"
                 )
-
-
-def _is_texts(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(each, str) for each in value)
 
 
 def _is_answer_name(name: str) -> bool:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from treepack.ingest.readers.calls.call_logs import CallLog
-from treepack.ingest.readers.messages.content_blocks import skip_reason
+from treepack.ingest.readers.messages.content_blocks import plain_part, skip_reason
 
 Message = dict[str, Any]
 
@@ -74,9 +74,15 @@ def event_parts(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [] if value is None else [value]
 
 
-def event_text(value: Any) -> str | list[Any]:
-    """Return the text of content parts, joined; the parts themselves if one of them is not text."""
-    parts = event_parts(value)
+def event_text(value: Any, where: str) -> str | list[Any]:
+    """Return the text of content parts, joined; the parts themselves if one of them is not text.
+
+    Raises:
+        TreepackError: a part is an object as JSON text.
+    """
+    if isinstance(value, str):
+        return value
+    parts = [plain_part(part, where) if isinstance(part, str) else part for part in event_parts(value)]
     texts = [part if isinstance(part, str) else part.get("text") if isinstance(part, dict) else None for part in parts]
     return "".join(text for text in texts if text) if all(isinstance(text, str) for text in texts) else parts
 

@@ -38,7 +38,9 @@ METADATA_DICTS = frozenset({"metadata", "info", "extra_info", "extra"})
 _THOUGHTS = frozenset(
     "reasoning reasoning_content thinking thought thoughts chain_of_thought cot rationale reasoning_text".split()
 )
-ASKED = frozenset("input context passage question query instruction instructions problem system system_prompt".split())
+ASKED = frozenset(
+    "input context passage question query instruction instructions problem prompt system system_prompt".split()
+)
 UNTRAINED_PREFIX = "untrained_prefix"  # tokens of an augmented query, which its rollouts never train
 SEGMENTS = "segments"  # token offsets at which a sampler began its segments: a list of integers of any length
 SEGMENT_IDS = "segment_ids"  # one integer per segment, equal in two rollouts of a group if it is the same sample
@@ -224,9 +226,7 @@ def _step(value: dict[str, Any], source: str) -> tuple[int | None, str | None]:
 
 def _integer(value: Any) -> int | None:
     """Return the integer that `value` means: 12, 12.0 or "12"; None if it means none."""
-    if isinstance(value, float) and value.is_integer():
-        return int(value)
-    if isinstance(value, str) and _INTEGER.fullmatch(value):
+    if (isinstance(value, float) and value.is_integer()) or (isinstance(value, str) and _INTEGER.fullmatch(value)):
         return int(value)
     return int(value) if isinstance(value, int | np.integer) and not isinstance(value, bool) else None
 
@@ -249,11 +249,17 @@ def _metadata(rest: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
             fault = f"more than {MAX_METADATA} characters"
         if fault is None:
             metadata[name] = value
-            if name in _THOUGHTS | ASKED and isinstance(value, str) and value.strip():
+            if isinstance(value, str) and _may_be_asked(name, value.strip()):
                 notes.append(f"field '{name}' is metadata, not trained")
         else:
             notes.append(f"field '{name}' dropped, {fault}")
     return metadata, tuple(notes)
+
+
+def _may_be_asked(name: str, text: str) -> bool:
+    """Return whether metadata may be part of a prompt, or reasoning, by its name; "system_x" if its text has words."""
+    words = re.split("[^a-z]+", name.lower())
+    return bool(text) and (name in _THOUGHTS | ASKED or (" " in text and not ASKED.isdisjoint(words)))
 
 
 def _integers(value: Any) -> list[int]:

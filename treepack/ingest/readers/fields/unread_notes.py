@@ -147,7 +147,8 @@ def _is_fact(path: str, value: Any, facts: _Facts) -> bool:
     if path in (*IDS, *GROUPS, *STEPS, "temperature", "trial", "task.key", "task.hash"):
         # An id is a part of the name: "7" of "7/chosen".
         names = [str(fact) for name in _FACTS for fact in facts[f"={name}"]]
-        return any(str(each) in name for name in names for each in (value, _whole(value)))
+        whole = int(value) if isinstance(value, float) and value.is_integer() else value  # 3.0 -> "3", as ids and steps
+        return any(str(each) in name for name in names for each in (value, whole))
     return False
 
 
@@ -155,10 +156,6 @@ def _is_text(value: Any) -> bool:
     """Return whether `value` is text, messages, or a list of them: a name of token ids may have the text of the ids."""
     first = value[0] if isinstance(value, list) and value else value
     return isinstance(first, str | dict)
-
-
-def _whole(value: Any) -> Any:
-    return int(value) if isinstance(value, float) and value.is_integer() else value  # 3.0 -> "3", as ids and steps
 
 
 def _is_same(one: Any, other: Any) -> bool:

@@ -70,7 +70,8 @@ class LineRange:
         Raises:
             TreepackError: the file cannot be read any more, or has become shorter.
         """
-        number, begin, end, size = self.number, self.offset, self.offset + self.size, _block(self.file)
+        number, begin, end = self.number, self.offset, self.offset + self.size
+        size = _REMOTE_LINES if is_address(self.file) else MAX_LINES  # a request to a store takes as long as megabytes
         try:
             with range_reader(self.file) as read:
                 while begin < end:
@@ -135,11 +136,6 @@ class RowGroups:
         """Yield the records of `blocks`."""
         for block in self.blocks():
             yield from block.records(damaged, arrays)
-
-
-def _block(file: str) -> int:
-    # A request to an object store costs as much time as some megabytes.
-    return _REMOTE_LINES if is_address(file) else MAX_LINES
 
 
 Range = LineRange | RowGroups
