@@ -53,7 +53,7 @@ def cli_page() -> str:
 
     parts = ["# Commands\n\nWritten by `make docs` from `--help`.\n"]
     parts.append(f"## treepack\n\n```text\n{_help(commands, None, 'treepack')}\n```\n")
-    with click.Context(commands, info_name="treepack") as parent:
+    with click.Context(commands, info_name="treepack", **commands.context_settings) as parent:
         for name in commands.list_commands(parent):
             parts += _help_of_all(commands.get_command(parent, name), parent, f"treepack {name}")
     return "\n".join(parts)
@@ -104,7 +104,8 @@ def _help_of_all(command: click.Command, parent: click.Context, path: str) -> li
 
 
 def _help(command: click.Command, parent: click.Context | None, name: str) -> str:
-    with click.Context(command, info_name=name, parent=parent, max_content_width=100, terminal_width=100) as context:
+    settings = {**command.context_settings, "max_content_width": 100, "terminal_width": 100}
+    with click.Context(command, info_name=name, parent=parent, **settings) as context:
         return command.get_help(context)
 
 
