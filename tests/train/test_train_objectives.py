@@ -33,7 +33,7 @@ from treepack.train.setup.opening import open_run, open_verification
 from treepack.train.step import StepMetrics
 from treepack.trie.builders.in_memory import build_trie
 
-CPU = TrainOptions(device="cpu", lr=1e-2, rows_per_step=100, clip=0.0)
+CPU = TrainOptions(device="cpu", lr=1e-2, rows_per_step=100, clip=0.0, checkpoint_every=0)
 OVER_TERMS = [name for name in PRESETS if name not in ("sft", "value", "opd", "distill")]
 # The row of each of the ten rollouts: the two groups in a row each, four rows that mix groups, and one row.
 BY_GROUP, MIXED, ONE = [i % 2 for i in range(10)], [0, 0, 1, 1, 1, 2, 2, 2, 3, 3], [0] * 10
