@@ -12,13 +12,10 @@ torch.distributed 8, so the aim is few hits, not none.
 from __future__ import annotations
 
 import ast
-import io
 import re
 import sys
-import tokenize
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -59,6 +56,10 @@ PATTERNS = {
     "archaic": r"\b(?:begun|of late|of old|is of|are of|in the way|at hand|thus|whereby|therein|save for|lest|ere)\b"
     r"|\bhand(?:s|ed)? on\b|\bbe(?:ing)? asked\b",
 }
+# A string, so that no # inside it counts, or a comment: `f("#")  # note` -> `"#"`, then `# note` as the group.
+STRING_OR_COMMENT = re.compile(
+    r""""{3}(?:\\.|[^\\])*?"{3}|'{3}(?:\\.|[^\\])*?'{3}|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*'|(#[^\n]*)""", re.DOTALL
+)
 DIRECTIVE = re.compile(r"# (?:noqa|type:|mypy:|pragma:)")
 QUESTION = re.compile(r"(?:What|Which|Why|Whether|How)\b")  # a header is a noun phrase or an imperative
 
@@ -91,11 +92,11 @@ def texts(path: Path) -> Iterator[tuple[int, bool, str]]:
         yield line, False, comment.lstrip("# ")
 
 
-@cache
 def comments(path: Path) -> list[tuple[int, str]]:
-    """Return line and text of every comment in a Python file; the tokenizer takes most of a count."""
-    tokens = tokenize.generate_tokens(io.StringIO(path.read_text(encoding="utf-8")).readline)
-    return [(token.start[0], token.string) for token in tokens if token.type == tokenize.COMMENT]
+    """Return line and text of every comment in a Python file; Python's own tokenizer takes ten times as long."""
+    source = path.read_text(encoding="utf-8")
+    matches = [match for match in STRING_OR_COMMENT.finditer(source) if match[1] is not None]
+    return [(source.count("\n", 0, match.start()) + 1, match[1]) for match in matches]
 
 
 def hits(path: Path) -> tuple[list[Hit], int]:

@@ -62,9 +62,8 @@ class House:
     rooms: tuple[Room, ...]
 
 
-@cache
 def parsed(path: Path) -> ast.Module:
-    """Return the syntax tree of a Python file."""
+    """Return the syntax tree of a Python file; to keep all trees would cost more in garbage collections."""
     return ast.parse(path.read_text(encoding="utf-8"))
 
 

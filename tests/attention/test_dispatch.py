@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -126,11 +125,6 @@ def test_differentiating_twice_is_refused() -> None:
 def test_the_output_of_the_kernel_is_laid_out_as_models_want_it() -> None:
     q, k, v, _ = (x.detach() for x in inputs(20, torch.float32))
     assert tree_attention(q, k, v, forests(20), impl="triton").transpose(1, 2).is_contiguous()
-
-
-def test_importing_attention_does_not_import_triton() -> None:
-    code = "import sys, treepack.attention, treepack.train.loop; sys.exit('triton' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 REFUSED: list[tuple[str, torch.dtype, tuple[int, int], str]] = [

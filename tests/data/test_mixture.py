@@ -30,7 +30,7 @@ from treepack.train.schedule import plan_steps
 from treepack.train.setup.opening import open_run
 from treepack.trajectory import Trajectory
 
-OPTIONS = TrainOptions(device="cpu", lr=1e-2, rows_per_step=4, steps=3)
+OPTIONS = TrainOptions(device="cpu", lr=1e-2, rows_per_step=4, steps=3, checkpoint_every=0)
 
 
 def rollouts(name: str, count: int, *, step: int | None = None) -> list[Trajectory]:

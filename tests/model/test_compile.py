@@ -69,16 +69,14 @@ def test_compiled_layers_agree_and_serve_every_length(tmp_path: Path, graphs: li
 
 
 def test_all_layers_under_an_adapter_are_one_graph(tmp_path: Path, graphs: list[int]) -> None:
-    source, counts = tiny_config(tmp_path / "config.json"), []
-    row = make_batch(make_row([Sample((1, 2, 3, 4), (0.0, 1.0, 1.0, 1.0))]))
-    for lora in (None, LoraOptions(rank=2)):
-        loaded = load_model(source, attention="reference", device="cpu", lora=lora)
-        adapt_layers(loaded.causal, checkpointing=False, compiled=True)
-        graphs.clear()
-        trained = [weight for weight in loaded.model.parameters() if weight.requires_grad]
-        torch.autograd.grad(row_loss(loaded, row), trained, allow_unused=True)
-        counts.append(len(graphs))
-    assert counts[0] == counts[1] > 0
+    source = tiny_config(tmp_path / "config.json")
+    loaded = load_model(source, attention="reference", device="cpu", lora=LoraOptions(rank=2))
+    adapt_layers(loaded.causal, checkpointing=False, compiled=True)
+    traced: list[int] = []
+    for layer in loaded.causal.base_model.layers:
+        layer.register_forward_pre_hook(lambda *_: traced.append(len(graphs)))
+    row_loss(loaded, make_batch(make_row([Sample((1, 2, 3, 4), (0.0, 1.0, 1.0, 1.0))])))
+    assert traced[0] == 0 < traced[1] == len(graphs), "the second layer compiles nothing"
 
 
 def test_a_model_without_marked_layers_is_refused() -> None:

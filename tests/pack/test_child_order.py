@@ -45,8 +45,7 @@ def rows(draw: st.DrawFn, *, max_nodes: int = 9, max_size: int = 7) -> tuple[Int
 
 
 def ends_of(size: Int64, parent: Int64) -> Int64:
-    begin = np.concatenate([[0], np.cumsum(size)])
-    stops = [begin[i + 1] for i in range(len(size))]
+    stops: list[int] = np.cumsum(size).tolist()
     for node in range(len(size) - 1, 0, -1):
         if parent[node] >= 0:
             stops[parent[node]] = max(stops[parent[node]], stops[node])

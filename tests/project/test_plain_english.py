@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import tokenize
 from pathlib import Path
 
 import plain_english
@@ -9,6 +11,13 @@ import pytest
 
 from support.paths import ROOT
 
+SOURCE = r"""# first
+url = 'a#b'  # it's one
+path = r"\"#"  # two
+text = '''not # "this"
+or # that\'''' # ' too'''
+call(f"{url}#", '"')  #: "three
+"""
 PAIRS = {
     "is no (is not a)": ("The value is no number.", "There is no number, and it is no longer here."),
     "nobody": ("A copy that nobody awaits.", "An asynchronous copy."),
@@ -38,6 +47,15 @@ def test_phrases_in_code_are_not_counted(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("Not `nobody`.\n```\nnobody\n```\n")
     assert plain_english.hits(page) == ([], 1)
+
+
+def test_comments_are_those_of_the_tokenizer(tmp_path: Path) -> None:
+    page = tmp_path / "code.py"
+    page.write_text(SOURCE)
+    tokens = tokenize.generate_tokens(io.StringIO(page.read_text()).readline)
+    expected = [(token.start[0], token.string) for token in tokens if token.type == tokenize.COMMENT]
+    assert len(expected) == 5
+    assert plain_english.comments(page) == expected
 
 
 def test_the_table_has_a_line_for_each_group_of_files(

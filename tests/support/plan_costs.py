@@ -46,8 +46,7 @@ def rows_of(row_of_leaf: Int64) -> list[list[int]]:
 
 def nodes_of(tree: PlanTree, leaves: list[int]) -> list[int]:
     """The union of the leaves' paths."""
-    paths = paths_of(tree)
-    return sorted({node for leaf in leaves for node in paths[leaf]})
+    return sorted({node for leaf in leaves for node in path_of(tree, leaf)})
 
 
 def fits(tree: PlanTree, leaves: list[int], limits: RowLimits) -> bool:
@@ -61,10 +60,12 @@ def fits(tree: PlanTree, leaves: list[int], limits: RowLimits) -> bool:
 
 def paths_of(tree: PlanTree) -> list[list[int]]:
     """Each leaf's nodes from the root down."""
-    paths = []
-    for leaf in tree.leaf.tolist():
-        path = [leaf]
-        while path[-1]:
-            path.append(int(tree.parent[path[-1]]))
-        paths.append(path[::-1])
-    return paths
+    return [path_of(tree, leaf) for leaf in range(tree.num_leaves)]
+
+
+def path_of(tree: PlanTree, leaf: int) -> list[int]:
+    """The nodes of one leaf from the root down; node 0 is the root."""
+    path = [int(tree.leaf[leaf])]
+    while path[-1]:
+        path.append(int(tree.parent[path[-1]]))
+    return path[::-1]

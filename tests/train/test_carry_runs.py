@@ -27,7 +27,7 @@ from treepack.train.setup.opening import open_run
 from treepack.train.step import StepMetrics
 from treepack.trajectory import Trajectory
 
-OPTIONS = TrainOptions(device="cpu", lr=1e-2, rows_per_step=1, steps=3, eval_every=2, checkpoint_every=1)
+OPTIONS = TrainOptions(device="cpu", lr=1e-2, rows_per_step=1, steps=3, eval_every=2, checkpoint_every=0)
 TIMES = ("seconds", "wait_seconds", "slowest_pass", "tokens_per_second", "tokens_flat_per_second", "eval_seconds")
 
 

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import pickle
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -42,13 +43,20 @@ class Code:
         return os.mkdir, (str(self.flag),)
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with rows, a configuration, and a run that stopped after its second step."""
-    packed_directory(tmp_path / "packed", [make(f"t{i}", [1, 2, 3 + i, 4]) for i in range(4)], capacity=8)
-    tiny_config(tmp_path / "tiny.json")
-    run_on(tmp_path, tmp_path / "run", until=2)
-    return tmp_path
+    folder = tmp_path_factory.mktemp("trained")
+    packed_directory(folder / "packed", [make(f"t{i}", [1, 2, 3 + i, 4]) for i in range(4)], capacity=8)
+    tiny_config(folder / "tiny.json")
+    run_on(folder, folder / "run", until=2)
+    return folder
+
+
+@pytest.fixture
+def folder(trained: Path, tmp_path: Path) -> Path:
+    """A copy of that folder, which the test may change."""
+    return Path(shutil.copytree(trained, tmp_path, dirs_exist_ok=True))
 
 
 def run_on(folder: Path, out: Path | str, *, until: int | None = None, init_from: Path | None = None) -> list[int]:

@@ -29,7 +29,7 @@ from treepack.train.setup.opening import open_run
 from treepack.train.step import StepMetrics
 from treepack.trajectory import Trajectory
 
-OPTIONS = TrainOptions(device="cpu", lr=1e-2, rows_per_step=2, epochs=3, checkpoint_every=2, warmup_steps=1)
+OPTIONS = TrainOptions(device="cpu", lr=1e-2, rows_per_step=2, epochs=3, checkpoint_every=0, warmup_steps=1)
 VALUE = choose_objective("value")
 BOTH = choose_objective("ppo", value_coef=0.5)
 

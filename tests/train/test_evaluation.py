@@ -23,7 +23,7 @@ from treepack.train.run import TrainingRun
 from treepack.train.setup.opening import open_run
 from treepack.trajectory import Trajectory
 
-OPTIONS = TrainOptions(device="cpu", lr=1e-2, rows_per_step=2, steps=6, eval_every=2, checkpoint_every=100)
+OPTIONS = TrainOptions(device="cpu", lr=1e-2, rows_per_step=2, steps=6, eval_every=2, checkpoint_every=0)
 
 
 def rollouts(seed: int, count: int) -> list[Trajectory]:
@@ -134,7 +134,7 @@ def test_a_stopped_run_keeps_its_count_of_evaluations(folder: Path) -> None:
 
 
 def test_a_run_that_ended_early_continues_with_more_patience(folder: Path) -> None:
-    changes = {"steps": 40, "eval_every": 1, "lr": 1.0}
+    changes = {"steps": 40, "eval_every": 1, "lr": 1.0, "checkpoint_every": 100}
     ended = list(train(opened(folder, **changes, patience=1), folder / "parts"))
     longer = list(train(opened(folder, **changes, patience=2), folder / "parts", resume=True))
     whole = list(train(opened(folder, **changes, patience=2), folder / "whole"))

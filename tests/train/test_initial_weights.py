@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,13 +23,20 @@ from treepack.train.setup.opening import open_run
 OPTIONS = TrainOptions(device="cpu", lr=1e-2, rows_per_step=1, steps=3, checkpoint_every=1, keep=3)
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with rows, a configuration, and a run that is complete."""
-    packed_directory(tmp_path / "packed", [make(f"t{i}", [1, 2, 3 + i, 4]) for i in range(4)], capacity=8)
-    tiny_config(tmp_path / "tiny.json")
-    list(train(opened(tmp_path), tmp_path / "first"))
-    return tmp_path
+    folder = tmp_path_factory.mktemp("trained")
+    packed_directory(folder / "packed", [make(f"t{i}", [1, 2, 3 + i, 4]) for i in range(4)], capacity=8)
+    tiny_config(folder / "tiny.json")
+    list(train(opened(folder), folder / "first"))
+    return folder
+
+
+@pytest.fixture
+def folder(trained: Path, tmp_path: Path) -> Path:
+    """Return a copy of that folder, which the test may change."""
+    return Path(shutil.copytree(trained, tmp_path, dirs_exist_ok=True))
 
 
 def opened(folder: Path, init_from: Path | None = None, seed: int = 0) -> TrainingRun:

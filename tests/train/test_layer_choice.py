@@ -27,7 +27,7 @@ from treepack.train.setup.host_memory import check_host, host_pages
 from treepack.train.setup.opening import open_run
 
 LAYERS = 3
-OPTIONS = TrainOptions(device="cpu", lr=1e-2, rows_per_step=2, checkpoint_every=2, steps=2)
+OPTIONS = TrainOptions(device="cpu", lr=1e-2, rows_per_step=2, checkpoint_every=0, steps=2)
 
 
 @pytest.fixture

@@ -33,7 +33,7 @@ from treepack.train.schedule import learning_rate, plan_steps
 from treepack.train.setup.opening import open_run, open_verification
 from treepack.trajectory import Tokens, Trajectory
 
-CPU = TrainOptions(device="cpu", lr=1e-2, rows_per_step=2)
+CPU = TrainOptions(device="cpu", lr=1e-2, rows_per_step=2, checkpoint_every=0)
 
 
 def rollouts(count: int = 9, *, num_steps: int | None = None) -> list[Trajectory]:

@@ -77,16 +77,16 @@ def test_peaks_and_times_give_the_bytes_and_seconds_of_a_token(loaded: LoadedMod
 
 # In KiB: a compiled layer with LoRA of Qwen3-8B, and one without compilation.
 def test_the_bytes_of_any_number_of_recomputed_layers_are_those_of_the_pass(tmp_path: Path) -> None:
-    model = load_model(tiny_config(tmp_path / "tiny.json", num_hidden_layers=36))
+    model = load_model(tiny_config(tmp_path / "tiny.json", num_hidden_layers=18))
     adapt_layers(model.causal, checkpointing=True, compiled=False, recomputed=1)
     for layer in (LayerBytes(95, 24, 60, 360), LayerBytes(200, 24, 90, 290)):
         device = SimulatedDevice(free=10**12, layer=layer)
         result = probe(model, device, lengths=(16, 64))
-        needed = [device.fixed + int(4000 * layer.peak(n, 36)) for n in range(37)]
+        needed = [device.fixed + int(4000 * layer.peak(n, 18)) for n in range(19)]
         ratios = [result.pass_bytes(4000, n, 96) / each for n, each in enumerate(needed)]
         assert min(ratios) > 0.999
         assert max(ratios) < 1.08  # one layer that is not recomputed keeps its input twice
-        assert max(ratios[:30]) < 1.001
+        assert max(ratios[:12]) < 1.001
 
 
 def test_longer_passes_run_until_the_processor_is_not_what_they_wait_for(loaded: LoadedModel) -> None:

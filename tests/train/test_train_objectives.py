@@ -33,10 +33,11 @@ from treepack.train.setup.opening import open_run, open_verification
 from treepack.train.step import StepMetrics
 from treepack.trie.builders.in_memory import build_trie
 
-CPU = TrainOptions(device="cpu", lr=1e-2, rows_per_step=100, clip=0.0)
+CPU = TrainOptions(device="cpu", lr=1e-2, rows_per_step=100, clip=0.0, checkpoint_every=0)
 OVER_TERMS = [name for name in PRESETS if name not in ("sft", "value", "opd", "distill")]
 # The row of each of the ten rollouts: the two groups in a row each, four rows that mix groups, and one row.
 BY_GROUP, MIXED, ONE = [i % 2 for i in range(10)], [0, 0, 1, 1, 1, 2, 2, 2, 3, 3], [0] * 10
+PACKINGS = (ONE, MIXED, BY_GROUP)
 
 
 @pytest.fixture
@@ -49,23 +50,35 @@ def train_on(packed: Path, config: Path, objective: Objective, **changes: Any) -
     return list(train(run, packed.parent / f"out-{packed.name}", overwrite=True)), run
 
 
+@pytest.fixture(scope="module")
+def packings(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """The rollouts in one row, in mixed rows, and with each group in a row."""
+    folder = tmp_path_factory.mktemp("packings")
+    return [write_rows(folder / str(i), as_trajectories(rollouts()), rows) for i, rows in enumerate(PACKINGS)]
+
+
+@pytest.fixture(scope="module")
+def plain(packings: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The model of transformers alone, with the weights that every run of this file starts with."""
+    new = open_run(packings[0], tiny_config(tmp_path_factory.mktemp("plain") / "tiny.json"), CPU).loaded.model
+    model = AutoModelForCausalLM.from_config(new.config)
+    model.set_attn_implementation("sdpa")
+    model.load_state_dict(new.state_dict())
+    return model
+
+
 @pytest.mark.parametrize("name", OVER_TERMS)
 def test_a_step_does_not_depend_on_its_rows_and_is_that_of_trajectories_alone(
-    tmp_path: Path, config: Path, name: str
+    packings: list[Path], config: Path, plain: Any, name: str
 ) -> None:
     objective = choose_objective(name)
     results = []
     # A pair of dpo must be in one row, so MIXED has other pairs and another loss.
-    for i, rows in enumerate([ONE, BY_GROUP if name == "dpo" else MIXED]):
-        packed = write_rows(tmp_path / str(i), as_trajectories(rollouts()), rows)
+    for i in (0, 2 if name == "dpo" else 1):
         # The rows of the last packing are joined into passes.
-        (metrics,), run = train_on(packed, config, objective, epochs=1, pass_tokens=4096 if i else 1)
-        assert metrics.num_rows == len(set(rows))
+        (metrics,), run = train_on(packings[i], config, objective, epochs=1, pass_tokens=4096 if i else 1)
+        assert metrics.num_rows == len(set(PACKINGS[i]))
         results.append((metrics, run.loaded.model.state_dict()))
-    new = open_run(packed, config, CPU).loaded.model
-    plain = AutoModelForCausalLM.from_config(new.config)
-    plain.set_attn_implementation("sdpa")
-    plain.load_state_dict(new.state_dict())
     expected = step_loss(plain, rollouts(), objective).item()
     for metrics, weights in results:
         assert metrics.loss == pytest.approx(expected, rel=1e-4, abs=1e-6)
@@ -124,9 +137,8 @@ def test_autocast_and_checkpointing_keep_the_objective(
 
 
 @pytest.mark.parametrize("name", OVER_TERMS)
-def test_verification_is_of_the_objective(tmp_path: Path, config: Path, name: str) -> None:
-    packed = write_rows(tmp_path / "packed", as_trajectories(rollouts()), BY_GROUP)
-    run = open_verification(packed, config, replace(CPU, objective=choose_objective(name)))
+def test_verification_is_of_the_objective(packings: list[Path], config: Path, name: str) -> None:
+    run = open_verification(packings[2], config, replace(CPU, objective=choose_objective(name)))
     rows = run.trainable_rows
     arguments: dict[str, Any] = {"objective": run.options.objective, "factors": run.factors(rows)}
     batches = [run.dataset[row] for row in rows]
