@@ -205,7 +205,7 @@ def test_with_an_environment_a_record_needs_no_prompt(tmp_path: Path) -> None:
         ([{"question": "?"}], "has the fields question; expected prompt_token_ids, messages or prompt, or"),
         ([{"prompt_ids": [1]}, {"prompt_ids": [1]}], r":2: is the same query prompt-\w+ as .*:1; remove one"),
         ([{"prompt_ids": []}], "has an empty prompt; expected at least one token"),
-        ([{"prompt_ids": [1], "group_id": 1.5}], "group_id is 1.5; expected a string"),
+        ([{"prompt_ids": [1], "group_id": 1.5}], "group_id is 1.5; expected an id"),
         ([{"prompt_ids": [1]}, {"group_id": "b"}], ":2: has no prompt; expected"),
         ([{"input_ids": [1, 2], "loss_mask": [0, 1]}], "has input_ids and loss_mask, so it is a rollout or padded"),
         ([{"prompt_ids": [1], "prompts": [2]}], "prompt_ids and prompts differ; drop the wrong one"),

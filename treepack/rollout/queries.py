@@ -25,6 +25,7 @@ from treepack.errors import TreepackError
 from treepack.files.remote.address import AnyPath
 from treepack.ingest.readers.fields import token_fields as tf
 from treepack.ingest.readers.fields.rollout_facts import GROUPS, UNTRAINED_PREFIX, group_of
+from treepack.ingest.readers.fields.values import as_id, as_integer
 from treepack.ingest.readers.files.record_files import read_records
 from treepack.ingest.readers.files.records import Record
 from treepack.rollout.prompts import PromptReader
@@ -343,20 +344,8 @@ def _step(record: Record, sources: QuerySources) -> int | None:
 
 
 def _text(record: Record, name: str) -> str:
-    value = record.value.get(name)
-    if type(value) not in (str, int):
-        raise TreepackError(f"{record.source}: {name} is {_shown(value)}; expected a string")
-    return str(value)
+    return str(as_id(record.value.get(name), source=record.source, name=name))
 
 
 def _integer(record: Record, name: str, *, minimum: int) -> int:
-    value = record.value.get(name)
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)  # pandas writes a column of integers as floats if some are missing
-    if type(value) is not int or not minimum <= value < 2**63:
-        raise TreepackError(f"{record.source}: {name} is {_shown(value)}; expected an integer of at least {minimum}")
-    return value
-
-
-def _shown(value: Any) -> str:
-    return "missing" if value is None else repr(value)[:40]
+    return as_integer(record.value.get(name), source=record.source, name=name, minimum=minimum)

@@ -166,15 +166,15 @@ def test_more_continuations_than_can_be_spent_are_refused(tmp_path: Path) -> Non
 
 
 MALFORMED: list[tuple[dict[str, Any], str]] = [
-    ({"group_id": "A"}, "value is missing; expected a chance of success in 0 .. 1"),
+    ({"group_id": "A"}, "value is null; expected a chance of success in 0 .. 1"),
     ({"group_id": "A", "value": 1.5}, "value is 1.5; expected a chance"),
-    ({"group_id": "A", "value": True}, "value is True; expected a chance"),
-    ({"group_id": "A", "value": float("nan")}, "value is nan; expected a chance"),
-    ({"value": 0.5}, "group_id is missing; expected a string"),
-    ({"group_id": "A", "value": 0.5, "max_rollouts": -1}, "max_rollouts is -1; expected an integer of 0 or more"),
-    ({"group_id": "A", "trajectory_id": "a", "value": 0.5}, "turn is missing; expected an integer of 1 or more"),
-    ({"group_id": "A", "trajectory_id": "a", "turn": 0, "value": 0.5}, "turn is 0; expected an integer of 1 or more"),
-    ({"group_id": "A", "turn": 2, "value": 0.5}, "trajectory_id is missing; expected a string"),
+    ({"group_id": "A", "value": True}, "value is true; expected a chance"),
+    ({"group_id": "A", "value": float("nan")}, "value is NaN; expected a chance"),
+    ({"value": 0.5}, "group_id is null; expected an id"),
+    ({"group_id": "A", "value": 0.5, "max_rollouts": -1}, "max_rollouts is -1; expected an integer of at least 0"),
+    ({"group_id": "A", "trajectory_id": "a", "value": 0.5}, "turn is null; expected an integer of at least 1"),
+    ({"group_id": "A", "trajectory_id": "a", "turn": 0, "value": 0.5}, "turn is 0; expected an integer of at least 1"),
+    ({"group_id": "A", "turn": 2, "value": 0.5}, "trajectory_id is null; expected an id"),
     ({"group_id": "B", "value": 0.5}, "an earlier line has the same prompt or prefix; keep one of them"),
 ]
 

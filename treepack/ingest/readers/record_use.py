@@ -21,6 +21,7 @@ from treepack.errors import TreepackError
 from treepack.ingest.column_map import ColumnMap
 from treepack.ingest.readers.columns import aliases
 from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.fields.unread import is_empty
 from treepack.ingest.readers.fields.values import shown
 from treepack.ingest.readers.files.record_files import read_blocks, read_records
 from treepack.ingest.readers.files.records import Record
@@ -245,7 +246,7 @@ def _fields(value: dict[str, Any], trial: _RecordTrial | None) -> Iterator[Field
         path = "".join("[]" if isinstance(step, int) else f".{step}" for step in steps).removeprefix(".")
         by_path.setdefault(path, []).append((steps, leaf))
     for path, leaves in by_path.items():
-        filled = [(steps, leaf) for steps, leaf in leaves if leaf is not None and not _is_empty(leaf)]
+        filled = [(steps, leaf) for steps, leaf in leaves if not is_empty(leaf)]
         # The first values and the last: 3 of [a b c d e] -> a b e
         half = _MAX_TRIED // 2
         tried = filled if len(filled) <= _MAX_TRIED else [*filled[:half], *filled[-half:]]
@@ -253,7 +254,8 @@ def _fields(value: dict[str, Any], trial: _RecordTrial | None) -> Iterator[Field
         for steps, leaf in tried:
             uses.update(("not read",) if trial is None else sorted(trial.uses(steps, leaf)))
         sample = (filled or leaves)[0][1]
-        yield FieldUse(path, shown(_plain(sample)), dict(uses) or {"empty": len(leaves)}, len(leaves))
+        plain = sample.tolist() if isinstance(sample, np.ndarray) else sample
+        yield FieldUse(path, shown(plain), dict(uses) or {"empty": len(leaves)}, len(leaves))
 
 
 def _leaves(value: Any, steps: _Steps) -> Iterator[tuple[_Steps, Any]]:
@@ -270,11 +272,3 @@ def _leaves(value: Any, steps: _Steps) -> Iterator[tuple[_Steps, Any]]:
 
 def _is_numbers(value: list[Any]) -> bool:
     return all(each is None or isinstance(each, int | float) for each in value) and value[0] is not None
-
-
-def _is_empty(value: Any) -> bool:
-    return isinstance(value, dict | list | np.ndarray) and len(value) == 0
-
-
-def _plain(value: Any) -> Any:
-    return value.tolist() if isinstance(value, np.ndarray) else value

@@ -13,13 +13,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from treepack.errors import TreepackError
 from treepack.files.remote.address import AnyPath
 from treepack.ingest.readers.fields.rollout_facts import GROUPS
+from treepack.ingest.readers.fields.values import as_id, as_integer, shown
 from treepack.ingest.readers.files.record_files import read_records
 from treepack.ingest.readers.files.records import Record
 from treepack.research.trace.targets import RankCorrelation, TurnPrefixes, recursive_targets, spearman
@@ -60,15 +60,17 @@ def read_predictions(path: str | AnyPath) -> ValuePredictions:
             "predict writes"
         )
     for record in read_records(str(path)):
-        group, value = _text(record, _group_name(record)), _value(record)
-        turn = record.value.get("turn")
+        name, source = _group_name(record), record.source
+        group, value = str(as_id(record.value.get(name), source=source, name=name)), _value(record)
+        trajectory, turn = record.value.get("trajectory_id"), record.value.get("turn")
         if isinstance(turn, float) and math.isnan(turn):  # some Parquet writers store a missing integer as NaN
-            record.value["turn"] = turn = None
-        if record.value.get("trajectory_id") is None and not turn:
+            turn = None
+        if trajectory is None and not turn:
             is_duplicate = group in roots
             roots[group] = value, _max_rollouts(record)
         else:
-            key = _text(record, "trajectory_id"), _integer(record, "turn", 1)
+            number = as_integer(turn, source=source, name="turn", minimum=1)
+            key = str(as_id(trajectory, source=source, name="trajectory_id")), number
             is_duplicate = key in prefixes
             prefixes[key], groups[key] = value, group
         if is_duplicate:
@@ -89,38 +91,17 @@ def _group_name(record: Record) -> str:
     return next((name for name in ("group_id", *GROUPS) if record.value.get(name) is not None), "group_id")
 
 
-def _text(record: Record, name: str) -> str:
-    text = record.value.get(name)
-    if type(text) not in (str, int):
-        raise TreepackError(f"{record.source}: {name} is {_describe(text)}; expected a string")
-    return str(text)
-
-
 def _value(record: Record) -> float:
     value = record.value.get("value")
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
-        raise TreepackError(f"{record.source}: value is {_describe(value)}; expected a chance of success in 0 .. 1")
+        raise TreepackError(f"{record.source}: value is {shown(value)}; expected a chance of success in 0 .. 1")
     return float(value)
-
-
-def _integer(record: Record, name: str, minimum: int) -> int:
-    value = record.value.get(name)
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)  # pandas writes a column of integers as floats if some are missing
-    if type(value) is not int or not minimum <= value < 2**63:
-        raise TreepackError(f"{record.source}: {name} is {_describe(value)}; expected an integer of {minimum} or more")
-    return value
 
 
 def _max_rollouts(record: Record) -> int:
     if record.value.get("max_rollouts") is None:
         return int(np.iinfo(np.int64).max)
-    return _integer(record, "max_rollouts", 0)
-
-
-def _describe(value: Any) -> str:
-    # 40 characters: a message stays one line even if the field contains a whole transcript.
-    return "missing" if value is None else repr(value)[:40]
+    return as_integer(record.value["max_rollouts"], source=record.source, name="max_rollouts", minimum=0)
 
 
 def prefix_values(predictions: ValuePredictions, trie: Trie, prefixes: TurnPrefixes) -> Float64:

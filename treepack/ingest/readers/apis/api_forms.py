@@ -122,7 +122,7 @@ def _prompt_of_request(value: dict[str, Any], source: str) -> RequestPrompt | No
     temperature = temperature_of(value)
     tools = value.get("tools") or value.get("functions") or None
     if "contents" in value:
-        config = _first_object(value, "config", "generation_config", "generationConfig")
+        config: dict[str, Any] = next((value[name] for name in _CONFIG_NAMES if isinstance(value.get(name), dict)), {})
         holders = (value, config)
         system = next((each[name] for each in holders for name in _SYSTEM_NAMES if each.get(name)), None)
         declared = gemini_tools(next((each["tools"] for each in holders if each.get("tools")), None))
@@ -144,10 +144,7 @@ def _prompt_of_request(value: dict[str, Any], source: str) -> RequestPrompt | No
 
 
 _SYSTEM_NAMES = ("system_instruction", "systemInstruction")
-
-
-def _first_object(value: dict[str, Any], *names: str) -> dict[str, Any]:
-    return next((value[name] for name in names if isinstance(value.get(name), dict)), {})
+_CONFIG_NAMES = ("config", "generation_config", "generationConfig")
 
 
 def _system(system: Any, source: str) -> list[Message]:

@@ -19,6 +19,7 @@ from treepack.ingest.readers.fields import endings
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.token_fields import LABELS, NAMES, mask_values, number_values
 from treepack.ingest.readers.fields.token_fields import MASK as MASK_OF_TOKENS
+from treepack.ingest.readers.fields.unread import is_empty
 from treepack.ingest.readers.fields.values import BadValueError, as_number, shown
 from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.tokens.kept_fields import read_sets, set_fields
@@ -191,7 +192,7 @@ def _ids(values: Any, name: str, where: str) -> Int32:
 
 def _values(call: TokenCall, num_tokens: int, where: str) -> dict[str, Float64]:
     """Return the values of `call`, each over all tokens of its response, and NaN for untrained tokens without value."""
-    present = {name: value for name, value in call.values.items() if value is not None and not _is_empty(value)}
+    present = {name: value for name, value in call.values.items() if not is_empty(value)}
     mask = np.ones(num_tokens)
     if _MASK in present:
         if not isinstance(present[_MASK], list | np.ndarray):
@@ -233,7 +234,3 @@ def _placed(sets: RaggedArray, trained: Int64, start: int, num_tokens: int, wher
         )
     places = range(num_tokens) if len(sets) == num_tokens else trained.tolist()
     return {start + place: sets.list(i) for i, place in enumerate(places)}
-
-
-def _is_empty(value: Any) -> bool:
-    return isinstance(value, list | np.ndarray) and len(value) == 0

@@ -83,6 +83,18 @@ def as_id(value: Any, *, source: str, name: str) -> str | int:
     return value
 
 
+def as_integer(value: Any, *, source: str, name: str, minimum: int) -> int:
+    """Return the integer `value`; 3.0 is 3, because pandas writes a column of integers as floats if some are missing.
+
+    Raises:
+        TreepackError: it is something else, below `minimum`, or has more than 64 bits.
+    """
+    number = int(value) if isinstance(value, float) and value.is_integer() else value
+    if type(number) is not int or not minimum <= number < 2**63:
+        raise TreepackError(f"{source}: {name} is {shown(value)}; expected an integer of at least {minimum}")
+    return number
+
+
 def as_text(value: Any, *, source: str, name: str, default: str | None = None) -> str:
     """Return the text `value`, or for null the `default` if there is one.
 
