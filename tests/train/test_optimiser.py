@@ -143,6 +143,14 @@ def test_either_optimiser_continues_the_state_of_the_other() -> None:
     assert all(torch.equal(ends[0], each) for each in ends[1:])
 
 
+def test_a_copy_of_a_moment_has_its_own_bytes_alone() -> None:
+    parameters = gradients(layers(), 0)
+    optimiser = make_adamw(parameters, replace(OPTIONS, offload_optimizer=True))
+    prepare_states(optimiser)
+    for moment in (optimiser.state[parameters[0]][name] for name in ("exp_avg", "exp_avg_sq")):
+        assert copy.deepcopy(moment).untyped_storage().nbytes() == moment.nbytes
+
+
 def test_memory_that_the_driver_does_not_pin_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     pinned, answers = list[int](), [0, 2]
 
@@ -153,10 +161,12 @@ def test_memory_that_the_driver_does_not_pin_is_a_sentence(monkeypatch: pytest.M
     driver = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=pinned.remove)
     monkeypatch.setattr("torch.cuda.cudart", lambda: driver)
     block = zeros_in_host(8, torch.device("cuda"))
-    address, part = block.data_ptr(), torch.empty(0).set_(block.untyped_storage(), 4, (4,), (1,))
+    address, part = block.ctypes.data, torch.from_numpy(block[4:])
     with pytest.raises(TreepackError, match=r"^the GPU driver does not pin 0\.0 GiB of host memory for the optimiser"):
         zeros_in_host(8, torch.device("cuda"))
     assert address in pinned
-    del block  # the driver forgets pages that may become free, because their address may come again
-    assert address not in pinned
+    del block
+    assert address in pinned
     assert part.tolist() == [0, 0, 0, 0]
+    del part  # the driver forgets pages that may become free, because their address may come again
+    assert address not in pinned

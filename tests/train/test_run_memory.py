@@ -108,6 +108,17 @@ def test_moments_leave_a_gpu_that_has_no_room_beside_them(plan: Plan) -> None:
         plan(tight, carry=None, offload_checkpoints=False, offload_optimizer=False)
 
 
+def test_moments_that_must_wait_in_host_memory_leave_less_of_it_to_layers(
+    plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs = 4 * 64 * 1408  # bytes of 4 layers
+    monkeypatch.setattr(run_memory, "host_room", lambda: inputs + 70_000)
+    options = {"carry": None, "offload_checkpoints": True, "checkpoint_layers": "all"}
+    assert plan(device_for(3), **options, offload_optimizer=False)[0].plan.checkpoint_layers == 4
+    with pytest.raises(TreepackError, match="no plan with these options runs a row"):
+        plan(device_for(3), **options, offload_optimizer=True)
+
+
 def test_ranks_that_share_a_row_count_its_tokens_once(plan: Plan) -> None:
     _, given = plan(device_for(0), carry=None)
     four, shared = (replace(given, ranks=Ranks(0, 4, sequence=n)) for n in (1, 2))

@@ -148,7 +148,7 @@ def test_an_h100_keeps_as_many_layers_as_fit_and_compiles() -> None:
 @pytest.mark.parametrize(
     ("gpu", "seconds", "away"),
     [
-        (90, 1e-9, False),  # no layer is recomputed, so more memory would not help
+        (90, 1e-9, False),  # no layer is recomputed, and passes are as long as the row
         (24, 1e-9, True),
         (24, 1e-3, False),  # two copies a step take longer than the recomputed layers
         (2, 1e-3, True),  # nothing else fits
@@ -166,6 +166,12 @@ def test_moments_wait_in_host_memory_where_that_is_faster(gpu: int, seconds: flo
         choose_plan([FUSED], ROWS, RunRoom(90 * GIB), replace(options, offload_optimizer=n)) for n in (True, False)
     ]
     assert [each.offload_optimizer for each in given] == [True, False]
+
+
+def test_moments_make_room_for_longer_passes_of_layers_that_are_not_recomputed() -> None:
+    fixed, rows = replace(FUSED, num_layers=0, spared=0), RunRows(1024, 1024, 1024, 32_768)
+    plan = choose_plan([fixed], rows, RunRoom(9 * GIB, 100 * GIB, 0, 60 * GIB, 1e-9), AUTO)
+    assert (plan.offload_optimizer, plan.checkpoint_layers, plan.pass_tokens) == (True, 0, 32_768)
 
 
 def test_a_row_longer_than_memory_runs_in_pieces() -> None:

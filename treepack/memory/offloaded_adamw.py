@@ -13,7 +13,9 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
@@ -27,7 +29,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 class OffloadedAdamW(torch.optim.AdamW):
     """AdamW with `options` of torch's; the moments of a sharded parameter are sharded like it, in host memory.
 
-    Parameters are contiguous, and on `device`; `size` bytes of each moment are there at a time, twice.
+    Parameters are contiguous, float32, and on `device`; `size` bytes of each moment are there at a time, twice.
     """
 
     def __init__(
@@ -43,7 +45,6 @@ class OffloadedAdamW(torch.optim.AdamW):
         super().__init__(params, fused=True, **options)
         self._device, self._length = device, size // 4
         self._coming, self._going = copies(device), copies(device)
-        self._blocks: list[Tensor] = []  # of host memory, which stay pinned as long as this optimiser lives
 
     @property
     def _parameters(self) -> list[Tensor]:
@@ -92,15 +93,14 @@ class OffloadedAdamW(torch.optim.AdamW):
 
     def _allocate(self, parameters: Sequence[Tensor]) -> None:
         block, begin = zeros_in_host(2 * sum(_own(each).numel() for each in parameters), self._device), 0
-        self._blocks.append(block)
         for parameter in parameters:
             own = _own(parameter)
             self.state[parameter]["step"] = torch.zeros((), device=self._device)
             for name in _MOMENTS:
-                # empty_like keeps the mesh of a sharded parameter; its part becomes a part of the block.
+                # empty_like keeps the mesh. Checkpoints make deep copies, which copy all of the storage of a tensor.
                 self.state[parameter][name] = moment = torch.empty_like(parameter, device="cpu", requires_grad=False)
-                _own(moment).set_(block.untyped_storage(), begin, own.shape, own.stride())
-                begin += own.numel()
+                part = torch.from_numpy(block[begin : (begin := begin + own.numel())])
+                _own(moment).set_(part.untyped_storage(), 0, own.shape, own.stride())
 
     def _parts(self, parameter: Tensor, group: dict[str, Any]) -> list[tuple[Any, Any, Callable[..., None]]]:
         """Return weights and gradients [n], moments [n] in host memory, and the update, of each part."""
@@ -132,22 +132,22 @@ def _own(tensor: Tensor) -> Tensor:
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def zeros_in_host(count: int, device: torch.device) -> Tensor:
-    """Return zeros, float32 [count], in host memory that a GPU reads and writes by itself while the tensor lives.
+def zeros_in_host(count: int, device: torch.device) -> NDArray[np.float32]:
+    """Return zeros, float32 [count], in host memory that a GPU reads and writes by itself while a view of it lives.
 
     Raises:
         TreepackError: the driver does not pin so much.
     """
-    block, driver = torch.zeros(count), torch.cuda.cudart() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+    block, driver = np.zeros(count, np.float32), torch.cuda.cudart() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
     if driver is None or not count:
         return block
     logging.getLogger("treepack").info("pinning %.1f GiB of host memory for the optimiser", block.nbytes / 2**30)
     # Not pin_memory=True, which would round up to a power of two.
-    if int(driver.cudaHostRegister(block.data_ptr(), block.nbytes, 0)):
+    if int(driver.cudaHostRegister(block.ctypes.data, block.nbytes, 0)):
         raise TreepackError(
             f"the GPU driver does not pin {block.nbytes / 2**30:.1f} GiB of host memory for the optimiser (ulimit -l, "
             "or a limit of the container); train with --no-offload-optimizer"
         )
-    # The driver must forget the pages before they are free, so not when the storage ends: then they are free already.
-    weakref.finalize(block, driver.cudaHostUnregister, block.data_ptr()).atexit = False
+    # The driver must forget the pages before they are free.
+    weakref.finalize(block, driver.cudaHostUnregister, block.ctypes.data).atexit = False
     return block

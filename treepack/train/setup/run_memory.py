@@ -230,10 +230,10 @@ class _Planner:
         lower = given.compute.dtype == "bf16"
         layers = len(find_layers(loaded.causal))
         moved = sum(moved_tensors(loaded, recomputed=layers, lower=lower)) // max(1, layers) if layers else 0
-        host = given.ranks.smallest(host_room())
-        moments = 0
-        if given.options.offload_optimizer == "auto":
-            moments = given.ranks.smallest(update_bytes(loaded.model, state_bytes=STATE_BYTES, gradients=False))
+        host, away = given.ranks.smallest(host_room()), given.options.offload_optimizer
+        moments = given.ranks.smallest(update_bytes(loaded.model, state_bytes=STATE_BYTES, gradients=False))
+        if away != "auto":  # nothing moves, but host memory may have them already
+            host, moments = max(0, host - moments) if away else host, 0
         seconds = 2 * moments / _HOST_RATE * len(given.data.schedule) / max(1.0, given.tokens)
         return RunRoom(given.ranks.smallest(max(0, gpu)), host, moved, moments if moments <= host else 0, seconds)
 

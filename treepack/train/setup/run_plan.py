@@ -184,8 +184,6 @@ def choose_plan(
         if plan is not None:
             plan = replace(plan, offload_optimizer=away, seconds=plan.seconds + (room.moments_seconds if away else 0))
             found = plan if found is None or _WORTHWHILE * plan.seconds < found.seconds else found
-            if not (plan.checkpoint_layers or plan.pieces):
-                break  # more memory would not make it faster
     if found is not None:
         return found
     if not every and pieces:
