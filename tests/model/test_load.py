@@ -101,7 +101,11 @@ GROUPED = {**SMALL, "num_key_value_heads": 2, "head_dim": 4}
 # Model type, configuration and part of the message: refused by check_config, by the probe, or because it cannot load.
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("minimax", {**GROUPED, "num_hidden_layers": 4}, "layer 1 is 'linear_attention', which carries a state"),
-    ("mamba", {"hidden_size": 16, "num_hidden_layers": 2}, "layer 0 is '(linear_attention|mamba)'"),
+    (
+        "mamba",
+        {"hidden_size": 16, "num_hidden_layers": 2},
+        "its layers compute a selective scan, which has no form on trees",
+    ),
     ("bloom", {"hidden_size": 16, "n_layer": 2, "n_head": 4}, "mask of its own|does not use transformers' attention"),
     ("openai-gpt", {"n_embd": 16, "n_layer": 2, "n_head": 4}, "does not use transformers' attention"),
     ("bert", SMALL, "not causal|tree attention|alone"),

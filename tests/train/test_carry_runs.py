@@ -150,6 +150,7 @@ def test_the_values_that_auto_chose_are_recorded_and_kept(packed: Path, config: 
         "compile": False,
         "checkpoint_layers": 0,
         "offload_checkpoints": False,
+        "offload_optimizer": False,
         "carry": 7,
         "pass_tokens": 1,
         "loss_chunk": 2048,

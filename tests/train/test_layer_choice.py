@@ -103,6 +103,7 @@ def test_a_resumed_run_takes_the_recorded_number(treepack: Run, packed: Path, co
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"offload_optimizer": 1}, "offload_optimizer is 1; expected True, False or auto"),
         ({"checkpoint_layers": -1}, "checkpoint_layers is -1; expected a number of layers, all or auto"),
         ({"checkpoint_layers": "most"}, "checkpoint_layers is 'most'; expected a number of layers, all or auto"),
         (

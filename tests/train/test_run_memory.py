@@ -113,10 +113,19 @@ def test_moments_that_must_wait_in_host_memory_leave_less_of_it_to_layers(
 ) -> None:
     inputs = 4 * 64 * 1408  # bytes of 4 layers
     monkeypatch.setattr(run_memory, "host_room", lambda: inputs + 70_000)
-    options = {"carry": None, "offload_checkpoints": True, "checkpoint_layers": "all"}
+    options = {"carry": None, "offload_checkpoints": True, "checkpoint_layers": "all", "checkpoint_every": 0}
     assert plan(device_for(3), **options, offload_optimizer=False)[0].plan.checkpoint_layers == 4
     with pytest.raises(TreepackError, match="no plan with these options runs a row"):
         plan(device_for(3), **options, offload_optimizer=True)
+
+
+def test_host_memory_has_room_for_the_copies_of_a_checkpoint(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    tight = replace(device_for(4), free=device_for(4).free - 120_000)
+    options: dict[str, Any] = {"carry": None, "offload_checkpoints": False}
+    monkeypatch.setattr(run_memory, "host_room", lambda: 9456 * 19)  # moments take 8 of a weight, and copies 12
+    assert plan(tight, checkpoint_every=0, **options)[0].plan.offload_optimizer
+    with pytest.raises(TreepackError, match="a row of 1,408 tokens needs at least"):
+        plan(tight, checkpoint_every=1, **options)
 
 
 def test_ranks_that_share_a_row_count_its_tokens_once(plan: Plan) -> None:

@@ -180,7 +180,7 @@ class TrainOptions:
             if value != "auto" and not (isinstance(value, int) and value >= 1):
                 raise TreepackError(f"{name} is {value!r}; expected a number of ranks of at least 1, or auto")
         for name in ("compile", "offload_checkpoints", "offload_optimizer", "whole_weights"):
-            if getattr(self, name) not in ("auto", False, True):
+            if getattr(self, name) != "auto" and not isinstance(getattr(self, name), bool):  # 1 == True
                 raise TreepackError(f"{name} is {getattr(self, name)!r}; expected True, False or auto")
         check_tokens(self.carry, self.pass_tokens)
         check_chunk(self.loss_chunk)

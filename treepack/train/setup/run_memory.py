@@ -230,7 +230,11 @@ class _Planner:
         lower = given.compute.dtype == "bf16"
         layers = len(find_layers(loaded.causal))
         moved = sum(moved_tensors(loaded, recomputed=layers, lower=lower)) // max(1, layers) if layers else 0
-        host, away = given.ranks.smallest(host_room()), given.options.offload_optimizer
+        away = given.options.offload_optimizer
+        # A checkpoint copies weights and moments to host memory, which it keeps for the next one.
+        copied = 4 + STATE_BYTES if given.options.checkpoint_every else 0
+        saved = update_bytes(loaded.model, state_bytes=copied, gradients=False)
+        host = given.ranks.smallest(max(0, host_room() - saved))
         moments = given.ranks.smallest(update_bytes(loaded.model, state_bytes=STATE_BYTES, gradients=False))
         if away != "auto":  # nothing moves, but host memory may have them already
             host, moments = max(0, host - moments) if away else host, 0
