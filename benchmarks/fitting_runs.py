@@ -175,9 +175,9 @@ class Bench:
             data = open_data(Path(self.args.data) / rows, options, self.ranks)
             memory = choose_memory(MemoryInput(data, None, self.loaded, options, self.compute, self.ranks, self.meter))
             record |= {"planning": time.perf_counter() - start, "lines": memory.lines}
-            self._check(name, memory)
             record |= {"options": memory.plan.options, "predicted": memory.plan.num_bytes}
             record["predicted_rate"] = 1 / memory.plan.seconds if memory.plan.seconds else 0
+            self._check(name, memory)
             run = TrainingRun(
                 loaded=self.loaded,
                 options=replace(options, **memory.plan.options),
