@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from mmap import PAGESIZE
 from types import SimpleNamespace
 
 import pytest
@@ -165,6 +166,7 @@ def test_memory_that_the_driver_does_not_pin_is_a_sentence(monkeypatch: pytest.M
     with pytest.raises(TreepackError, match=r"^the GPU driver does not pin 0\.0 GiB of host memory for the optimiser"):
         zeros_in_host(8, torch.device("cuda"))
     assert address in pinned
+    assert all(each % PAGESIZE == 0 for each in pinned), "small blocks that share a page cannot both be pinned"
     del block
     assert address in pinned
     assert part.tolist() == [0, 0, 0, 0]

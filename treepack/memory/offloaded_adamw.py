@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Sequence
+from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from typing import Any
 
 import numpy as np
@@ -138,11 +139,12 @@ def zeros_in_host(count: int, device: torch.device) -> NDArray[np.float32]:
     Raises:
         TreepackError: the driver does not pin so much.
     """
-    block, driver = np.zeros(count, np.float32), torch.cuda.cudart() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-    if driver is None or not count:
-        return block
+    if device.type != "cuda" or not count:
+        return np.zeros(count, np.float32)
+    driver: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    # Pages of its own, because the driver takes none twice. Not pin_memory=True, which rounds up to a power of two.
+    block = np.frombuffer(mmap(-1, 4 * count, flags=MAP_PRIVATE | MAP_ANONYMOUS), np.float32)
     logging.getLogger("treepack").info("pinning %.1f GiB of host memory for the optimiser", block.nbytes / 2**30)
-    # Not pin_memory=True, which would round up to a power of two.
     if int(driver.cudaHostRegister(block.ctypes.data, block.nbytes, 0)):
         raise TreepackError(
             f"the GPU driver does not pin {block.nbytes / 2**30:.1f} GiB of host memory for the optimiser (ulimit -l, "
