@@ -11,7 +11,7 @@ import re
 import signal
 import time
 
-WAIT = 3.0  # seconds; torchrun looks ten times a second whether a rank has stopped
+WAIT = 3.0  # seconds; torchrun looks for stopped ranks ten times a second
 _REFERENCE = re.compile(r"see the error of|another rank|its ranks differ")  # to the error of a different rank
 
 
@@ -21,7 +21,7 @@ def is_first_process() -> bool:
 
 
 def wait_for_first_rank(sentence: str) -> None:
-    """Wait before this rank prints the error `sentence`, until another rank has printed what it knows better."""
+    """Wait before this rank prints the error `sentence`, so that a rank that knows the cause prints first."""
     if os.environ.get("WORLD_SIZE", "1") == "1":
         return
     waits = 2 if _REFERENCE.search(sentence) else 0 if is_first_process() else 1

@@ -32,7 +32,7 @@ run_options = option_group(
         click.option(
             "--dry-run",
             is_flag=True,
-            help="Print what the run chooses, on a GPU with its memory and time, and stop; nothing is written.",
+            help="Print the choices of the run, on a GPU also its memory and time, and stop; nothing is written.",
         ),
         click.option(
             "--report-to",

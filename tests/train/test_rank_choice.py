@@ -81,7 +81,7 @@ def needs(**changes: Any) -> RankNeeds:
         ),
         # With 4 expert ranks, 4 ranks have the whole state: 20 GB each.
         ({"gathered": 90 * GB, "experts": 88 * GB, "divisions": (4, 2)}, {"expert_ranks": 4}, "expert-ranks 4"),
-        # What may wait in host memory: inputs of layers, of 0.4 GB for each 1,000 tokens, and moments.
+        # Tensors that may wait in host memory: inputs of layers, of 0.4 GB for each 1,000 tokens, and moments.
         ({"longest": 120_000, "whole": None, "inputs": 400_000}, {}, ""),
         (
             {"longest": 130_000, "whole": None, "inputs": 400_000},

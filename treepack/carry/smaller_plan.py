@@ -20,7 +20,8 @@ class RunPlan:
 
     `num_bytes` is the predicted peak on the GPU beside weights, gradients and optimiser, `seconds` the predicted time
     of a token, and `pieces` the memory of carried tensors if rows run in pieces. Passes without gradients recompute no
-    layers. With `whole_weights`, each of several ranks keeps all weights and gradients during a step.
+    layers. With `whole_weights`, each of several ranks keeps all weights and gradients during a step, and with
+    `offload_optimizer` the moments of AdamW are in host memory.
     """
 
     compile: bool

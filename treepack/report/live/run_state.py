@@ -35,7 +35,7 @@ FORMAT = "treepack-train"
 MAX_RECORD_BYTES = 1 << 24
 # A file system without locks: the run counts as running if its metrics are this young.
 YOUNG_SECONDS = 120
-LOOK_SECONDS = 0.5  # between two looks whether a run has started
+LOOK_SECONDS = 0.5  # between two looks for a run that has started
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,7 +47,7 @@ class MemoryInput:
 
     @property
     def tokens(self) -> float:
-        """Tokens of the whole run on this rank, and on those that share its rows."""
+        """Tokens of the whole run on this rank and the ranks that share its rows."""
         counts = self.data.dataset.num_tokens
         return sum(float(counts[step.rows].sum()) for step in self.data.schedule) / self.ranks.row_share[1]
 

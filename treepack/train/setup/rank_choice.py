@@ -112,9 +112,8 @@ def choose_division(needs: RankNeeds, size: int, *, free: int, host: int) -> tup
         host: bytes of host memory that it may use.
     """
     free = max(0, free - needs.teacher)
-    values, lines, room = dict(_USUAL), list[str](), int(_SHARE * free)
-    gathered = needs.gathered
-    # What can wait in host memory does not count: whether it does is chosen later, by measurements.
+    values, lines, room, gathered = dict(_USUAL), list[str](), int(_SHARE * free), needs.gathered
+    # Tensors that can wait in host memory do not count. The plan decides later, from measurements, if they do.
     moments = needs.moments if needs.moments <= host else 0
     held, row = needs.held - moments, needs.row
     if moments + needs.inputs * needs.longest <= host:
