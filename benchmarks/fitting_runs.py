@@ -233,7 +233,7 @@ class Bench:
                 first = metrics.seconds
         peak = 0 if meter is None else meter.peak() - before
         del other
-        return {"rate": max(rates), "losses": losses, "peak": peak, "first_step": first}
+        return {"rate": max(rates), "rates": rates, "losses": losses, "peak": peak, "first_step": first}
 
 
 def measure(args: argparse.Namespace, ranks: Ranks) -> list[dict[str, Any]]:
@@ -287,7 +287,7 @@ def show(record: dict[str, Any], seconds: float) -> None:
     if "planning" in record:
         text += f", planned in {record['planning']:.1f} s {record['options']}"
     if "rate" in record:
-        text += f", {record['rate']:,.0f} tokens/s (predicted {record['predicted_rate']:,.0f})"
+        text += f", {[round(rate) for rate in record['rates']]} tokens/s (predicted {record['predicted_rate']:,.0f})"
         text += f", peak {record['peak'] / 2**30:.1f} GiB (predicted {record['predicted'] / 2**30:.1f})"
         text += f", first step {record['first_step']:.1f} s, loss {record['losses'][0]}"
     print(text, record.get("failed", ""), record.get("notes", ""), flush=True)

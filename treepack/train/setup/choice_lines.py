@@ -38,7 +38,7 @@ def choice_lines(
         f"if layers keep their activations, and {recomputed} if all run again",
         "carry": _carry_line(plan, rows, pieces=pieces),
         "pass_tokens": f"pass-tokens {plan.pass_tokens}: the longest row has {rows.longest:,} tokens, a step "
-        f"{rows.step_tokens:,}, and the processor needs {1000 * probe.launch:.0f} ms to start a pass",
+        f"{rows.step_tokens:,}, and a pass of few tokens takes {1000 * probe.launch:.0f} ms",
     }
     chosen = [line for name, line in lines.items() if getattr(options, name) == "auto"]
     if options.offload_checkpoints == "auto" and plan.offload_checkpoints:
