@@ -16,6 +16,7 @@ rank without memory would leave the others waiting.
 
 plan       chosen, or the options of a candidate
 tokens/s   of the fastest timed step
+reserved   by torch's allocator on the first rank; of all ranks, how often one had freed all it kept, after each step
 peak       GPU memory beside weights, gradients and optimiser: predicted for the chosen plan, and measured
 of best    tokens/s of the chosen plan / of the best plan that ran
 """
@@ -215,7 +216,7 @@ class Bench:
                 raise TreepackError(f"needs {needed / 2**30:.1f} GiB by the measurements of the chosen plan")
 
     def _steps(self, fitting: FittingRun, *, taken: float) -> dict[str, Any]:
-        losses, rates, first, other = [], [], 0.0, None
+        losses, rates, again, first, other = [], [], list[int](), 0.0, None
         meter, before = self.meter, 0
         self.loaded.model.train()  # as in a run: compiled layers are made for one mode
         for number in range(self.args.steps):
@@ -231,9 +232,12 @@ class Bench:
                 rates.append(metrics.tokens / metrics.seconds)
             else:
                 first = metrics.seconds
+            count = 0 if meter is None else torch.cuda.memory_stats()["num_alloc_retries"]
+            again.append(-self.ranks.smallest(-count))
         peak = 0 if meter is None else meter.peak() - before
         del other
-        return {"rate": max(rates), "rates": rates, "losses": losses, "peak": peak, "first_step": first}
+        record = {"rate": max(rates), "rates": rates, "losses": losses, "peak": peak, "first_step": first}
+        return record | {"retries": again, "reserved": 0 if meter is None else torch.cuda.memory_reserved()}
 
 
 def measure(args: argparse.Namespace, ranks: Ranks) -> list[dict[str, Any]]:
@@ -289,6 +293,7 @@ def show(record: dict[str, Any], seconds: float) -> None:
     if "rate" in record:
         text += f", {[round(rate) for rate in record['rates']]} tokens/s (predicted {record['predicted_rate']:,.0f})"
         text += f", peak {record['peak'] / 2**30:.1f} GiB (predicted {record['predicted'] / 2**30:.1f})"
+        text += f", {record['reserved'] / 2**30:.1f} GiB reserved, allocator freed its memory {record['retries']} times"
         text += f", first step {record['first_step']:.1f} s, loss {record['losses'][0]}"
     print(text, record.get("failed", ""), record.get("notes", ""), flush=True)
 

@@ -104,6 +104,7 @@ class ScriptedMemory:
     recomputed: float
     steps: int = 0
     taken: tuple[int, ...] = ()
+    total: int = 0
 
     def meter(self, rank: int, done: Sequence[Any] = ()) -> MemoryMeter:
         """Return the meter of a rank, whose steps so far are in `done`; every pass takes a millisecond."""
@@ -123,7 +124,7 @@ class ScriptedMemory:
         def free() -> int:
             return self.free[rank] - (self.taken[rank] if self.taken and len(done) >= self.steps else 0)
 
-        return MemoryMeter(lambda: 0, peak, lambda: None, free, 0, lambda: next(times) / 1000)
+        return MemoryMeter(lambda: 0, peak, lambda: None, free, self.total, lambda: next(times) / 1000)
 
 
 @dataclass(frozen=True)

@@ -145,6 +145,21 @@ def test_an_h100_keeps_as_many_layers_as_fit_and_compiles() -> None:
     assert choose_plan([EAGER, FUSED], ROWS, RunRoom(90 * GIB), AUTO).checkpoint_layers == 0
 
 
+def test_kept_layers_leave_the_memory_in_which_ranks_exchange_weights() -> None:
+    def layers(gpu: int, exchange: int, **changes: object) -> int:
+        room = RunRoom(gpu * GIB, exchange=exchange * GIB)
+        options = replace(AUTO, loss_chunk=2048, offload_checkpoints=False, **changes)  # type: ignore[arg-type]
+        return choose_plan([FUSED], ROWS, room, options).checkpoint_layers
+
+    some, more = layers(48, 0), layers(48, 6)
+    assert 0 < some < more < 28
+    assert more == layers(42, 0)
+    least = -(-FUSED.pass_bytes(32_768, 28, 2048) // GIB)
+    assert layers(least, 6) == 28, "layers that all run again need nothing more"
+    assert layers(48, 6, checkpoint_layers=some) == some, "a given number is kept"
+    assert layers(96, 6) == 0
+
+
 @pytest.mark.parametrize(
     ("gpu", "seconds", "away"),
     [

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 from treepack.carry.smaller_plan import RunPlan
 from treepack.memory.device_memory import update_bytes
 from treepack.train.options import CHUNK, STATE_BYTES
@@ -57,13 +59,12 @@ def choice_lines(
 
 def expectation(plan: RunPlan, room: RunRoom, given: MemoryInput) -> str:
     """Return the line about memory and time: a rate over all ranks, and the time of the whole run without saving."""
-    rate = given.ranks.row_share[1] / max(plan.seconds, 1e-12)
-    seconds = given.tokens * plan.seconds
+    rate, seconds = given.ranks.row_share[1] / max(plan.seconds, 1e-12), round(given.tokens * plan.seconds)
     # No probe measures the way to host memory.
     about = "at most" if plan.offload_checkpoints else "about"
     return (
         f"expected: {gib(plan.num_bytes)} of {gib(room.gpu)} of GPU memory beside weights, gradients and optimiser, "
-        f"{about} {rate:,.0f} tokens/s in {given.compute.dtype}, {_duration(seconds)} for all steps"
+        f"{about} {rate:,.0f} tokens/s in {given.compute.dtype}, {timedelta(seconds=seconds)} for all steps"
     )
 
 
@@ -73,11 +74,3 @@ def _carry_line(plan: RunPlan, rows: RunRows, *, pieces: bool) -> str:
         return f"carry off: {why}"
     resident = "" if plan.pieces is None else f", and {plan.pieces.resident_layers} layers carry on the GPU"
     return f"carry {plan.carry}: the longest row has {rows.longest_of_all:,} tokens{resident}"
-
-
-def _duration(seconds: float) -> str:
-    # 42 -> "42 s", 3720 -> "1 h 2 min"
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
