@@ -2,9 +2,9 @@
 
 One thread per process: the models are tiny and the tests run side by side, so more threads only wait for each other.
 Without a GPU, Triton runs kernels in its interpreter; it reads the variable once, when it is first imported.
-Hypothesis is derandomised, so that a run is repeatable, and has no deadlines, as machines differ. `make test` tries 12
-examples of each property, `make test-slow` 40. A property with a number of its own is tried by `make test` alone: the
-slow group would try the same examples again.
+Hypothesis is derandomised, so that a run is repeatable, and has no deadlines, as machines differ. `make test` tries at
+most 12 examples of each property, `make test-slow` 40 or its own number. The slow group leaves out properties whose
+own number is at most 12: it would try the same examples again.
 """
 
 import atexit
@@ -30,9 +30,12 @@ from support.command_line import Result, Run
 from support.ray_cluster import running_cluster
 from support.s3 import Store, running_store
 
-settings.register_profile("treepack", deadline=None, derandomize=True, max_examples=12)
+EXAMPLES = 12
+settings.register_profile("treepack", deadline=None, derandomize=True, max_examples=EXAMPLES)
 settings.register_profile("thorough", settings.get_profile("treepack"), max_examples=40)
 settings.load_profile("treepack")
+
+SETTINGS = "_hypothesis_internal_use_settings"  # of a property, where Hypothesis reads them
 
 # The environment of `make test-data` has no torch, and macOS has no triton.
 MISSING = [name for name in ("torch", "triton") if find_spec(name) is None]
@@ -40,12 +43,19 @@ MISSING = [name for name in ("torch", "triton") if find_spec(name) is None]
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Order the tests alike in every worker; leave out of a thorough run the properties with a number of their own."""
+    """Order the tests alike in every worker; give properties their number of examples."""
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: item.path)
-    if config.getoption("--hypothesis-profile") != "thorough":
-        return
-    repeated = [item for item in items if has_own_number(item) and item.get_closest_marker("slow") is None]
+    thorough = config.getoption("--hypothesis-profile") == "thorough"
+    repeated = []
+    for item in items:
+        own: settings | None = getattr(getattr(item, "obj", None), SETTINGS, None)
+        if own is None or item.get_closest_marker("slow") is not None:
+            continue
+        if thorough and own.max_examples <= EXAMPLES:
+            repeated.append(item)
+        elif not thorough and own.max_examples > EXAMPLES:
+            setattr(item.obj, SETTINGS, settings(own, max_examples=EXAMPLES))  # type: ignore[attr-defined]
     config.hook.pytest_deselected(items=repeated)
     items[:] = [item for item in items if item not in repeated]
 
@@ -95,11 +105,6 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
 def worker_number(config: pytest.Config) -> int:
     """Return 1 in the worker gw1, and 0 without workers."""
     return int(getattr(config, "workerinput", {}).get("workerid", "gw0").removeprefix("gw"))
-
-
-def has_own_number(item: pytest.Item) -> bool:
-    chosen = getattr(getattr(item, "obj", None), "_hypothesis_internal_use_settings", None)
-    return chosen is not None and chosen.max_examples != settings().max_examples
 
 
 @pytest.fixture

@@ -120,7 +120,8 @@ def losses_and_gradients(loaded: Any, sets: list[list[Sample]]) -> list[Tensor]:
     return results
 
 
-@pytest.mark.parametrize("recomputed", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, 2))])
+@pytest.mark.slow
+@pytest.mark.parametrize("recomputed", [0, 1, 2])
 def test_a_compiled_layer_is_one_graph_and_keeps_its_attention(
     tmp_path: Path, graphs: list[int], launches: list[str], recomputed: int
 ) -> None:

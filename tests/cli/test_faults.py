@@ -71,6 +71,7 @@ def test_an_unforeseen_exception_names_a_file_with_its_traceback(
     assert "['treepack', 'formats']" in text
 
 
+@pytest.mark.slow
 def test_a_rank_that_loses_another_one_does_not_ask_for_a_report(tmp_path: Path) -> None:
     ranks = [PROCESSES.Process(target=lose_a_rank, args=(rank, tmp_path), daemon=True) for rank in range(2)]
     for rank in ranks:

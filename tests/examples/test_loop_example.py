@@ -173,6 +173,7 @@ def run_example(arguments: list[str], out: Path) -> None:
     assert not {"polars", "ortools"} & sys.modules.keys()
 
 
+@pytest.mark.slow
 def test_two_steps_run_as_a_script_without_polars_and_ortools(tmp_path: Path) -> None:
     options = "--steps 2 --warm-up 3 --problems 12 --eval-every 1 --eval-problems 4 --leaf-weights".split()
     save = tmp_path / "saved"

@@ -21,6 +21,7 @@ def number(word: str) -> float | None:
         return None
 
 
+@pytest.mark.slow
 def test_cells_print_and_draw_what_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(PATH.parent)
     cells = run_notebook.code_cells(NOTEBOOK)

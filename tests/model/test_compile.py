@@ -68,6 +68,7 @@ def test_compiled_layers_agree_and_serve_every_length(tmp_path: Path, graphs: li
     assert all(torch.equal(a, b) for a, b in zip(again, results, strict=True))
 
 
+@pytest.mark.slow
 def test_all_layers_under_an_adapter_are_one_graph(tmp_path: Path, graphs: list[int]) -> None:
     source = tiny_config(tmp_path / "config.json")
     loaded = load_model(source, attention="reference", device="cpu", lora=LoraOptions(rank=2))

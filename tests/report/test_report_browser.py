@@ -87,6 +87,7 @@ def test_all_charts_are_drawn_and_the_console_stays_empty(driver: WebDriver, tal
     assert driver.execute_script("return performance.getEntriesByType('resource').map((entry) => entry.name)") == []
 
 
+@pytest.mark.slow
 def test_a_group_opens_as_the_tree_of_its_own_rollouts(driver: WebDriver, talk: str) -> None:
     visit(driver, talk)
     names = [row.text for row in driver.find_elements(By.CSS_SELECTOR, "#rows th")]
@@ -99,6 +100,7 @@ def test_a_group_opens_as_the_tree_of_its_own_rollouts(driver: WebDriver, talk: 
     assert sum("b-" in label for label in items(driver)) == 3
 
 
+@pytest.mark.slow
 def test_a_click_shows_the_text_of_a_node_with_its_trained_parts_marked(driver: WebDriver, talk: str) -> None:
     visit(driver, talk)
     leaf = driver.find_element(By.CSS_SELECTOR, ".item[aria-label*='b-2']")
@@ -126,6 +128,7 @@ def test_text_that_looks_like_markup_is_shown_and_never_run(driver: WebDriver, t
     assert driver.execute_script("return typeof window.broken") == "undefined"
 
 
+@pytest.mark.slow
 def test_the_keyboard_walks_the_tree_and_opens_texts(driver: WebDriver, talk: str) -> None:
     visit(driver, talk)
     # The control before the tree in the order of the tabulator is disabled until a reader zooms.
@@ -155,6 +158,7 @@ def test_the_keyboard_walks_the_tree_and_opens_texts(driver: WebDriver, talk: st
     assert "from 0 on" in focus(driver)
 
 
+@pytest.mark.slow
 def test_every_control_can_be_reached_with_the_tabulator_and_has_a_name(driver: WebDriver, talk: str) -> None:
     visit(driver, talk)
     nameless = driver.execute_script(
@@ -207,6 +211,7 @@ def test_a_tree_of_thousands_of_turns_is_opened_at_any_of_them(driver: WebDriver
     assert console(driver) == []
 
 
+@pytest.mark.slow
 def test_the_list_is_sorted_by_any_column_and_searched(driver: WebDriver, talk: str) -> None:
     visit(driver, talk)
 
@@ -230,6 +235,7 @@ def test_the_list_is_sorted_by_any_column_and_searched(driver: WebDriver, talk: 
     assert names() == ["tree 1"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [320, 390, 800, 1800])
 def test_nothing_is_wider_than_the_window(driver: WebDriver, talk: str, width: int) -> None:
     visit(driver, talk, width=width)
@@ -241,6 +247,7 @@ def test_nothing_is_wider_than_the_window(driver: WebDriver, talk: str, width: i
     assert 0 < right <= width + 1
 
 
+@pytest.mark.slow
 def test_a_phone_shows_the_numbers_before_the_sentences(driver: WebDriver, talk: str) -> None:
     visit(driver, talk, width=390)
     order = ["#headline", ".totals", ".tiles", ".sentences", "#charts"]
@@ -248,6 +255,7 @@ def test_a_phone_shows_the_numbers_before_the_sentences(driver: WebDriver, talk:
     assert tops == sorted(tops)
 
 
+@pytest.mark.slow
 def test_a_chart_that_is_not_drawn_yet_has_a_placeholder(driver: WebDriver, talk: str) -> None:
     visit(driver, talk)
     content = "getComputedStyle(document.querySelector('.chart'), '::before').content"
@@ -263,6 +271,7 @@ def luminance(colour: str) -> float:
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dark", [False, True])
 def test_text_has_contrast_in_the_colours_of_the_system_and_of_the_button(
     driver: WebDriver, talk: str, dark: bool
@@ -285,6 +294,7 @@ def test_text_has_contrast_in_the_colours_of_the_system_and_of_the_button(
     assert (backgrounds[1] < 0.1) != dark
 
 
+@pytest.mark.slow
 def test_left_out_tokens_are_counted_in_the_hint_and_in_the_text(driver: WebDriver, tmp_path: Path) -> None:
     visit(driver, page_url(tmp_path / "page.html", trie_of_talk(), limit=40))
     hint = driver.find_element(By.CSS_SELECTOR, ".hint").text

@@ -66,6 +66,7 @@ def test_the_group_with_the_most_mixed_outcomes_is_open_and_groups_are_filtered(
     assert console(driver) == []
 
 
+@pytest.mark.slow
 def test_each_rollout_is_one_line_and_blocks_do_not_cover_each_other(driver: WebDriver, shop: str) -> None:
     visit(driver, shop)
     names = driver.find_elements(By.CSS_SELECTOR, "#tree .gutter")
@@ -79,6 +80,7 @@ def test_each_rollout_is_one_line_and_blocks_do_not_cover_each_other(driver: Web
         assert apart or thin or a["bottom"] <= b["top"] or b["bottom"] <= a["top"], (a, b)
 
 
+@pytest.mark.slow
 def test_roles_have_colours_and_trained_tokens_are_hatched(driver: WebDriver, shop: str) -> None:
     visit(driver, shop)
     fills = {}
@@ -93,6 +95,7 @@ def test_roles_have_colours_and_trained_tokens_are_hatched(driver: WebDriver, sh
     assert texts(driver, "#legend .legend-key") == ["system", "user", "assistant", "tool", "trained"]
 
 
+@pytest.mark.slow
 def test_a_common_prompt_is_folded_and_unfolds_by_button_and_key(driver: WebDriver, shop: str) -> None:
     visit(driver, shop)
 
@@ -111,6 +114,7 @@ def test_a_common_prompt_is_folded_and_unfolds_by_button_and_key(driver: WebDriv
     assert share() == folded
 
 
+@pytest.mark.slow
 def test_a_conversation_has_messages_by_role_and_tokens_have_the_template(driver: WebDriver, shop: str) -> None:
     visit(driver, shop)
     roles = texts(driver, "#text-body .message strong")
@@ -126,6 +130,7 @@ def test_a_conversation_has_messages_by_role_and_tokens_have_the_template(driver
     wait(driver, "document.querySelectorAll('#text-body .column').length === 2")
 
 
+@pytest.mark.slow
 def test_a_long_message_is_folded_until_a_reader_opens_it(driver: WebDriver, shop: str) -> None:
     visit(driver, shop)
     wait(driver, "document.querySelector('.unfold')")
@@ -138,6 +143,7 @@ def test_a_long_message_is_folded_until_a_reader_opens_it(driver: WebDriver, sho
     assert (button.text, button.get_attribute("aria-expanded")) == ("Show less", "true")
 
 
+@pytest.mark.slow
 def test_a_place_of_lost_sharing_is_marked_in_the_tree(driver: WebDriver, shop: str) -> None:
     visit(driver, shop)
     example = driver.find_element(By.CSS_SELECTOR, ".example")
@@ -156,6 +162,7 @@ def test_a_place_of_lost_sharing_is_marked_in_the_tree(driver: WebDriver, shop: 
     assert driver.find_elements(By.CSS_SELECTOR, ".lost-line") == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [320, 390])
 def test_a_page_of_conversations_is_as_wide_as_a_phone(driver: WebDriver, shop: str, width: int) -> None:
     visit(driver, shop, width=width)

@@ -71,6 +71,7 @@ def same(first: Any, second: Any) -> bool:
     return bool(first == second)
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_in_a_fresh_process_ends_bit_for_bit_as_one_that_never_stopped(tmp_path: Path) -> None:
     # Five updates in one process; two updates with a save after them, then the other three in another process.
     for name, arguments in (("whole", (5, 9)), ("parts", (2, 2)), ("parts", (5, 9))):
@@ -98,7 +99,9 @@ def test_a_checkpoint_without_optimiser_state_takes_it_from_an_optimiser_that_ha
     assert not optimiser.state
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 3), (2, 2)])
+@pytest.mark.parametrize(
+    ("before", "after"), [(1, 2), (2, 1), *(pytest.param(*pair, marks=pytest.mark.slow) for pair in ((2, 3), (2, 2)))]
+)
 def test_any_number_of_ranks_restores_what_any_other_number_saved(tmp_path: Path, before: int, after: int) -> None:
     in_processes(before, tmp_path, train, tmp_path / "run", tmp_path / "before.pt", 2, 2, False)
     in_processes(after, tmp_path, reshard, tmp_path / "run", tmp_path / "after.pt")
@@ -107,6 +110,7 @@ def test_any_number_of_ranks_restores_what_any_other_number_saved(tmp_path: Path
     assert same(saved, restored)
 
 
+@pytest.mark.slow
 def test_ranks_that_go_on_end_bit_for_bit_as_ranks_that_never_stopped(tmp_path: Path) -> None:
     for name, arguments in (("whole", (4, 9)), ("parts", (2, 2)), ("parts", (4, 9))):
         in_processes(2, tmp_path, train, tmp_path / name, tmp_path / f"{name}.pt", *arguments, True)
@@ -118,6 +122,7 @@ def test_a_full_disk_of_one_rank_is_told_to_all_and_leaves_the_checkpoint_before
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["step-00000001"]
 
 
+@pytest.mark.slow
 def test_ranks_share_the_verification_and_agree(tmp_path: Path) -> None:
     in_processes(2, tmp_path, train, tmp_path / "run", tmp_path / "a.pt", 1, 1, False)
     in_processes(2, tmp_path, train, tmp_path / "run", tmp_path / "a.pt", 2, 2, False)
@@ -334,6 +339,7 @@ def test_a_full_disk_leaves_the_checkpoint_before_and_nothing_else(tmp_path: Pat
     assert restore_latest(run).step == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("again", [False, True])
 def test_a_run_killed_at_any_change_of_the_disk_has_the_checkpoint_before_or_the_new_one(
     tmp_path: Path, again: bool

@@ -142,6 +142,7 @@ def test_two_processes_of_torchrun_write_what_one_process_writes(
     assert json.loads((tmp_path / "out" / "train.json").read_text())["num_ranks"] == 2
 
 
+@pytest.mark.slow
 def test_two_processes_print_their_common_refusal_once(arguments: list[str]) -> None:
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
     done = subprocess.run([*launch, str(TREEPACK), *arguments, "--mix", "1,1"], capture_output=True, text=True)

@@ -89,6 +89,7 @@ def state(driver: WebDriver) -> str:
     return driver.find_element(By.ID, "state").text
 
 
+@pytest.mark.slow
 def test_the_page_follows_a_run_that_dies_and_resumes(driver: WebDriver, packed: Path, tmp_path: Path) -> None:
     folder = run_folder(tmp_path / "run", packed=packed, options={"epochs": 20})
     look(driver, width=1300)
@@ -118,6 +119,7 @@ def test_the_page_follows_a_run_that_dies_and_resumes(driver: WebDriver, packed:
     assert console(driver) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [1300, 400])
 def test_the_page_shows_a_command_before_its_first_step_and_why_it_failed(
     driver: WebDriver, packed: Path, tmp_path: Path, width: int
@@ -186,6 +188,7 @@ def about(driver: WebDriver) -> str:
     return driver.find_element(By.ID, "rollouts-about").text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("width", "dark"), [(390, True), (1300, False)])
 def test_the_file_of_a_run_needs_nothing_else(
     driver: WebDriver, packed: Path, tmp_path: Path, width: int, dark: bool

@@ -115,6 +115,7 @@ def page_note(folder: Path) -> str:
     return notes[0]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_its_page_at_the_same_address_until_it_is_finished(tmp_path: Path) -> None:
     folder = run_folder(tmp_path / "run")
     first = page_note(folder)
