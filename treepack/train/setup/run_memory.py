@@ -239,7 +239,7 @@ class _Planner:
         if away != "auto":  # nothing moves, but host memory may have them already
             host, moments = max(0, host - moments) if away else host, 0
         seconds = moments / _HOST_RATE * len(given.data.schedule) / max(1.0, given.tokens)
-        moments, exchange = moments if moments <= host else 0, self.memory.margin if loaded.root is not None else 0
+        moments, exchange = moments if moments <= host else 0, margin if loaded.root is not None else 0
         return RunRoom(given.ranks.smallest(max(0, gpu)), host, moved, moments, seconds, exchange)
 
     def _probes(self) -> tuple[list[ModelProbe], str]:
