@@ -53,7 +53,7 @@ import torch
 from carried_model import STATE_BYTES, Bench, load, num_layers, set_layers
 from carried_rows import WORKLOADS, planned_rows, whole_rows
 from compilations import Compilations, count_compilations
-from measure import commit, device_name, seconds_of
+from measure import alloc_retries, commit, device_name, seconds_of
 from step_profile import gaps_of, kernels_of, kinds_of, largest
 
 from treepack.carry.backward import CarryOptions, backward_row
@@ -259,11 +259,6 @@ def profiles(bench: Bench, ways: list[Way]) -> list[str]:
         lines.append(f"# {way.name}: {len(kernels):,} kernels; ms: {cells}")
         lines += [f"#   {spent:8.1f} ms {calls:6d} x  {name}" for name, calls, spent in largest(kernels, 12)]
     return lines
-
-
-def alloc_retries() -> int:
-    """Return how many times the allocator gave all free blocks back because none was large enough."""
-    return int(torch.cuda.memory_stats().get("num_alloc_retries", 0))
 
 
 def table(source: str, ways: list[Way], rows: list[Batch]) -> list[str]:

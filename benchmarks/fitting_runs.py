@@ -16,8 +16,9 @@ rank without memory would leave the others waiting.
 
 plan       chosen, or the options of a candidate
 tokens/s   of the fastest timed step
-reserved   by torch's allocator on the first rank; of all ranks, how often one had freed all it kept, after each step
 peak       GPU memory beside weights, gradients and optimiser: predicted for the chosen plan, and measured
+reserved   GPU memory that torch's allocator holds on the first rank after the last step
+retries    how often the allocator of a rank had given back all that was free, by the end of each step
 of best    tokens/s of the chosen plan / of the best plan that ran
 """
 
@@ -42,7 +43,7 @@ os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # as `t
 import numpy as np
 import torch
 from compilations import made_on
-from measure import device_name
+from measure import alloc_retries, device_name
 
 from treepack.costs.model_cost import PRESETS
 from treepack.errors import TreepackError
@@ -216,7 +217,7 @@ class Bench:
                 raise TreepackError(f"needs {needed / 2**30:.1f} GiB by the measurements of the chosen plan")
 
     def _steps(self, fitting: FittingRun, *, taken: float) -> dict[str, Any]:
-        losses, rates, again, first, other = [], [], list[int](), 0.0, None
+        losses, rates, retries, first, other = [], [], list[int](), 0.0, None
         meter, before = self.meter, 0
         self.loaded.model.train()  # as in a run: compiled layers are made for one mode
         for number in range(self.args.steps):
@@ -232,12 +233,11 @@ class Bench:
                 rates.append(metrics.tokens / metrics.seconds)
             else:
                 first = metrics.seconds
-            count = 0 if meter is None else torch.cuda.memory_stats()["num_alloc_retries"]
-            again.append(-self.ranks.smallest(-count))
+            retries.append(-self.ranks.smallest(0 if meter is None else -alloc_retries()))
         peak = 0 if meter is None else meter.peak() - before
         del other
         record = {"rate": max(rates), "rates": rates, "losses": losses, "peak": peak, "first_step": first}
-        return record | {"retries": again, "reserved": 0 if meter is None else torch.cuda.memory_reserved()}
+        return record | {"retries": retries, "reserved": 0 if meter is None else torch.cuda.memory_reserved()}
 
 
 def measure(args: argparse.Namespace, ranks: Ranks) -> list[dict[str, Any]]:
@@ -293,7 +293,7 @@ def show(record: dict[str, Any], seconds: float) -> None:
     if "rate" in record:
         text += f", {[round(rate) for rate in record['rates']]} tokens/s (predicted {record['predicted_rate']:,.0f})"
         text += f", peak {record['peak'] / 2**30:.1f} GiB (predicted {record['predicted'] / 2**30:.1f})"
-        text += f", {record['reserved'] / 2**30:.1f} GiB reserved, allocator freed its memory {record['retries']} times"
+        text += f", {record['reserved'] / 2**30:.1f} GiB reserved, allocator's retries {record['retries']}"
         text += f", first step {record['first_step']:.1f} s, loss {record['losses'][0]}"
     print(text, record.get("failed", ""), record.get("notes", ""), flush=True)
 

@@ -1,4 +1,4 @@
-"""Common functions of the benchmarks: the commit and the device of a run, and seconds of a call."""
+"""Common functions of the benchmarks: the commit, device and allocator of a run, and seconds of a call."""
 
 from __future__ import annotations
 
@@ -25,6 +25,13 @@ def device_name(*, dry: bool) -> str:
     import torch
 
     return "CPU" if dry else str(torch.cuda.get_device_name())
+
+
+def alloc_retries() -> int:
+    """Return how many times the allocator gave all free blocks back because none was large enough."""
+    import torch
+
+    return int(torch.cuda.memory_stats().get("num_alloc_retries", 0))
 
 
 def seconds_of(device: torch.device, call: Callable[[], Any]) -> float:
