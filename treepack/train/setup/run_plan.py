@@ -48,7 +48,7 @@ class ModelProbe:
         recomputed: bytes of a token if every layer runs again in the backward pass.
         seconds_kept: of a token.
         seconds_recomputed: of a token.
-        launch: seconds of a pass of few tokens, which the processor needs to start it.
+        launch: seconds of a pass of few tokens, in which the processor starts kernels and ranks exchange weights.
         spared: bytes of a token that one more recomputed layer does not keep.
         covered: bytes of a token that the backward pass of a layer needs when logits are free again.
         casts: bytes of weights that layers cast, and keep for the backward pass unless they run again.
@@ -145,7 +145,7 @@ class RunRoom:
     """Free bytes: `gpu` beside weights, gradients and optimiser, and `host`; bytes that a layer's token moves there.
 
     The `moments` bytes of AdamW may move to host memory too, which costs `moments_seconds` of a token. If some layers
-    keep their activations, `exchange` bytes stay free, in which ranks exchange weights.
+    keep their activations, `exchange` bytes stay free for the exchange of weights between ranks.
     """
 
     gpu: int
