@@ -59,18 +59,18 @@ def choice_lines(
 
 def expectation(plan: RunPlan, room: RunRoom, given: MemoryInput) -> str:
     """Return the line about memory and time: a rate over all ranks, and the time of the whole run without saving."""
-    rate, seconds = given.ranks.row_share[1] / max(plan.seconds, 1e-12), round(given.tokens * plan.seconds)
+    rate = given.ranks.row_share[1] / max(plan.seconds, 1e-12)
+    whole = timedelta(seconds=round(given.tokens * plan.seconds))  # 1:02:00
     # No probe measures the way to host memory.
     about = "at most" if plan.offload_checkpoints else "about"
     return (
         f"expected: {gib(plan.num_bytes)} of {gib(room.gpu)} of GPU memory beside weights, gradients and optimiser, "
-        f"{about} {rate:,.0f} tokens/s in {given.compute.dtype}, {timedelta(seconds=seconds)} for all steps"
+        f"{about} {rate:,.0f} tokens/s in {given.compute.dtype}, {whole} for all steps"
     )
 
 
 def _carry_line(plan: RunPlan, rows: RunRows, *, pieces: bool) -> str:
     if plan.carry is None:
-        why = "whole rows are faster than pieces" if pieces else "whole rows fit"
-        return f"carry off: {why}"
+        return "carry off: whole rows " + ("are faster than pieces" if pieces else "fit")
     resident = "" if plan.pieces is None else f", and {plan.pieces.resident_layers} layers carry on the GPU"
     return f"carry {plan.carry}: the longest row has {rows.longest_of_all:,} tokens{resident}"

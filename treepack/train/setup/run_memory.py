@@ -238,9 +238,9 @@ class _Planner:
         moments = given.ranks.smallest(update_bytes(loaded.model, state_bytes=STATE_BYTES, gradients=False))
         if away != "auto":  # nothing moves, but host memory may have them already
             host, moments = max(0, host - moments) if away else host, 0
-        seconds = moments / _HOST_RATE * len(given.data.schedule) / max(1.0, given.tokens)
-        moments, exchange = moments if moments <= host else 0, margin if loaded.root is not None else 0
-        return RunRoom(given.ranks.smallest(max(0, gpu)), host, moved, moments, seconds, exchange)
+        cost = moments / _HOST_RATE * len(given.data.schedule) / max(1.0, given.tokens)
+        spare = margin if loaded.root is not None else 0
+        return RunRoom(given.ranks.smallest(max(0, gpu)), host, moved, moments if moments <= host else 0, cost, spare)
 
     def _probes(self) -> tuple[list[ModelProbe], str]:
         """Return layers as they are, compiled, or both, measured now or in an earlier run, and the reason."""
