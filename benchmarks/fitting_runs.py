@@ -178,7 +178,8 @@ class Bench:
             memory = choose_memory(MemoryInput(data, None, self.loaded, options, self.compute, self.ranks, self.meter))
             record |= {"planning": time.perf_counter() - start, "lines": memory.lines}
             record |= {"options": memory.plan.options, "predicted": memory.plan.num_bytes}
-            record["predicted_rate"] = 1 / memory.plan.seconds if memory.plan.seconds else 0
+            # of all ranks, as the measured one; a candidate that is measured by nothing has no seconds
+            record["predicted_rate"] = self.ranks.row_share[1] / memory.plan.seconds if memory.plan.seconds else 0
             self._check(name, memory)
             run = TrainingRun(
                 loaded=self.loaded,
