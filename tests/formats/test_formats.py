@@ -26,7 +26,7 @@ from treepack.ingest.readers.files.record_files import read_records
 from treepack.ingest.readers.format import KEEPS, LINEAGE, LOGPROBS, MASKS, REWARDS, TOKEN_IDS
 from treepack.ingest.readers.reading import detect_format
 from treepack.ingest.readers.registry import all_formats, formats_by_name
-from treepack.ingest.tokenization import load_tokenizer
+from treepack.tokenise.tokenization import load_tokenizer
 from treepack.trajectory import Chat, Skipped, Tokens, Trajectory
 
 SAMPLES = ROLLOUTS

@@ -9,8 +9,8 @@ from typing import Any
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.files.inputs import InputHash
 from treepack.ingest.readers.reading import read_parts
-from treepack.ingest.search_turns import records_of
-from treepack.ingest.tokenization import TokenisationJob, TrajectoryTokeniser
+from treepack.tokenise.search_turns import records_of
+from treepack.tokenise.tokenization import TokenisationJob, TrajectoryTokeniser
 from treepack.trajectory import Skipped, Trajectory
 
 

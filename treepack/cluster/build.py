@@ -55,8 +55,8 @@ from treepack.ingest.readers.files.copies import find_copies, skipped_copies
 from treepack.ingest.readers.files.inputs import InputHash
 from treepack.ingest.readers.reading import detect_format
 from treepack.ingest.stream import options_and_job
-from treepack.ingest.tokenization import fingerprint, read_tokenizer
 from treepack.processes import ReportProgress, with_progress
+from treepack.tokenise.tokenization import fingerprint, read_tokenizer
 from treepack.trajectory import Int64
 from treepack.trie.directory import TrieSummary
 from treepack.trie.nodes import NodeArrays

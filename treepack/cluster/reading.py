@@ -33,7 +33,7 @@ from treepack.files.remote.cache import naming_addresses
 from treepack.ingest.read_log import ReadLog
 from treepack.ingest.readers.files.inputs import InputHash
 from treepack.ingest.stream import ColumnsWork
-from treepack.ingest.tokenization import TokenisationJob
+from treepack.tokenise.tokenization import TokenisationJob
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,1 +1,1 @@
-"""Raw files to tokenised trajectories: readers, chat templates, tokenisation, one stream with counts."""
+"""Raw files to tokenised trajectories: options, the readers of all formats, and one stream with counts."""

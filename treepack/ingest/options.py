@@ -15,7 +15,7 @@ from treepack.ingest import column_map
 from treepack.option_fields import check_options, option
 
 if TYPE_CHECKING:
-    from treepack.ingest.template.rendering import TemplateFile
+    from treepack.tokenise.template.rendering import TemplateFile
 
 _EXPANSIONS = ("trajectory", "turns")
 SHARES = ("all", "group", "none")
@@ -160,7 +160,7 @@ class BuildOptions:
         Raises:
             TreepackError: the file cannot be read or is not valid Jinja.
         """
-        from treepack.ingest.template.rendering import read_template
+        from treepack.tokenise.template.rendering import read_template
 
         return None if self.chat_template is None else read_template(self.chat_template)
 

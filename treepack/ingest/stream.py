@@ -23,9 +23,9 @@ from treepack.ingest.readers.files.inputs import InputHash
 from treepack.ingest.readers.files.ranges import Range
 from treepack.ingest.readers.files.remote_inputs import named_by_address
 from treepack.ingest.readers.reading import FinishedPart, UnreadPart, read_parts
-from treepack.ingest.search_turns import records_of
-from treepack.ingest.tokenization import TokenisationJob, TrajectoryTokeniser, read_tokenizer
 from treepack.processes import in_order
+from treepack.tokenise.search_turns import records_of
+from treepack.tokenise.tokenization import TokenisationJob, TrajectoryTokeniser, read_tokenizer
 from treepack.trajectory import Skipped, Trajectory
 
 Part = UnreadPart | FinishedPart

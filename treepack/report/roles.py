@@ -149,7 +149,7 @@ def _headers_of(render: Render, messages: list[Message], tools: Tools, added: Se
 
 
 def _render(tokenizer: Any, template: str | None, messages: list[Message], tools: Tools) -> str:
-    from treepack.ingest.template.sandbox import compiled, plain_message
+    from treepack.tokenise.template.sandbox import compiled, plain_message
 
     try:
         text = template or tokenizer.get_chat_template(tools=tools)

@@ -20,8 +20,8 @@ from treepack.ingest.conversations import conversations_of_log
 from treepack.ingest.options import BuildOptions
 from treepack.ingest.read_log import ReadLog
 from treepack.ingest.readers.files.inputs import InputHash
-from treepack.ingest.tokenization import fingerprint, read_tokenizer
 from treepack.processes import ReportProgress
+from treepack.tokenise.tokenization import fingerprint, read_tokenizer
 from treepack.trie.builders.builder import TrieBuilder
 from treepack.trie.builders.merged import MergedRuns
 from treepack.trie.totals import COLUMNS, totals_of, trie_totals
