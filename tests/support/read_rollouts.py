@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from treepack.files.input_files.inputs import InputHash
 from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.files.inputs import InputHash
 from treepack.ingest.readers.reading import read_parts
 from treepack.tokenise.search_turns import records_of
 from treepack.tokenise.tokenization import TokenisationJob, TrajectoryTokeniser

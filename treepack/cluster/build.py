@@ -44,6 +44,7 @@ from treepack.cluster.trie_ranges import (
 from treepack.errors import TreepackError
 from treepack.files import schema
 from treepack.files.directory import finished_directory, refuse_existing
+from treepack.files.input_files.inputs import InputHash
 from treepack.files.manifest import Manifest, Provenance
 from treepack.files.remote.address import AnyPath, Paths, as_output, is_address, path_names
 from treepack.files.remote.cache import naming_addresses
@@ -51,8 +52,7 @@ from treepack.files.task_output import TaskOutput, check_visible
 from treepack.ingest.conversations import conversations_of_log
 from treepack.ingest.options import BuildOptions
 from treepack.ingest.read_log import PREFIX, ReadLog, refuse_nothing
-from treepack.ingest.readers.files.copies import find_copies, skipped_copies
-from treepack.ingest.readers.files.inputs import InputHash
+from treepack.ingest.readers.copies import find_copies, skipped_copies
 from treepack.ingest.readers.reading import detect_format
 from treepack.ingest.stream import options_and_job
 from treepack.processes import ReportProgress, with_progress

@@ -18,17 +18,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from treepack.errors import TreepackError
+from treepack.files.input_files import ranges
+from treepack.files.input_files.byte_streams import COMPRESSION
+from treepack.files.input_files.inputs import STDIN, InputHash, displayed, list_inputs, unreadable
+from treepack.files.input_files.ranges import LineRange, Range, RowGroups
+from treepack.files.input_files.records import DamagedBlock
+from treepack.files.input_files.remote_inputs import named_by_address
 from treepack.files.remote.address import as_path, is_address
 from treepack.files.remote.cache import borrowed_copy
 from treepack.files.remote.range_reading import range_reader
 from treepack.files.remote.stored_files import object_info
 from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.files import ranges
-from treepack.ingest.readers.files.byte_streams import COMPRESSION, RecordLimits
-from treepack.ingest.readers.files.inputs import STDIN, InputHash, displayed, list_inputs, unreadable
-from treepack.ingest.readers.files.ranges import LineRange, Range, RowGroups
-from treepack.ingest.readers.files.records import DamagedBlock
-from treepack.ingest.readers.files.remote_inputs import named_by_address
 from treepack.ingest.readers.reading import FinishedPart, UnreadPart, parts_of_path
 from treepack.trajectory import Skipped
 
@@ -167,9 +167,8 @@ def _may_have_ranges(path: str, how: FileReading) -> bool:
     if is_address(path):
         with range_reader(path) as read:
             return read(0, 2) not in COMPRESSION
-    handling = RecordLimits(how.options.max_record_size, how.options.skip_bad)
     try:
-        return ranges.plan_ranges(path, handling, None) is not None
+        return ranges.plan_ranges(path, how.options.limits, None) is not None
     except OSError as error:
         raise unreadable(displayed(path), error) from error
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from treepack.errors import TreepackError
+from treepack.files.input_files.limits import MAX_RECORD_SIZE
 from treepack.ingest import column_map
 from treepack.option_fields import check_options, option
 
@@ -22,7 +23,6 @@ SHARES = ("all", "group", "none")
 ROUTE_CONFLICTS = ("split", "first")
 _CONTROL_TOKENS = ("keep", "text", "skip")
 _TRUNCATED = ("keep", "drop")
-MAX_RECORD_SIZE = 1 << 30  # bytes of one record, decompressed; as Python values it takes about four times as much
 _MIN_RECORD_SIZE = 1 << 20  # a lower limit would be below the blocks in which files are read
 
 

@@ -16,12 +16,13 @@ from typing import Any
 
 from treepack.columns import Sequences, as_columns
 from treepack.errors import TreepackError
+from treepack.files.input_files.inputs import InputHash
+from treepack.files.input_files.limits import RecordLimits
+from treepack.files.input_files.ranges import Range
+from treepack.files.input_files.remote_inputs import named_by_address
 from treepack.ingest.options import BuildOptions
 from treepack.ingest.read_log import PREFIX, ReadLog
 from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.files.inputs import InputHash
-from treepack.ingest.readers.files.ranges import Range
-from treepack.ingest.readers.files.remote_inputs import named_by_address
 from treepack.ingest.readers.reading import FinishedPart, UnreadPart, read_parts
 from treepack.processes import in_order
 from treepack.tokenise.search_turns import records_of
@@ -74,8 +75,7 @@ def options_and_job(options: BuildOptions, tokenizer: Any = None) -> tuple[ReadO
         vocab_size=None if tokenizer is None else len(tokenizer),
         train_all=options.train_all,
         shapes=options.shapes,
-        skip_bad=options.skip_bad,
-        max_record_size=options.max_record_size,
+        limits=RecordLimits(options.max_record_size, options.skip_bad),
         keep_routes=options.keep_routes,
         columns=options.column_map(),
     )

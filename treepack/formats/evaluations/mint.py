@@ -13,10 +13,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from treepack.errors import TreepackError
+from treepack.files.input_files.records import Record, folder_and_stem
 from treepack.ingest.readers.calls.conversations import conversation, without
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.values import shown
-from treepack.ingest.readers.files.records import Record, folder_and_stem
 from treepack.ingest.readers.format import LINEAGE, REWARDS, Format
 from treepack.ingest.readers.kinds import OBJECT, OBJECTS
 from treepack.trajectory import Skipped, Trajectory

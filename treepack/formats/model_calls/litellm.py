@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from treepack.errors import TreepackError
+from treepack.files.input_files.records import DAMAGED_RECORD, Record
 from treepack.ingest.readers.apis.api_forms import prompt_of, responses_of
 from treepack.ingest.readers.apis.api_paths import requests, responses
 from treepack.ingest.readers.calls.chat_calls import ChatCall, read_chats
@@ -29,7 +30,6 @@ from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.rollout_facts import temperature_of
 from treepack.ingest.readers.fields.unread import is_empty, not_used
 from treepack.ingest.readers.fields.values import as_id, is_messages, object_or_empty, start_time
-from treepack.ingest.readers.files.records import DAMAGED_RECORD, Record
 from treepack.ingest.readers.format import LOGPROBS, TOKEN_IDS, Format
 from treepack.ingest.readers.kinds import ANY, TEXT
 from treepack.ingest.readers.messages.content_blocks import skip_reason

@@ -16,19 +16,19 @@ from itertools import chain
 from pathlib import Path
 
 from treepack.errors import TreepackError
+from treepack.files.input_files.inputs import InputHash, displayed, list_inputs
+from treepack.files.input_files.ranges import Range
+from treepack.files.input_files.record_files import read_blocks
+from treepack.files.input_files.records import DAMAGED_FILE, NoObjectError, Record, RecordBlock
+from treepack.files.input_files.torch_files import NotPlainError
 from treepack.files.remote.address import is_address
 from treepack.ingest.readers.column_records import has_columns
 from treepack.ingest.readers.columns.aliases import FIELDS
+from treepack.ingest.readers.copies import find_copies, size_of, skipped_copies
 from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.files.copies import find_copies, size_of, skipped_copies
-from treepack.ingest.readers.files.inputs import InputHash, displayed, list_inputs
-from treepack.ingest.readers.files.path_steps import with_step
-from treepack.ingest.readers.files.ranges import Range
-from treepack.ingest.readers.files.record_files import read_blocks
-from treepack.ingest.readers.files.records import DAMAGED_FILE, NoObjectError, Record, RecordBlock
-from treepack.ingest.readers.files.torch_files import NotPlainError
 from treepack.ingest.readers.format import Format
 from treepack.ingest.readers.messages.containers import with_containers
+from treepack.ingest.readers.path_steps import with_step
 from treepack.ingest.readers.recognition import (
     RecognisedFile,
     UnknownFormatError,
@@ -148,19 +148,13 @@ def parts_of_path(
     Raises:
         TreepackError: as `read_parts`.
     """
-    blocks = read_blocks(
-        path,
-        input_hash=input_hash,
-        max_size=options.max_record_size,
-        skip_bad=options.skip_bad,
-        as_ranges=as_ranges,
-    )
+    blocks = read_blocks(path, options.limits, input_hash=input_hash, as_ranges=as_ranges)
     try:
         recognised = recognised_file(blocks, options, format=format)
     # An unknown file in a searched folder is skipped and counted; a file that the caller named is an error.
     except (UnknownFormatError, NoObjectError, NotPlainError) as error:
         is_extra = is_searched and format == "auto"
-        if not is_extra and not options.skip_bad:
+        if not is_extra and not options.limits.skip_bad:
             raise
         if is_extra and input_hash is not None:
             input_hash.forget(displayed(path))
@@ -185,7 +179,7 @@ def recognised_file(blocks: Iterator[RecordBlock | Range], options: ReadOptions,
         partial(_format_of, format=format, options=options),
         refuse=partial(refusal, options=options),
         expected=formats_by_name().get("columns" if options.columns else format),
-        skip_bad=options.skip_bad,
+        skip_bad=options.limits.skip_bad,
     )
 
 
@@ -203,7 +197,7 @@ def _read_blocks(
     blocks: Iterable[RecordBlock | Range], name: str, options: ReadOptions
 ) -> Iterator[Trajectory | Skipped]:
     """Read the records of `blocks`; with `skip_bad`, yield the damaged records of a block after its trajectories."""
-    damaged: list[Skipped] | None = [] if options.skip_bad else None
+    damaged: list[Skipped] | None = [] if options.limits.skip_bad else None
     arrays = formats_by_name()[name].arrays
     last: list[Record] = []  # the current record, which an error names
 

@@ -18,13 +18,13 @@ from typing import Any
 import numpy as np
 
 from treepack.errors import TreepackError
+from treepack.files.input_files.record_files import read_blocks, read_records
+from treepack.files.input_files.records import Record
 from treepack.ingest.column_map import ColumnMap
 from treepack.ingest.readers.columns import aliases
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.unread import is_empty
 from treepack.ingest.readers.fields.values import shown
-from treepack.ingest.readers.files.record_files import read_blocks, read_records
-from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import Format
 from treepack.ingest.readers.messages.containers import with_containers
 from treepack.ingest.readers.reading import recognised_file
@@ -73,7 +73,7 @@ def explain(path: str, options: ReadOptions, *, format: str = "auto") -> RecordU
     Raises:
         TreepackError: the file cannot be read, or is not a file of records.
     """
-    blocks = read_blocks(path, max_size=options.max_record_size)
+    blocks = read_blocks(path, options.limits)
     error: str | None = None
     found: Format | None = None
     try:
@@ -109,7 +109,7 @@ def explain(path: str, options: ReadOptions, *, format: str = "auto") -> RecordU
 
 
 def _items(found: Format, records: Sequence[Record], options: ReadOptions) -> _Items:
-    return list(found.trajectories(records, replace(options, skip_bad=False)))
+    return list(found.trajectories(records, options))
 
 
 def _columns(found: Format | None, record: Record, options: ReadOptions) -> str | None:

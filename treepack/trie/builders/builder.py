@@ -37,10 +37,10 @@ from typing import Any
 import pyarrow as pa
 
 from treepack.errors import TreepackError
+from treepack.files.input_files.inputs import InputHash
 from treepack.files.manifest import Manifest, Provenance
 from treepack.ingest.options import BuildOptions
 from treepack.ingest.read_log import ReadLog, refuse_nothing
-from treepack.ingest.readers.files.inputs import InputHash
 from treepack.ingest.readers.tokens.route_fields import NAMES
 from treepack.ingest.stream import ColumnsWork, Part, min_bytes, num_bytes, parts_and_job
 from treepack.memory.budget import usual_memory

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from support.read_rollouts import tokenize
 from treepack.errors import TreepackError
+from treepack.files.input_files.records import Record
 from treepack.ingest.readers.calls.chat_calls import ChatCall, join_chats, read_chats
 from treepack.ingest.readers.calls.rollout_names import EMPTY_NOTE, SPLIT_NOTE
 from treepack.ingest.readers.calls.token_calls import TokenCall, join_calls, read_calls
 from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.files.records import Record
 from treepack.trajectory import Chat, Skipped, Tokens, Trajectory, derived_group, positions, prompt_messages
 
 ROLLOUT = {"trajectory_id": "run-7", "group_id": "task", "reward": 0.5}

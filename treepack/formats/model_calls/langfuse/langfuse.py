@@ -23,6 +23,7 @@ from statistics import fmean
 from typing import Any
 
 from treepack.errors import TreepackError
+from treepack.files.input_files.records import Record
 from treepack.formats.model_calls.langfuse.langfuse_fields import ALSO, FINISHED, METADATA, SCHEMAS, USED, langfuse_view
 from treepack.ingest.readers.apis.api_forms import prompt_of, responses_of
 from treepack.ingest.readers.calls.chat_calls import ChatCall, read_chats
@@ -30,7 +31,6 @@ from treepack.ingest.readers.calls.conversations import with_notes, without
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.unread import not_used, unread
 from treepack.ingest.readers.fields.values import as_id, is_messages, object_or_empty, shown, start_time
-from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import REWARDS, Format
 from treepack.ingest.readers.kinds import TEXT, Fields, ValueKind, first, some
 from treepack.ingest.readers.messages.content_blocks import skip_reason

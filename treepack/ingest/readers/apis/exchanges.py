@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from treepack.errors import TreepackError
+from treepack.files.input_files.inputs import STDIN
+from treepack.files.input_files.record_files import read_records
+from treepack.files.input_files.records import Record
 from treepack.ingest.readers.fields.values import as_id, quoted
-from treepack.ingest.readers.files.inputs import STDIN
-from treepack.ingest.readers.files.record_files import read_records
-from treepack.ingest.readers.files.records import Record
 from treepack.trajectory import Skipped
 
 _SESSIONS = ("rollout_id", "trajectory_id", "session_id", "conversation_id", "trace_id")

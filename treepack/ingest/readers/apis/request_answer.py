@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from treepack.errors import TreepackError
+from treepack.files.input_files.json_text import parsed_json
 from treepack.ingest.readers.fields.rollout_facts import METADATA_DICTS
 from treepack.ingest.readers.fields.unread import is_empty
 from treepack.ingest.readers.fields.values import is_messages, shown
-from treepack.ingest.readers.files.json_text import parsed_json
 from treepack.ingest.readers.kinds import TEXTS
 from treepack.ingest.readers.messages.containers import objects_of
 from treepack.ingest.readers.messages.content_blocks import split_blocks

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
+from treepack.files.input_files.records import Record
 from treepack.ingest.readers.calls.rollout_names import with_rollout_names
 from treepack.ingest.readers.fields import endings
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.rollout_facts import describe
 from treepack.ingest.readers.fields.values import BadValueError
-from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.messages.content_blocks import split_blocks
 from treepack.ingest.readers.messages.conversation_settings import normalise_template_kwargs, normalise_tools
 from treepack.ingest.readers.messages.normal_form import NormalMessages, normalise_messages

@@ -6,7 +6,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from treepack.ingest.readers.files.records import Record
+from treepack.files.input_files.records import Record
 from treepack.trajectory import (
     MAX_INSIDE,
     PromptCompletion,

@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from treepack.errors import TreepackError
+from treepack.files.input_files.companion_files import is_file
+from treepack.files.input_files.inputs import STDIN
+from treepack.files.input_files.record_files import read_records
+from treepack.files.input_files.records import Record
 from treepack.ingest.readers.calls.rollout_names import group_of_first, within
-from treepack.ingest.readers.files.companion_files import is_file
-from treepack.ingest.readers.files.inputs import STDIN
-from treepack.ingest.readers.files.record_files import read_records
-from treepack.ingest.readers.files.records import Record
 from treepack.trajectory import Skipped, Trajectory
 
 _AGENT_FILES = "agent-*.jsonl*"  # of Claude Code

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from treepack.errors import TreepackError
+from treepack.files.input_files.records import Record
 from treepack.ingest.readers.calls.rollout_names import with_rollout_names
 from treepack.ingest.readers.fields import endings
 from treepack.ingest.readers.fields.read_options import ReadOptions
@@ -21,7 +22,6 @@ from treepack.ingest.readers.fields.token_fields import LABELS, NAMES, mask_valu
 from treepack.ingest.readers.fields.token_fields import MASK as MASK_OF_TOKENS
 from treepack.ingest.readers.fields.unread import is_empty
 from treepack.ingest.readers.fields.values import BadValueError, as_number, shown
-from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.tokens.kept_fields import read_sets, set_fields
 from treepack.ingest.readers.tokens.route_fields import has_routes, read_routes
 from treepack.ingest.readers.tokens.token_records import read_tokens

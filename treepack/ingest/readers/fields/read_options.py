@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from treepack.files.input_files.limits import DEFAULT_LIMITS, RecordLimits
 from treepack.ingest.column_map import ColumnMap
-from treepack.ingest.options import MAX_RECORD_SIZE
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,8 +18,7 @@ class ReadOptions:
     # Accept formats with the lengths and shared prefixes of rollouts but without tokens or text; token ids are then
     # placeholders.
     shapes: bool = False
-    skip_bad: bool = False  # skip damaged records and files, which are refused otherwise
-    max_record_size: int = MAX_RECORD_SIZE  # bytes of a record, and of a file that is read as a whole
+    limits: RecordLimits = DEFAULT_LIMITS
     keep_routes: bool = False  # keep recorded routes, see `tokens.route_fields`
     harmless: frozenset[str] = frozenset()  # fields that are metadata although an answer or a mask may have their names
     columns: ColumnMap | None = None  # maps records of a homemade layout, see `readers.columns`

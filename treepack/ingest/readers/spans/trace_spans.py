@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 
 from treepack.errors import TreepackError
+from treepack.files.input_files.records import Record
 from treepack.ingest.readers.fields.values import as_id, is_messages, shown, start_time
-from treepack.ingest.readers.files.records import Record
 
 COLUMN = "attributes."  # beginning of the columns of a table that contain attributes
 _EVALUATION = "gen_ai.evaluation.result"

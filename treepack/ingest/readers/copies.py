@@ -25,14 +25,14 @@ from pathlib import Path
 from typing import Any
 
 from treepack.errors import TreepackError
+from treepack.files.input_files.inputs import STDIN, displayed
+from treepack.files.input_files.record_files import read_records
+from treepack.files.input_files.records import Record
 from treepack.files.remote.address import as_path, is_address
 from treepack.files.remote.cache import addresses_in
 from treepack.files.remote.range_reading import range_reader
 from treepack.files.remote.stored_files import object_info
-from treepack.ingest.readers.files.inputs import STDIN, displayed
-from treepack.ingest.readers.files.path_steps import step_of_path
-from treepack.ingest.readers.files.record_files import read_records
-from treepack.ingest.readers.files.records import Record
+from treepack.ingest.readers.path_steps import step_of_path
 from treepack.trajectory import Skipped
 
 COPY = "copy of another file, whose rollouts are read once"

@@ -13,11 +13,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from treepack.errors import TreepackError
-from treepack.ingest.readers.files import json_files, ranges
-from treepack.ingest.readers.files.byte_streams import RecordLimits
-from treepack.ingest.readers.files.inputs import InputHash
-from treepack.ingest.readers.files.ranges import LineRange, RowGroups
-from treepack.ingest.readers.files.record_files import read_blocks
+from treepack.files.input_files import json_files, ranges
+from treepack.files.input_files.inputs import InputHash
+from treepack.files.input_files.limits import RecordLimits
+from treepack.files.input_files.ranges import LineRange, RowGroups
+from treepack.files.input_files.record_files import read_blocks
 from treepack.trajectory import Skipped
 
 in_one_folder = settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -48,9 +48,8 @@ def reading(path: Path, *, as_ranges: bool, skip_bad: bool, max_size: int = MAX_
     digest, error = InputHash(), ""
     damaged: list[Skipped] | None = [] if skip_bad else None
     try:
-        for block in read_blocks(
-            str(path), input_hash=digest, max_size=max_size, skip_bad=skip_bad, as_ranges=as_ranges
-        ):
+        limits = RecordLimits(max_size, skip_bad)
+        for block in read_blocks(str(path), limits, input_hash=digest, as_ranges=as_ranges):
             results += [(record.source, record.value) for record in block.records(damaged)]
             results += damaged or []
             if damaged:
@@ -97,7 +96,7 @@ def test_other_files_are_read_in_order(tmp_path: Path, data: str) -> None:
 def test_row_groups_are_read_as_the_stream(tmp_path: Path, skip_bad: bool) -> None:
     path = tmp_path / "r.parquet"
     pq.write_table(pa.table({"a": list(range(100))}), path, row_group_size=7)
-    blocks = list(read_blocks(str(path), skip_bad=skip_bad, as_ranges=True))
+    blocks = list(read_blocks(str(path), RecordLimits(skip_bad=skip_bad), as_ranges=True))
     # With skip_bad, damage would end the file, so that one worker reads all of it.
     assert len(blocks) == (1 if skip_bad else 15)
     assert all(isinstance(block, RowGroups) for block in blocks)

@@ -11,29 +11,19 @@ from __future__ import annotations
 import hashlib
 import io
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from treepack.errors import TreepackError
-from treepack.ingest.options import MAX_RECORD_SIZE
-from treepack.ingest.readers.files.inputs import STDIN, BytesRead
+from treepack.files.input_files.inputs import STDIN, BytesRead
 
 COMPRESSION = {b"\x1f\x8b": "gzip", b"\x28\xb5": "zstd"}  # by the first two bytes of a file
 CHUNK = 1 << 20  # bytes of one read of a stream that may be decompressed
 # Bytes of one read of a file. Smaller than that, because progress is measured in bytes of files: 1 MB of a compressed
 # one may take a minute to tokenise.
 _FILE_CHUNK = 1 << 16
-
-
-@dataclass(frozen=True, slots=True)
-class RecordLimits:
-    """Options of reading files: the maximum size of a record in bytes; True to skip damaged records and files."""
-
-    max_size: int = MAX_RECORD_SIZE
-    skip_bad: bool = False
 
 
 class TooLargeError(TreepackError):

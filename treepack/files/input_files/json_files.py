@@ -13,9 +13,8 @@ from typing import Any
 import orjson
 
 from treepack.errors import TreepackError
-from treepack.ingest.readers.files.byte_streams import (
+from treepack.files.input_files.byte_streams import (
     CHUNK,
-    RecordLimits,
     TooLargeError,
     as_buffer,
     num_newlines,
@@ -23,9 +22,10 @@ from treepack.ingest.readers.files.byte_streams import (
     shown_size,
     skip_line,
 )
-from treepack.ingest.readers.files.json_text import array_elements, csv_refusal, is_csv, parse_leniently
-from treepack.ingest.readers.files.number_lists import LARGE, LineParser, list_fields
-from treepack.ingest.readers.files.records import (
+from treepack.files.input_files.json_text import array_elements, csv_refusal, is_csv, parse_leniently
+from treepack.files.input_files.limits import RecordLimits
+from treepack.files.input_files.number_lists import LARGE, LineParser, list_fields
+from treepack.files.input_files.records import (
     DAMAGED_RECORD,
     DamagedBlock,
     LineBlock,

@@ -11,7 +11,7 @@ import pytest
 from support.read_rollouts import read_trajectories
 from treepack.ingest.options import BuildOptions
 from treepack.ingest.read_log import PREFIX, ReadLog
-from treepack.ingest.readers.files.copies import COPY, find_copies, size_of
+from treepack.ingest.readers.copies import COPY, find_copies, size_of
 from treepack.ingest.readers.reading import detect_format
 from treepack.trajectory import Skipped, Trajectory
 from treepack.trie.directory import read_to_trie

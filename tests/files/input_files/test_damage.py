@@ -13,15 +13,16 @@ import pytest
 
 from support.paths import ROLLOUTS
 from treepack.errors import TreepackError
+from treepack.files.input_files.limits import RecordLimits
+from treepack.files.input_files.record_files import read_records
+from treepack.files.input_files.yaml_files import read_yaml
 from treepack.ingest.options import BuildOptions
 from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.files.record_files import read_records
-from treepack.ingest.readers.files.yaml_files import read_yaml
 from treepack.ingest.readers.reading import read_parts
 from treepack.ingest.stream import read
 from treepack.trajectory import Skipped, Trajectory
 
-SKIP = ReadOptions(skip_bad=True)
+SKIP = ReadOptions(limits=RecordLimits(skip_bad=True))
 
 
 def rollout(number: int) -> dict[str, Any]:
@@ -187,10 +188,10 @@ def test_a_line_above_the_limit_is_refused_or_skipped(tmp_path: Path, compress: 
     records.insert(place, large)
     path = write(tmp_path, compress(lines(*records)))
     with pytest.raises(TreepackError) as caught:
-        names_and_faults(path, ReadOptions(max_record_size=1 << 20))
+        names_and_faults(path, ReadOptions(limits=RecordLimits(1 << 20)))
     refusal = f"{path}:{place + 1}: the line has more than 1 MB; raise --max-record-size, or remove the line"
     assert str(caught.value) == refusal
-    names, faults = names_and_faults(path, ReadOptions(max_record_size=1 << 20, skip_bad=True))
+    names, faults = names_and_faults(path, ReadOptions(limits=RecordLimits(1 << 20, skip_bad=True)))
     assert (names, [fault.detail for fault in faults]) == ((["r1", "r2"], [refusal]) if place else ([], [refusal]))
 
 
@@ -202,7 +203,7 @@ def test_a_small_file_that_unpacks_to_gigabytes_is_not_unpacked(tmp_path: Path) 
     data = packer.compress(b'{"pad": "') + b"".join(packer.compress(b"x" * (1 << 20)) for _ in range(20))
     path = write(tmp_path, data + packer.flush(zlib.Z_SYNC_FLUSH) + b"\xff" * 100, "r.jsonl.gz")
     with pytest.raises(TreepackError, match=r"r.jsonl.gz:1: the line has more than 2 MB"):
-        names_and_faults(path, ReadOptions(max_record_size=2 << 20))
+        names_and_faults(path, ReadOptions(limits=RecordLimits(2 << 20)))
 
 
 @pytest.mark.parametrize(
@@ -211,7 +212,7 @@ def test_a_small_file_that_unpacks_to_gigabytes_is_not_unpacked(tmp_path: Path) 
 def test_a_file_that_is_read_as_a_whole_has_a_limit(tmp_path: Path, name: str, start: bytes) -> None:
     path = write(tmp_path, start + b"x" * (3 << 20), name)
     with pytest.raises(TreepackError, match=r"more than 1 MB; raise --max-record-size"):
-        names_and_faults(path, ReadOptions(max_record_size=1 << 20))
+        names_and_faults(path, ReadOptions(limits=RecordLimits(1 << 20)))
 
 
 # YAML

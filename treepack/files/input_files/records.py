@@ -24,10 +24,10 @@ import orjson
 import pyarrow as pa
 
 from treepack.errors import TreepackError
-from treepack.ingest.readers.files.inputs import COMPRESSED, EXTENSIONS
-from treepack.ingest.readers.files.json_text import parse_leniently
-from treepack.ingest.readers.files.number_lists import LineParser
-from treepack.ingest.readers.files.tables import values_of_columns
+from treepack.files.input_files.inputs import COMPRESSED, EXTENSIONS
+from treepack.files.input_files.json_text import parse_leniently
+from treepack.files.input_files.number_lists import LineParser
+from treepack.files.input_files.tables import values_of_columns
 from treepack.trajectory import Skipped
 
 DAMAGED_RECORD, DAMAGED_FILE = "damaged record", "damaged file, or the damaged rest of one"

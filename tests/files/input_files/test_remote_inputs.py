@@ -11,10 +11,10 @@ import pytest
 
 from support.written_rollouts import write_rollouts
 from treepack.errors import TreepackError
+from treepack.files.input_files import remote_inputs
+from treepack.files.input_files.inputs import list_inputs
 from treepack.files.remote.cache import addresses_in
 from treepack.ingest.options import BuildOptions
-from treepack.ingest.readers.files import remote_inputs
-from treepack.ingest.readers.files.inputs import list_inputs
 from treepack.trie.directory import read_to_trie
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from treepack import build_trie_directory
-from treepack.ingest.readers.files.number_lists import LARGE, list_fields
+from treepack.files.input_files.number_lists import LARGE, list_fields
 from treepack.trie.store.trie_files import read_trie
 
 MEASURE = """

@@ -22,14 +22,12 @@ import orjson
 import pyarrow as pa
 
 from treepack.errors import TreepackError
-from treepack.files.remote.address import as_path, is_address
-from treepack.files.remote.range_reading import ObjectReader, Read, parquet_source, range_reader
-from treepack.files.remote.stored_files import object_info
-from treepack.ingest.readers.files.byte_streams import CHUNK, COMPRESSION, RecordLimits, num_newlines
-from treepack.ingest.readers.files.inputs import STDIN, FileHash, InputHash, displayed, unreadable
-from treepack.ingest.readers.files.json_files import BYTE_ORDER_MARK, FIRST_LINES, MAX_LINES, next_size, too_long
-from treepack.ingest.readers.files.json_text import parse_leniently
-from treepack.ingest.readers.files.records import (
+from treepack.files.input_files.byte_streams import CHUNK, COMPRESSION, num_newlines
+from treepack.files.input_files.inputs import STDIN, FileHash, InputHash, displayed, unreadable
+from treepack.files.input_files.json_files import BYTE_ORDER_MARK, FIRST_LINES, MAX_LINES, next_size, too_long
+from treepack.files.input_files.json_text import parse_leniently
+from treepack.files.input_files.limits import RecordLimits
+from treepack.files.input_files.records import (
     DAMAGED_FILE,
     DAMAGED_RECORD,
     DamagedBlock,
@@ -38,7 +36,10 @@ from treepack.ingest.readers.files.records import (
     RecordBlock,
     TableRows,
 )
-from treepack.ingest.readers.files.tables import PARQUET_MAGIC, ParquetGroup, parquet_batches, parquet_groups
+from treepack.files.input_files.tables import PARQUET_MAGIC, ParquetGroup, parquet_batches, parquet_groups
+from treepack.files.remote.address import as_path, is_address
+from treepack.files.remote.range_reading import ObjectReader, Read, parquet_source, range_reader
+from treepack.files.remote.stored_files import object_info
 from treepack.trajectory import Skipped
 
 # Smaller files are read here: a thread and two more openings of the file would cost more than reading it.

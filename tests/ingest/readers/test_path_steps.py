@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from support.read_rollouts import read_trajectories
-from treepack.ingest.readers.files.path_steps import STEP_NOTE, step_of_path
+from treepack.ingest.readers.path_steps import STEP_NOTE, step_of_path
 from treepack.trajectory import Trajectory
 
 

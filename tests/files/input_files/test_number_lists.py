@@ -13,9 +13,10 @@ import pytest
 
 from support.damage import damaged, samples
 from treepack.errors import TreepackError
+from treepack.files.input_files.limits import RecordLimits
+from treepack.files.input_files.number_lists import LineParser, cut_numbers
+from treepack.files.input_files.records import LineBlock
 from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.files.number_lists import LineParser, cut_numbers
-from treepack.ingest.readers.files.records import LineBlock
 from treepack.ingest.readers.format import Format
 from treepack.ingest.readers.registry import all_formats
 from treepack.native.library import is_compiled
@@ -185,13 +186,13 @@ def test_arrays_do_not_share_memory_with_later_lines() -> None:
 
 
 def test_without_the_loops_in_c_lists_stay_lists(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("treepack.ingest.readers.files.number_lists.is_compiled", lambda: False)
+    monkeypatch.setattr("treepack.files.input_files.number_lists.is_compiled", lambda: False)
     assert LineParser(NAMES).parse(b'{"m": [1, 2]}') == ({"m": [1, 2]}, False)
 
 
 def read(reader: Format, lines_of_file: LineBlock, options: ReadOptions, arrays: bool) -> tuple[list[Any], str]:
     """The items of the lines, the damaged ones last, and the error."""
-    skipped: list[Skipped] | None = [] if options.skip_bad else None
+    skipped: list[Skipped] | None = [] if options.limits.skip_bad else None
     items: list[Any] = []
     try:
         for item in reader.trajectories(lines_of_file.records(skipped, reader.arrays if arrays else ()), options):
@@ -290,7 +291,9 @@ def test_records_with_wrong_values_read_as_without_arrays(reader: Format) -> Non
     num_read = num_refused = 0
     for _ in range(400):
         block = LineBlock("r.jsonl", 7, token_line(rng, REQUIRED[reader.name]))
-        options = ReadOptions(skip_bad=rng.random() < 0.5, train_all=rng.random() < 0.2, vocab_size=10**6)
+        options = ReadOptions(
+            limits=RecordLimits(skip_bad=rng.random() < 0.5), train_all=rng.random() < 0.2, vocab_size=10**6
+        )
         expected = read(reader, block, options, arrays=False)
         assert read(reader, block, options, arrays=True) == expected, block.data
         num_read += any(isinstance(item, tuple) for item in expected[0])
@@ -319,7 +322,7 @@ def test_damaged_samples_read_as_without_arrays(reader: Format) -> None:
     for number in range(120):
         data = intact[number] if number < len(intact) else damaged(rng.choice(intact), rng)
         block = LineBlock("r.jsonl", 1, data)
-        options = ReadOptions(skip_bad=rng.random() < 0.5)
+        options = ReadOptions(limits=RecordLimits(skip_bad=rng.random() < 0.5))
         expected = read(reader, block, options, arrays=False)
         assert read(reader, block, options, arrays=True) == expected, data
         num_read += any(isinstance(item, tuple) for item in expected[0])

@@ -23,21 +23,19 @@ from typing import Any
 import pyarrow as pa
 
 from treepack.errors import TreepackError
-from treepack.files.remote.address import is_address
-from treepack.ingest.options import MAX_RECORD_SIZE
-from treepack.ingest.readers.files.byte_streams import (
+from treepack.files.input_files.byte_streams import (
     CHUNK,
     COMPRESSION,
     HashingReader,
-    RecordLimits,
     as_buffer,
     read_whole,
 )
-from treepack.ingest.readers.files.eval_files import is_eval_file, read_eval_file
-from treepack.ingest.readers.files.inputs import STDIN, InputHash, displayed, unreadable
-from treepack.ingest.readers.files.json_files import json_blocks
-from treepack.ingest.readers.files.ranges import Range, plan_object_ranges, plan_ranges
-from treepack.ingest.readers.files.records import (
+from treepack.files.input_files.eval_files import is_eval_file, read_eval_file
+from treepack.files.input_files.inputs import STDIN, InputHash, displayed, unreadable
+from treepack.files.input_files.json_files import json_blocks
+from treepack.files.input_files.limits import DEFAULT_LIMITS, RecordLimits
+from treepack.files.input_files.ranges import Range, plan_object_ranges, plan_ranges
+from treepack.files.input_files.records import (
     DAMAGED_FILE,
     DamagedBlock,
     Record,
@@ -46,18 +44,19 @@ from treepack.ingest.readers.files.records import (
     ValueBlock,
     blocks_of_value,
 )
-from treepack.ingest.readers.files.remote_inputs import opened_path
-from treepack.ingest.readers.files.tables import (
+from treepack.files.input_files.remote_inputs import opened_path
+from treepack.files.input_files.tables import (
     ARROW_FILE_MAGIC,
     ARROW_STREAM_MAGIC,
     PARQUET_MAGIC,
     arrow_batches,
     parquet_batches,
 )
-from treepack.ingest.readers.files.torch_files import MAGIC as TORCH_MAGIC
-from treepack.ingest.readers.files.torch_files import NotPlainError, read_torch
-from treepack.ingest.readers.files.yaml_files import SUFFIXES as YAML_SUFFIXES
-from treepack.ingest.readers.files.yaml_files import read_yaml
+from treepack.files.input_files.torch_files import MAGIC as TORCH_MAGIC
+from treepack.files.input_files.torch_files import NotPlainError, read_torch
+from treepack.files.input_files.yaml_files import SUFFIXES as YAML_SUFFIXES
+from treepack.files.input_files.yaml_files import read_yaml
+from treepack.files.remote.address import is_address
 from treepack.trajectory import Skipped
 
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"  # begins the small text that replaces a file in a clone
@@ -75,16 +74,15 @@ def read_records(path: str, *, input_hash: InputHash | None = None) -> Iterator[
 
 def read_blocks(
     path: str,
+    limits: RecordLimits = DEFAULT_LIMITS,
     *,
     input_hash: InputHash | None = None,
-    max_size: int = MAX_RECORD_SIZE,
-    skip_bad: bool = False,
     as_ranges: bool = False,
 ) -> Iterator[RecordBlock | Range]:
     """Yield the blocks of one file (`<stdin>`: of standard input), in order; the first block has a record.
 
-    With `skip_bad`, a block may also be a `DamagedBlock`, and the first may have no record. `max_size` is the maximum
-    size of a record in bytes. With `as_ranges`, blocks are ranges of the file if it can be split.
+    If the limits skip damage, a block may also be a `DamagedBlock`, and the first may have no record. With `as_ranges`,
+    blocks are ranges of the file if it can be split.
 
     Raises:
         TreepackError: the file is unreadable, truncated, empty or of an unknown kind. Errors inside of a block are
@@ -92,11 +90,11 @@ def read_blocks(
     """
     shown = displayed(path)
     try:
-        yield from _whole_file(path, input_hash, RecordLimits(max_size, skip_bad), as_ranges=as_ranges)
+        yield from _whole_file(path, input_hash, limits, as_ranges=as_ranges)
     except NotPlainError:
         raise  # a file of torch that is not a rollout, such as a checkpoint, is not damaged
     except TreepackError as error:
-        if not skip_bad:
+        if not limits.skip_bad:
             raise
         yield DamagedBlock(Skipped(shown, DAMAGED_FILE, detail=str(error)))
 

@@ -18,9 +18,9 @@ from threading import Condition, Thread
 
 from treepack.errors import TreepackError
 from treepack.files.directory import is_hidden_output
+from treepack.files.input_files.remote_inputs import expand_address
 from treepack.files.remote.address import as_path, is_address
 from treepack.files.remote.cache import addresses_in
-from treepack.ingest.readers.files.remote_inputs import expand_address
 from treepack.trajectory import Skipped
 
 # .pt is torch.save, .traj is SWE-agent and .root is DARS. A folder may also have YAML, but mostly as settings.

@@ -12,9 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from treepack.ingest.readers.files.inputs import STDIN
-from treepack.ingest.readers.files.record_files import read_records
-from treepack.ingest.readers.files.records import Record, folder_and_stem
+from treepack.files.input_files.inputs import STDIN
+from treepack.files.input_files.record_files import read_records
+from treepack.files.input_files.records import Record, folder_and_stem
 
 _ENDINGS = ("", ".gz", ".zst")  # in this order: the plain file wins
 

@@ -19,9 +19,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from treepack.errors import TreepackError
-from treepack.ingest.readers.files.inputs import InputHash, list_inputs
-from treepack.ingest.readers.files.record_files import read_records
-from treepack.ingest.readers.files.records import Record
+from treepack.files.input_files.inputs import InputHash, list_inputs
+from treepack.files.input_files.record_files import read_records
+from treepack.files.input_files.records import Record
 from treepack.trajectory import Skipped
 
 RECORDS = [{"a": 1}, {"a": [1, 2], "b": "x"}]
