@@ -16,7 +16,7 @@ RECURRENT := .venv-fla
 # The data half without torch; these rooms run in it. Their tests that import torch are skipped there. Of trl, which needs
 # torch, they read the chat templates.
 DATA := .venv-data
-DATA_ROOMS := analysis cluster costs files formats ingest memory native pack report research rl tokenise trie
+DATA_ROOMS := analysis calls cluster costs files formats ingest memory native pack report research rl tokenise trie
 # The environment of the documentation site, and the one in which `make constraints` resolves all versions again.
 PAGES := .venv-site
 RESOLVED := .venv-resolved

@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
+from treepack.calls.chat_records import read_chat
 from treepack.errors import TreepackError
 from treepack.files.input_files.records import Record
-from treepack.ingest.readers.chat_records import read_chat
 from treepack.ingest.readers.fields import token_fields as tf
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.values import is_messages

@@ -19,9 +19,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from treepack.calls.call_logs import CallLog
+from treepack.calls.rollout_names import of_agent
 from treepack.files.input_files.records import Record
-from treepack.ingest.readers.calls.call_logs import CallLog
-from treepack.ingest.readers.calls.rollout_names import of_agent
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.values import as_objects, as_text, is_messages, object_or_empty
 from treepack.ingest.readers.format import MASKS, Format

@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from treepack.calls.conversations import conversation
 from treepack.files.input_files.records import Record
 from treepack.ingest.column_map import column_map
-from treepack.ingest.readers.calls.conversations import conversation
 from treepack.ingest.readers.column_records import read_columns
 from treepack.ingest.readers.columns.aliases import matches
 from treepack.ingest.readers.fields.field_paths import MISSING, value_at

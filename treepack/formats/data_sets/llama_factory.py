@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from treepack.calls.conversations import without
 from treepack.errors import TreepackError
 from treepack.files.input_files.records import Record
-from treepack.ingest.readers.calls.conversations import without
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.values import is_messages, shown
 from treepack.ingest.readers.format import MASKS, REWARDS, Format

@@ -22,11 +22,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from treepack.calls.conversations import conversation, without
+from treepack.calls.leaf_paths import leaf_paths, nodes_of, unused_fields
 from treepack.errors import TreepackError
 from treepack.files.input_files.json_text import parsed_json
 from treepack.files.input_files.records import Record
-from treepack.ingest.readers.calls.conversations import conversation, without
-from treepack.ingest.readers.calls.leaf_paths import leaf_paths, nodes_of, unused_fields
 from treepack.ingest.readers.fields import endings
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.rewards import REWARDS as REWARD_NAMES

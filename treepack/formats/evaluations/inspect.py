@@ -20,9 +20,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from treepack.calls.call_logs import CallLog
+from treepack.calls.conversations import conversation
 from treepack.files.input_files.records import Record
-from treepack.ingest.readers.calls.call_logs import CallLog
-from treepack.ingest.readers.calls.conversations import conversation
 from treepack.ingest.readers.fields import endings
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.rollout_facts import temperature_of

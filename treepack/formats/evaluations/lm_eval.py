@@ -22,11 +22,11 @@ from typing import Any
 
 import numpy as np
 
+from treepack.calls.chat_calls import ChatCall, read_chats
+from treepack.calls.conversations import with_notes, without
 from treepack.errors import TreepackError
 from treepack.files.input_files.json_text import parsed_json
 from treepack.files.input_files.records import DAMAGED_RECORD, Record
-from treepack.ingest.readers.calls.chat_calls import ChatCall, read_chats
-from treepack.ingest.readers.calls.conversations import with_notes, without
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.rewards import reward_of
 from treepack.ingest.readers.fields.rollout_facts import describe, temperature_of

@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from treepack.calls.conversations import conversation, without
 from treepack.errors import TreepackError
 from treepack.files.input_files.records import Record, folder_and_stem
-from treepack.ingest.readers.calls.conversations import conversation, without
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.values import shown
 from treepack.ingest.readers.format import LINEAGE, REWARDS, Format

@@ -18,9 +18,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from treepack.calls.conversations import conversation, without
 from treepack.files.input_files.companion_files import companion_path, read_document
 from treepack.files.input_files.records import Record
-from treepack.ingest.readers.calls.conversations import conversation, without
 from treepack.ingest.readers.fields import endings
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.rollout_facts import temperature_of

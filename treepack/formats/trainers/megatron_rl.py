@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 
+from treepack.calls.conversations import with_notes, without
+from treepack.calls.token_calls import TokenCall, read_calls
 from treepack.errors import TreepackError
 from treepack.files.input_files.records import Record
-from treepack.ingest.readers.calls.conversations import with_notes, without
-from treepack.ingest.readers.calls.token_calls import TokenCall, read_calls
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.token_fields import mask_values, number_values
 from treepack.ingest.readers.fields.values import as_objects, shown

@@ -19,9 +19,9 @@ from typing import Any
 
 import numpy as np
 
+from treepack.calls.conversations import with_notes, without
 from treepack.errors import TreepackError
 from treepack.files.input_files.records import Record
-from treepack.ingest.readers.calls.conversations import with_notes, without
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.token_fields import KEPT_FIELDS, mask_values, number_values
 from treepack.ingest.readers.format import LOGPROBS, MASKS, TOKEN_IDS, Format

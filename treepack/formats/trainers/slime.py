@@ -18,10 +18,10 @@ from typing import Any
 
 import numpy as np
 
+from treepack.calls.chat_records import read_chat
+from treepack.calls.conversations import without
 from treepack.errors import TreepackError
 from treepack.files.input_files.records import Record
-from treepack.ingest.readers.calls.conversations import without
-from treepack.ingest.readers.chat_records import read_chat
 from treepack.ingest.readers.fields import endings
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.token_fields import KEPT_FIELDS, KINDS, NUMBERS

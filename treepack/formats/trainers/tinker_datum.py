@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from treepack.calls.conversations import without
 from treepack.errors import TreepackError
 from treepack.files.input_files.records import Record
-from treepack.ingest.readers.calls.conversations import without
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.token_fields import number_values
 from treepack.ingest.readers.fields.values import shown

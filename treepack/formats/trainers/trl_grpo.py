@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
+from treepack.calls.conversations import without
 from treepack.files.input_files.records import Record
-from treepack.ingest.readers.calls.conversations import without
 from treepack.ingest.readers.fields import token_fields as tf
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.format import LOGPROBS, MASKS, TOKEN_IDS, Format

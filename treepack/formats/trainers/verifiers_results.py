@@ -14,12 +14,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from treepack.calls.chat_calls import ChatCall, read_chats
+from treepack.calls.conversations import without
+from treepack.calls.token_calls import TokenCall, read_calls
 from treepack.errors import TreepackError
 from treepack.files.input_files.companion_files import companion_path, read_document
 from treepack.files.input_files.records import Record
-from treepack.ingest.readers.calls.chat_calls import ChatCall, read_chats
-from treepack.ingest.readers.calls.conversations import without
-from treepack.ingest.readers.calls.token_calls import TokenCall, read_calls
 from treepack.ingest.readers.fields import endings
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.rollout_facts import temperature_of

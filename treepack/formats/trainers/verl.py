@@ -16,9 +16,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from treepack.calls.conversations import without
 from treepack.errors import TreepackError
 from treepack.files.input_files.records import Record
-from treepack.ingest.readers.calls.conversations import without
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.rollout_facts import temperature_of
 from treepack.ingest.readers.fields.token_fields import KINDS, NUMBERS

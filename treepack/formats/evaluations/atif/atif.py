@@ -29,6 +29,9 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from treepack.calls.conversations import without
+from treepack.calls.rollout_names import group_of_first, within
+from treepack.calls.token_calls import TokenCall, read_calls
 from treepack.errors import TreepackError
 from treepack.files.input_files.companion_files import companion_path, folder_and_document, read_document
 from treepack.files.input_files.records import NoObjectError, Record
@@ -38,9 +41,6 @@ from treepack.formats.evaluations.atif.trial_files import (
     file_of_trial,
     file_of_trial_session,
 )
-from treepack.ingest.readers.calls.conversations import without
-from treepack.ingest.readers.calls.rollout_names import group_of_first, within
-from treepack.ingest.readers.calls.token_calls import TokenCall, read_calls
 from treepack.ingest.readers.fields import endings
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.rewards import reward_of

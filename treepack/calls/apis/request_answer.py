@@ -128,7 +128,7 @@ def _is_response(value: Any) -> bool:
 def _of_api(answer: Any, source: str) -> list[Any] | None:
     """Return the messages of the only response in `answer`, None if it has another form, or several responses."""
     # A module that imports readers of formats, which import this one.
-    from treepack.ingest.readers.apis.api_forms import responses_of
+    from treepack.calls.apis.api_forms import responses_of
 
     if not isinstance(answer, dict) and not (is_messages(answer) and answer):
         return None

@@ -13,15 +13,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from treepack.calls.chat_calls import ChatCall, read_chats
+from treepack.calls.conversations import with_notes
+from treepack.calls.spans.span_calls import SpanCalls, calls_of_span
+from treepack.calls.spans.trace_spans import COLUMN, TraceSpan, get, parsed, spans_of, tree
 from treepack.errors import TreepackError
 from treepack.files.input_files.records import Record
-from treepack.ingest.readers.calls.chat_calls import ChatCall, read_chats
-from treepack.ingest.readers.calls.conversations import with_notes
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.values import as_id, is_messages
 from treepack.ingest.readers.messages.content_blocks import skip_reason
-from treepack.ingest.readers.spans.span_calls import SpanCalls, calls_of_span
-from treepack.ingest.readers.spans.trace_spans import COLUMN, TraceSpan, get, parsed, spans_of, tree
 from treepack.trajectory import Skipped, Trajectory
 
 _METADATA = "metadata"

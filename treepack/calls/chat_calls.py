@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from treepack.calls.rollout_names import with_rollout_names
 from treepack.files.input_files.records import Record
-from treepack.ingest.readers.calls.rollout_names import with_rollout_names
 from treepack.ingest.readers.fields import endings
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.rollout_facts import describe

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from treepack.calls.token_calls import TokenCall
 from treepack.errors import TreepackError
-from treepack.ingest.readers.calls.token_calls import TokenCall
 from treepack.ingest.readers.fields.values import shown
 from treepack.trajectory import Int32, as_token_ids
 

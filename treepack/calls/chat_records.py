@@ -17,9 +17,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from treepack.calls.apis.request_answer import answer_messages, dialogue, message_list
 from treepack.errors import TreepackError
 from treepack.files.input_files.records import Record
-from treepack.ingest.readers.apis.request_answer import answer_messages, dialogue, message_list
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.rollout_facts import describe
 from treepack.ingest.readers.fields.values import BadValueError, close_names, is_messages, shown

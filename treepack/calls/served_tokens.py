@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from treepack.ingest.readers.calls.token_calls import TokenCall
+from treepack.calls.token_calls import TokenCall
 from treepack.ingest.readers.fields import endings
 from treepack.ingest.readers.fields.token_fields import KEPT_SETS
 from treepack.ingest.readers.fields.values import is_messages, object_or_empty

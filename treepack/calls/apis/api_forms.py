@@ -22,10 +22,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from treepack.calls.apis.ai_sdk import has_sdk_parts, messages_of_sdk, messages_of_sdk_response, sdk_call
+from treepack.calls.apis.exchanges import API_FIELDS
+from treepack.calls.apis.langchain_messages import ROLES, chat_messages, generated
+from treepack.calls.spans.span_calls import messages_of_parts
+from treepack.calls.spans.trace_spans import parsed
 from treepack.errors import TreepackError
-from treepack.ingest.readers.apis.ai_sdk import has_sdk_parts, messages_of_sdk, messages_of_sdk_response, sdk_call
-from treepack.ingest.readers.apis.exchanges import API_FIELDS
-from treepack.ingest.readers.apis.langchain_messages import ROLES, chat_messages, generated
 from treepack.ingest.readers.fields.rollout_facts import temperature_of
 from treepack.ingest.readers.fields.values import is_messages, quoted, shown
 from treepack.ingest.readers.messages.gemini_parts import gemini_messages, gemini_tools
@@ -34,8 +36,6 @@ from treepack.ingest.readers.messages.message_trees import RENAMED_ROLES as RENA
 from treepack.ingest.readers.messages.normal_form import RENAMED_ROLES
 from treepack.ingest.readers.messages.normal_form import ROLES as CHAT_ROLES
 from treepack.ingest.readers.messages.response_items import CALLS, RESULTS, messages_of_items
-from treepack.ingest.readers.spans.span_calls import messages_of_parts
-from treepack.ingest.readers.spans.trace_spans import parsed
 
 Message = dict[str, Any]
 

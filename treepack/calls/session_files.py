@@ -13,12 +13,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from treepack.calls.rollout_names import group_of_first, within
 from treepack.errors import TreepackError
 from treepack.files.input_files.companion_files import is_file
 from treepack.files.input_files.inputs import STDIN
 from treepack.files.input_files.record_files import read_records
 from treepack.files.input_files.records import Record
-from treepack.ingest.readers.calls.rollout_names import group_of_first, within
 from treepack.trajectory import Skipped, Trajectory
 
 _AGENT_FILES = "agent-*.jsonl*"  # of Claude Code

@@ -10,9 +10,9 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from treepack.calls.spans.trace_spans import parsed
 from treepack.errors import TreepackError
 from treepack.ingest.readers.fields.values import is_messages, shown
-from treepack.ingest.readers.spans.trace_spans import parsed
 
 Message = dict[str, Any]
 

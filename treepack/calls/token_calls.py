@@ -2,7 +2,7 @@
 
     calls --join_calls--> JoinedTokens --read_tokens--> trajectories
 
-`readers.calls` explains when a call continues another.
+`treepack.calls` explains when a call continues another.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from treepack.calls.rollout_names import with_rollout_names
 from treepack.errors import TreepackError
 from treepack.files.input_files.records import Record
-from treepack.ingest.readers.calls.rollout_names import with_rollout_names
 from treepack.ingest.readers.fields import endings
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.token_fields import LABELS, NAMES, mask_values, number_values

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from treepack.calls.chat_calls import ChatCall, read_chats
+from treepack.calls.conversations import with_notes
 from treepack.files.input_files.records import Record
-from treepack.ingest.readers.calls.chat_calls import ChatCall, read_chats
-from treepack.ingest.readers.calls.conversations import with_notes
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.messages.content_blocks import skip_reason
 from treepack.trajectory import Skipped, Trajectory

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.read_rollouts import tokenize
+from treepack.calls.chat_calls import ChatCall, join_chats, read_chats
+from treepack.calls.rollout_names import EMPTY_NOTE, SPLIT_NOTE
+from treepack.calls.token_calls import TokenCall, join_calls, read_calls
 from treepack.errors import TreepackError
 from treepack.files.input_files.records import Record
-from treepack.ingest.readers.calls.chat_calls import ChatCall, join_chats, read_chats
-from treepack.ingest.readers.calls.rollout_names import EMPTY_NOTE, SPLIT_NOTE
-from treepack.ingest.readers.calls.token_calls import TokenCall, join_calls, read_calls
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.trajectory import Chat, Skipped, Tokens, Trajectory, derived_group, positions, prompt_messages
 

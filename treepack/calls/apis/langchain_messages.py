@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from treepack.calls.conversations import without
 from treepack.errors import TreepackError
 from treepack.files.input_files.json_text import parsed_json
-from treepack.ingest.readers.calls.conversations import without
 from treepack.ingest.readers.fields.values import is_messages, object_or_empty, quoted, shown
 from treepack.ingest.readers.messages.normal_form import READ
 

@@ -14,7 +14,7 @@ from collections.abc import Container
 from dataclasses import dataclass, field
 from typing import Any
 
-from treepack.ingest.readers.calls.call_logs import CallLog
+from treepack.calls.call_logs import CallLog
 from treepack.ingest.readers.messages.content_blocks import plain_part, skip_reason
 
 Message = dict[str, Any]

@@ -16,13 +16,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from treepack.calls.chat_calls import ChatCall
+from treepack.calls.spans.trace_spans import TraceSpan, get, parsed, tree
 from treepack.errors import TreepackError
-from treepack.ingest.readers.calls.chat_calls import ChatCall
 from treepack.ingest.readers.fields.rollout_facts import temperature_of
 from treepack.ingest.readers.fields.values import as_objects, is_messages, shown
 from treepack.ingest.readers.messages.merged_turns import answered, left_over, merged_turns
 from treepack.ingest.readers.messages.message_trees import RENAMED_ROLES, message_of_tree
-from treepack.ingest.readers.spans.trace_spans import TraceSpan, get, parsed, tree
 from treepack.trajectory import Skipped
 
 Message = dict[str, Any]
