@@ -196,6 +196,9 @@ def test_every_field_counts_as_in_transformers(
     folder = write(
         tmp_path, config, json.dumps(value), **{key: each for key, each in files.items() if each is not None}
     )
+    if "added_tokens_decoder" not in config and (special is not None or added is not None):
+        assert read_folder(folder, str(folder)) is None  # an old folder, which transformers reads
+        return
     try:
         load_tokenizer(str(folder))
     except TreepackError:

@@ -156,7 +156,7 @@ def _render(tokenizer: Any, template: str | None, messages: list[Message], tools
         # Without content that is None, as transformers renders by default.
         given = [{key: value for key, value in message.items() if value is not None} for message in messages]
         variables = tokenizer.special_tokens_map
-        return compiled(text).render([plain_message(each) for each in given], tools=tools, variables=variables)
+        return compiled(text).render([plain_message(each) for each in given], tools=tools, variables=variables)[0]
     except Exception:  # a template is foreign code, which can raise anything; then other conversations decide
         return ""
 

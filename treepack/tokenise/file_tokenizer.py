@@ -3,8 +3,8 @@
     tokenizer.json                 the backend: vocabulary, merges, steps on the text, added tokens
     tokenizer_config.json          special tokens, further added tokens, chat template
     chat_template.jinja            the chat template, or several in additional_chat_templates/
-    special_tokens_map.json        read if the config lists no added tokens, as older tokenizers do not
-    added_tokens.json
+    special_tokens_map.json        if one is there and the config lists no added tokens, as in old folders, transformers
+    added_tokens.json              reads the folder
     config.json                    the type of the model, by which transformers chooses a class (`tokenizer_classes`)
 
 Ids, special tokens, templates and fingerprint are as in `transformers.AutoTokenizer`, with which the tests compare
@@ -23,10 +23,11 @@ from tokenizers import AddedToken, Tokenizer
 from treepack.tokenise.tokenizer_classes import DEFAULT_TOKENS, built, class_of
 
 # Files that `read_folder` reads; all else in a folder changes nothing.
+_OLD_FILES = ("special_tokens_map.json", "added_tokens.json")
 FILES = (
-    "tokenizer.json tokenizer_config.json config.json special_tokens_map.json added_tokens.json chat_template.jinja "
-    "additional_chat_templates/*.jinja"
-).split()
+    *"tokenizer.json tokenizer_config.json config.json chat_template.jinja additional_chat_templates/*.jinja".split(),
+    *_OLD_FILES,
+)
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 # Fields of tokenizer_config.json that `read_folder` treats as transformers does, besides fields that end in _token.
 # Most change neither ids nor templates. A tokenizer with another field is left to transformers.
@@ -120,11 +121,13 @@ def read_folder(folder: Path, name: str) -> FileTokenizer | None:
     file, config = folder / "tokenizer.json", _read_json(folder / "tokenizer_config.json")
     if config is None or not file.is_file() or any(key not in FIELDS and not _is_role(key) for key in config):
         return None
+    if "added_tokens_decoder" not in config and any((folder / old).is_file() for old in _OLD_FILES):
+        return None
     kind = class_of(config, _read_json(folder / "config.json"), lambda: b'"ByteLevel"' in file.read_bytes())
     if kind is None:
         return None
     source = Tokenizer.from_file(str(file))
-    added, special, extra = _tokens(config, folder, source, DEFAULT_TOKENS[kind])
+    added, special, extra = _tokens(config, source, DEFAULT_TOKENS[kind])
     backend = built(kind, source, config | special)
     if backend is None:
         return None
@@ -137,7 +140,7 @@ def read_folder(folder: Path, name: str) -> FileTokenizer | None:
 
 
 def _tokens(
-    config: Mapping[str, Any], folder: Path, source: Tokenizer, default: Mapping[str, str | None]
+    config: Mapping[str, Any], source: Tokenizer, default: Mapping[str, str | None]
 ) -> tuple[dict[int, AddedToken], dict[str, _Token], list[_Token]]:
     """Return the added tokens by id, the special tokens by role, and the special tokens without a role.
 
@@ -148,13 +151,11 @@ def _tokens(
         fields["extra_special_tokens"] = fields.pop("additional_special_tokens")
     # Roles that only this model has, for example image_token.
     own = {key: fields.pop(key) for key in list(fields) if _is_own_role(key) and isinstance(fields[key], str)}
-    _move_roles(fields, own)
+    if isinstance(fields.get("extra_special_tokens"), dict):  # {"image_token": "<image>"}
+        own |= fields.pop("extra_special_tokens")
+    added = source.get_added_tokens_decoder()
     if "added_tokens_decoder" in fields:
         added = {int(i): AddedToken(**token) for i, token in fields["added_tokens_decoder"].items()}
-    else:
-        _merge_special_tokens_map(fields, _read_json(folder / "special_tokens_map.json") or {})
-        _move_roles(fields, own)
-        added = _added_of_files(fields, folder, source)
     fields = {key: _converted(value) for key, value in fields.items()}
     by_text = {str(token): token for token in added.values()}
     for role in NAMED:
@@ -170,39 +171,6 @@ def _tokens(
     if not all(isinstance(token, _Token) for token in [*special.values(), *extra]):
         raise TypeError("a special token is neither a text nor a token")
     return added, special, extra
-
-
-def _move_roles(fields: dict[str, Any], own: dict[str, Any]) -> None:
-    """Move special tokens with roles of their own, {"image_token": "<image>"}, from `fields` to `own`."""
-    if isinstance(fields.get("extra_special_tokens"), dict):
-        own |= fields.pop("extra_special_tokens")
-
-
-def _merge_special_tokens_map(fields: dict[str, Any], file: Mapping[str, Any]) -> None:
-    """Let the tokens of special_tokens_map.json replace the tokens of tokenizer_config.json."""
-    for key, value in file.items():
-        if key == "extra_special_tokens" and isinstance(value, list):
-            tokens = list(fields.get(key) or [])
-            for each in value:
-                token = AddedToken(**each, special=True) if isinstance(each, dict) else each
-                if token not in tokens:
-                    tokens.append(token)
-            fields[key] = tokens
-        elif isinstance(value, dict) and key != "extra_special_tokens":
-            fields[key] = AddedToken(**(value | {"special": True}))
-        else:
-            fields[key] = value
-
-
-def _added_of_files(fields: Mapping[str, Any], folder: Path, source: Tokenizer) -> dict[int, AddedToken]:
-    """Return the added tokens of added_tokens.json and of tokenizer.json, which counts."""
-    special = {str(fields[role]) for role in NAMED if fields.get(role)}
-    special |= {str(token) for token in fields.get("extra_special_tokens") or []}
-    added = {
-        i: AddedToken(text, normalized=text not in special, special=text in special)
-        for text, i in (_read_json(folder / "added_tokens.json") or {}).items()
-    }
-    return added | source.get_added_tokens_decoder()
 
 
 def _add_tokens(

@@ -83,9 +83,8 @@ def theirs(text: str, messages: list[Any], *, marks: bool, prompt: bool, tools: 
 def ours(text: str, messages: list[Any], *, marks: bool, prompt: bool, tools: Any, variables: dict[str, Any]) -> Any:
     try:
         template, plain = compiled(text), [plain_message(message) for message in messages]
-        if marks:
-            return template.render_with_marks(plain, tools=tools, prompt=prompt, variables=variables)
-        return template.render(plain, tools=tools, prompt=prompt, variables=variables), []
+        rendered, spans = template.render(plain, tools=tools, prompt=prompt, variables=variables)
+        return rendered, spans if marks else []
     except Exception as error:  # a template raises anything
         return type(error), str(error)
 

@@ -64,7 +64,7 @@ def compare(
         except UntrackedTemplate:
             return None
         if result is not None:
-            assert result == whole.render_with_marks(items, tools=tools, prompt=prompt, variables=VARIABLES)
+            assert result == whole.render(items, tools=tools, prompt=prompt, variables=VARIABLES)
     return memories
 
 

@@ -121,10 +121,9 @@ class TurnAnswers:
         """Return the answer `turn` in the place of message `k`, from which it may have been changed."""
         converted = self._forms.convert(turn) if is_changed else None
         prompt = self._history.prompt(k, setting)
+        text, marks = self._history.text(k, setting, converted)
         if GENERATION_MARK.search(setting.template):
-            text, spans = self._history.marked(k, setting, converted)
-            return self._marked(prompt, turn, text, self._spans_of_turn(k, prompt, text, spans, setting), setting)
-        text = self._history.text(k, setting, converted)
+            return self._marked(prompt, turn, text, self._spans_of_turn(k, prompt, text, marks, setting), setting)
         if text.startswith(prompt):
             return self._spanned(text, len(prompt), len(prompt))
         return self._rebuilt(prompt, turn, setting)

@@ -1,8 +1,8 @@
 """Render one conversation up to each of its turns.
 
     prompt(k)         messages[:k], with the generation prompt
-    text(k)           messages[:k + 1]
-    marked(k)         the same, with its generation marks
+    before(k)         messages[:k]
+    text(k)           messages[:k + 1], with its generation marks
 
 The renderings share their common parts if the template can be tracked (`tracking`). If it cannot be, or raises,
 each one is rendered alone, which also decides about errors.
@@ -14,7 +14,7 @@ from contextlib import suppress
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from treepack.tokenise.template.rendering import Message, Span, TemplateSetting, render, render_with_marks
+from treepack.tokenise.template.rendering import Message, Span, TemplateSetting, render_with_marks
 from treepack.tokenise.template.texts import ChainedText
 
 if TYPE_CHECKING:
@@ -61,8 +61,7 @@ class RenderedHistory:
         Raises:
             UnfaithfulError: the template raises anything.
         """
-        shared = self._shared(k, None, prompt=True)
-        return shared[0] if shared else ChainedText(render(self.messages[:k], setting, prompt=True))
+        return self._rendered(k, None, setting, prompt=True)[0]
 
     def before(self, k: int, setting: TemplateSetting) -> ChainedText:
         """Render the first `k` messages.
@@ -70,35 +69,26 @@ class RenderedHistory:
         Raises:
             UnfaithfulError: the template raises anything.
         """
-        shared = self._shared(k, None, prompt=False)
-        return shared[0] if shared else ChainedText(render(self.messages[:k], setting))
+        return self._rendered(k, None, setting)[0]
 
-    def text(self, k: int, setting: TemplateSetting, turn: Message | None = None) -> ChainedText:
-        """Render the first `k` messages and message `k`, or another `turn` in its place.
-
-        Raises:
-            UnfaithfulError: the template raises anything.
-        """
-        shared = self._shared(k, turn, prompt=False) if turn else self._shared(k + 1, None, prompt=False)
-        return shared[0] if shared else ChainedText(render(self._with(k, turn), setting))
-
-    def marked(self, k: int, setting: TemplateSetting, turn: Message | None = None) -> _MarkedText:
-        """Render as `text` does; return the generation marks too.
+    def text(self, k: int, setting: TemplateSetting, turn: Message | None = None) -> _MarkedText:
+        """Render the first `k` messages and message `k`, or another `turn` in its place; return the marks too.
 
         Raises:
             UnfaithfulError: the template raises anything.
         """
-        shared = self._shared(k, turn, prompt=False) if turn else self._shared(k + 1, None, prompt=False)
-        if shared:
+        return self._rendered(k, turn, setting) if turn else self._rendered(k + 1, None, setting)
+
+    def _rendered(self, k: int, turn: Message | None, setting: TemplateSetting, *, prompt: bool = False) -> _MarkedText:
+        """Render the first `k` messages, and `turn`."""
+        if shared := self._shared(k, turn, prompt=prompt):
             return shared
-        text, spans = render_with_marks(self._with(k, turn), setting)
+        messages = self.messages[:k] if turn is None else [*self.messages[:k], turn]
+        text, spans = render_with_marks(messages, setting, prompt=prompt)
         return ChainedText(text), tuple(spans)
 
-    def _with(self, k: int, turn: Message | None) -> list[Message]:
-        return [*self.messages[:k], turn or self.messages[k]]
-
     def _shared(self, k: int, turn: Message | None, *, prompt: bool) -> _MarkedText | None:
-        """Render the first `k` messages, and `turn`, with the tracked template; None if that is impossible."""
+        """Render as `_rendered` does, with the tracked template; None if that is impossible."""
         from treepack.tokenise.template.sandbox import plain_message
         from treepack.tokenise.template.views import UntrackedTemplate
 

@@ -123,19 +123,17 @@ def render(messages: list[Message], setting: TemplateSetting, *, prompt: bool = 
     Raises:
         UnfaithfulError: the template raises anything.
     """
-    return _render(messages, setting, prompt=prompt, marks=False)[0]
+    return render_with_marks(messages, setting, prompt=prompt)[0]
 
 
-def render_with_marks(messages: list[Message], setting: TemplateSetting) -> tuple[str, list[Span]]:
-    """Render `messages`; return the text and the spans of its generation marks.
+def render_with_marks(
+    messages: list[Message], setting: TemplateSetting, *, prompt: bool = False
+) -> tuple[str, list[Span]]:
+    """Render as `render` does; return the text and the spans of its generation marks.
 
     Raises:
         UnfaithfulError: the template raises anything.
     """
-    return _render(messages, setting, prompt=False, marks=True)
-
-
-def _render(messages: list[Message], setting: TemplateSetting, *, prompt: bool, marks: bool) -> tuple[str, list[Span]]:
     # Imported here, because importing jinja2 takes a while and token ids need no template.
     from jinja2 import TemplateError
 
@@ -143,9 +141,7 @@ def _render(messages: list[Message], setting: TemplateSetting, *, prompt: bool, 
 
     try:
         template, plain = compiled(setting.template), [plain_message(message) for message in messages]
-        if marks:
-            return template.render_with_marks(plain, tools=setting.tools, variables=setting.variables)
-        return template.render(plain, tools=setting.tools, prompt=prompt, variables=setting.variables), []
+        return template.render(plain, tools=setting.tools, prompt=prompt, variables=setting.variables)
     except Exception as error:  # a template is foreign code, which can raise anything
         message = str(error).strip().partition("\n")[0]
         # raise_exception('no system') of a template -> "no system"; 1 // 0 -> "ZeroDivisionError: integer division ..."

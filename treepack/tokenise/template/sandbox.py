@@ -1,6 +1,6 @@
 """Compile and run chat templates with jinja2 alone, as transformers does, but without importing transformers.
 
-    Template(text).render([plain_message(each) for each in messages], tools=..., prompt=True, variables={...})
+    compiled(text).render([plain_message(each) for each in messages], tools=..., prompt=True, variables={...})
 
 A template is foreign code, so it runs in jinja2's sandbox and sees plain JSON values only: other objects have methods
 that the sandbox does not check. What a template sees besides jinja2's own names:
@@ -62,29 +62,24 @@ class CompiledTemplate:
 
     def render(
         self, messages: list[Any], *, tools: Any = None, prompt: bool = False, variables: Variables = None
-    ) -> str:
+    ) -> tuple[str, list[Span]]:
         """Render messages of `plain_message`, with `prompt` also the generation prompt.
 
-        `tools` and `variables` are made plain here; the variable `documents` is a list of dicts.
+        `tools` and `variables` are made plain here; the variable `documents` is a list of dicts. Returns the text and
+        the spans of characters inside generation marks, in order.
 
         Raises:
             Exception: whatever the template raises.
         """
         inputs = plain_inputs(tools, variables)
-        return self._template.render(messages=messages, add_generation_prompt=prompt, **inputs)
-
-    def render_with_marks(
-        self, messages: list[Any], *, tools: Any = None, prompt: bool = False, variables: Variables = None
-    ) -> tuple[str, list[Span]]:
-        """Render like `render`; return the text and the spans of characters inside generation marks, in order."""
-        inputs = plain_inputs(tools, variables)
         marks = self._environment.extensions[GenerationMarks.identifier]
         assert isinstance(marks, GenerationMarks)
-        marks.blocks, marks.spans = [], []
+        blocks, spans = list[str](), list[Span]()
+        marks.blocks, marks.spans = blocks, spans
         try:
             for block in self._template.generate(messages=messages, add_generation_prompt=prompt, **inputs):
-                marks.blocks.append(block)
-            return "".join(marks.blocks), marks.spans
+                blocks.append(block)  # one by one, because a mark begins after the blocks so far
+            return "".join(blocks), spans
         finally:
             marks.blocks = marks.spans = None
 
