@@ -22,7 +22,7 @@ def read_trajectories(
     **options: Any,
 ) -> Iterator[Trajectory | Skipped]:
     """The trajectories of all `inputs`, in order, and each record that cannot be used; `options` of `ReadOptions`."""
-    for part in read_parts(inputs, ReadOptions(**options), format=format, input_hash=input_hash):
+    for part in read_parts(inputs, ReadOptions(format, **options), input_hash=input_hash):
         yield from part.trajectories()
 
 

@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 import numpy as np
 import pyarrow as pa
 
-from treepack.cluster.input_parts import FileReading, InputFile, SurveyedFile, group_parts, list_files
+from treepack.cluster.input_parts import InputFile, SurveyedFile, group_parts, list_files
 from treepack.cluster.names import repeated_names
 from treepack.cluster.reading import PartSummary, ReadJob, read_input_part, survey_files
 from treepack.cluster.scheduler import Scheduler, TableHandle
@@ -173,7 +173,7 @@ def build_trie_on(
         tokenizer = read_tokenizer(options.tokenizer) if options.tokenizer else None
         how, job = options_and_job(options, tokenizer)
         reading_job = ReadJob(
-            FileReading(how, options.format),
+            how,
             job.by_name(),
             _folder_of(names),
             options.share,

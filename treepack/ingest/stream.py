@@ -58,7 +58,7 @@ def parts_and_job(
 ) -> tuple[Iterator[Part], TokenisationJob]:
     """Return the parts of `inputs`, for `ColumnsWork`, and its job; with `as_ranges` most parts contain no data."""
     how, job = options_and_job(options, tokenizer)
-    parts = read_parts(inputs, how, format=options.format, input_hash=input_hash, as_ranges=as_ranges)
+    parts = read_parts(inputs, how, input_hash=input_hash, as_ranges=as_ranges)
     return parts, job if options.workers == 1 else job.by_name()
 
 
@@ -71,6 +71,7 @@ def options_and_job(options: BuildOptions, tokenizer: Any = None) -> tuple[ReadO
     if tokenizer is None and options.tokenizer:
         tokenizer = read_tokenizer(options.tokenizer)
     how = ReadOptions(
+        format=options.format,
         reward_key=options.reward_key,
         vocab_size=None if tokenizer is None else len(tokenizer),
         train_all=options.train_all,

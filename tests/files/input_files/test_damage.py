@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +41,8 @@ def lines(*records: Any) -> bytes:
     return b"".join((each if isinstance(each, bytes) else json.dumps(each).encode()) + b"\n" for each in records)
 
 
-def names_and_faults(path: str, options: ReadOptions = SKIP, **keywords: Any) -> tuple[list[str], list[Skipped]]:
-    items = [item for part in read_parts([path], options, **keywords) for item in part.trajectories()]
+def names_and_faults(path: str, options: ReadOptions = SKIP) -> tuple[list[str], list[Skipped]]:
+    items = [item for part in read_parts([path], options) for item in part.trajectories()]
     names = [item.trajectory_id for item in items if isinstance(item, Trajectory)]
     return names, [item for item in items if isinstance(item, Skipped)]
 
@@ -273,7 +274,7 @@ def test_the_only_list_of_a_document_is_read(
 ) -> None:
     document = {"version": 2, "data": [rollout(0), {**rollout(1), "id": None}]}
     path = write(tmp_path, json.dumps(document, indent=indent).encode(), "r.json")
-    names, (beside,) = names_and_faults(path, options, format=format_name)
+    names, (beside,) = names_and_faults(path, replace(options, format=format_name))
     assert names == ["r0", "r.json.data[1]"]
     assert (beside.reason, beside.is_rollout) == ("fields beside the list 'data' of a document", False)
 

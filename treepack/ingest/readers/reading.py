@@ -86,24 +86,22 @@ def read_parts(
     inputs: Iterable[str | Path],
     options: ReadOptions,
     *,
-    format: str = "auto",  # noqa: A002
     input_hash: InputHash | None = None,
     as_ranges: bool = False,
 ) -> Iterator[UnreadPart | FinishedPart]:
     """Yield the trajectories of all `inputs`, in order, in parts that workers can read.
 
-    An input is a file, a folder, a glob, or `-` for standard input. `format` is the name of a format, or `auto`.
-    `input_hash` gets the sha256 of each file after the whole file is read. A file of no known format is skipped if a
-    search of a folder found it and the folder contains other formats. It is refused if the caller named it. A copy of
-    an earlier file is skipped (`copies`). If the records of a format belong together, this process reads them, and the
-    part is a `FinishedPart`. With `as_ranges`, parts of files that can be split contain no data, and the worker opens
-    the file.
+    An input is a file, a folder, a glob, or `-` for standard input. `input_hash` gets the sha256 of each file after the
+    whole file is read. A file of no known format is skipped if a search of a folder found it and the folder contains
+    other formats. It is refused if the caller named it. A copy of an earlier file is skipped (`copies`). If the records
+    of a format belong together, this process reads them, and the part is a `FinishedPart`. With `as_ranges`, parts of
+    files that can be split contain no data, and the worker opens the file.
 
     Raises:
         TreepackError: an input matches nothing, cannot be read or parsed, or is not of the format; errors inside of an
             `UnreadPart` are raised when it is read.
     """
-    check_format(format)
+    check_format(options.format)
     # `searched` are the files that a search of a folder found, rather than the caller named.
     files, skipped, searched = list_inputs(inputs)
     copies = find_copies(((path, size_of(path)) for path in files), detect_format)
@@ -118,7 +116,6 @@ def read_parts(
         parts, error = parts_of_path(
             path,
             options,
-            format=format,
             is_searched=path in searched,
             input_hash=input_hash,
             # The local copy of an object may be removed before a worker opens it.
@@ -136,7 +133,6 @@ def parts_of_path(
     path: str,
     options: ReadOptions,
     *,
-    format: str = "auto",  # noqa: A002
     is_searched: bool = False,
     input_hash: InputHash | None = None,
     as_ranges: bool = False,
@@ -150,10 +146,10 @@ def parts_of_path(
     """
     blocks = read_blocks(path, options.limits, input_hash=input_hash, as_ranges=as_ranges)
     try:
-        recognised = recognised_file(blocks, options, format=format)
+        recognised = recognised_file(blocks, options)
     # An unknown file in a searched folder is skipped and counted; a file that the caller named is an error.
     except (UnknownFormatError, NoObjectError, NotPlainError) as error:
-        is_extra = is_searched and format == "auto"
+        is_extra = is_searched and options.format == "auto"
         if not is_extra and not options.limits.skip_bad:
             raise
         if is_extra and input_hash is not None:
@@ -168,17 +164,17 @@ def parts_of_path(
     return chain(first, _parts_of_file(recognised.format.name, recognised.blocks, options)), None
 
 
-def recognised_file(blocks: Iterator[RecordBlock | Range], options: ReadOptions, *, format: str) -> RecognisedFile:  # noqa: A002
-    """Return the format of a file with these `blocks`; `format` is a name, or "auto".
+def recognised_file(blocks: Iterator[RecordBlock | Range], options: ReadOptions) -> RecognisedFile:
+    """Return the format of a file with these `blocks`.
 
     Raises:
         TreepackError: as `recognise`.
     """
     return recognise(
         blocks,
-        partial(_format_of, format=format, options=options),
+        partial(_format_of, options=options),
         refuse=partial(refusal, options=options),
-        expected=formats_by_name().get("columns" if options.columns else format),
+        expected=formats_by_name().get("columns" if options.columns else options.format),
         skip_bad=options.limits.skip_bad,
     )
 
@@ -221,17 +217,18 @@ def _read_blocks(
     yield from damaged or ()
 
 
-def _format_of(record: Record, format: str, options: ReadOptions) -> Format | None:  # noqa: A002
-    """Return the format with the name `format` if `record` has it, or the first that matches if the name is "auto"."""
+def _format_of(record: Record, options: ReadOptions) -> Format | None:
+    """Return the format that the options name if `record` has it, or the first that matches if they name none."""
     if options.columns is not None:
         return formats_by_name()["columns"] if has_columns(record, options.columns) else None
     refuse_own_row(record)
     record = with_containers(record)
-    if format == "auto":
+    if options.format == "auto":
         # Before the formats: a part of such a record may look like one of them, and only this part would be read.
         refuse_unread(record)
         return next((each for each in all_formats() if each.matches(record.value)), None)
-    return formats_by_name()[format] if formats_by_name()[format].matches(record.value) else None
+    named = formats_by_name()[options.format]
+    return named if named.matches(record.value) else None
 
 
 def detect_format(record: Record) -> str:
@@ -242,7 +239,7 @@ def detect_format(record: Record) -> str:
             names the program.
         TreepackError: the record is a row of a trie or packed directory.
     """
-    found = _format_of(record, "auto", ReadOptions())
+    found = _format_of(record, ReadOptions())
     if found is None:
         raise refusal(record, ReadOptions())
     return found.name

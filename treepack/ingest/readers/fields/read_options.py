@@ -12,6 +12,7 @@ from treepack.ingest.column_map import ColumnMap
 class ReadOptions:
     """Options of the caller for all records."""
 
+    format: str = "auto"  # the name of the format of all files, or auto to recognise it by content
     reward_key: str | None = None  # selects one reward of several in an object
     vocab_size: int | None = None  # exclusive bound of the token ids
     train_all: bool = False  # train every token of a record that has neither a mask nor a separate response
