@@ -14,4 +14,7 @@ prompt.
 A reader passes a `Record` whose value has only the fields of the rollout besides its calls, under the names that
 `rollout_facts.describe` reads (`trajectory_id, group_id, reward, ...`). Any other field becomes metadata or a note
 there.
+
+    apis/, spans/     requests and responses of many APIs; spans of tracing systems
+    chat_records      a conversation, or a request with its answer, in one record
 """

@@ -99,7 +99,7 @@ class TurnAnswers:
         Raises:
             UnfaithfulError: the template refuses the messages, or leaves out text that the model wrote.
         """
-        setting = self._setting.at(source)
+        setting = replace(self._setting, source=source)
         answer = self._answer(k, turn, setting)
         if _repeats_thought(turn, answer.trained):
             answer = self._answer(k, _split(turn), setting, is_changed=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -63,10 +63,6 @@ class TemplateSetting:
     template: str
     tools: Tools
     variables: dict[str, Any]
-
-    def at(self, source: str) -> TemplateSetting:
-        """Return the same inputs for another `source`."""
-        return replace(self, source=source)
 
 
 def is_json_object(text: str) -> bool:

@@ -181,9 +181,9 @@ class SandboxEnvironment(ImmutableSandboxedEnvironment):
         return super().getattr(obj, attribute)
 
 
-def new_environment(kind: type[SandboxEnvironment] = SandboxEnvironment) -> SandboxEnvironment:
+def new_environment() -> SandboxEnvironment:
     """Return an environment with everything that templates may use."""
-    environment = kind(trim_blocks=True, lstrip_blocks=True, extensions=[GenerationMarks, loopcontrols])
+    environment = SandboxEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[GenerationMarks, loopcontrols])
     environment.filters["tojson"] = _tojson
     environment.globals |= {
         "raise_exception": _raise_exception,

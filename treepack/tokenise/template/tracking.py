@@ -33,7 +33,6 @@ from treepack.tokenise.template.recorded_iterations import (
 from treepack.tokenise.template.texts import ROOT, ChainedText
 from treepack.tokenise.template.views import (
     MISSING,
-    SAFE_ATTRIBUTES,
     LoopView,
     MessageView,
     ReversedLoopView,
@@ -60,16 +59,6 @@ _ORDERS: dict[str, Callable[[Any, Any], Any]] = {
 _MIRRORED = {"gt": "lt", "gteq": "lteq", "lt": "gt", "lteq": "gteq", "eq": "eq", "ne": "ne"}
 
 
-class _TrackedEnvironment(sandbox.SandboxEnvironment):
-    """The sandbox, with a short way to attributes of `loop`, which are safe."""
-
-    def getattr(self, obj: Any, attribute: str) -> Any:
-        """Return `obj.attribute`."""
-        if type(obj) is LoopView and attribute in SAFE_ATTRIBUTES:
-            return getattr(obj, attribute)
-        return super().getattr(obj, attribute)
-
-
 @lru_cache(maxsize=128)
 def tracked(text: str) -> TemplateTracker | None:
     """Return the tracked template of `text`, or None if it has no loop that can be tracked."""
@@ -89,7 +78,7 @@ class TemplateTracker:
         Raises:
             TemplateSyntaxError: of jinja2.
         """
-        self._environment = environment = sandbox.new_environment(_TrackedEnvironment)
+        self._environment = environment = sandbox.new_environment()
         tree = environment.parse(text)
         self.loops = loops.change_loops(tree, environment)
         environment.globals["namespace"] = self._namespace = namespace_class(self)

@@ -16,8 +16,6 @@ from markupsafe import Markup
 from treepack.tokenise.template import sandbox
 
 MISSING: Any = type("Missing", (), {"__slots__": ()})()  # the value of an attribute that a namespace does not have
-# Attributes of `LoopView` that are messages or numbers, and no methods.
-SAFE_ATTRIBUTES = frozenset({"index", "index0", "first", "last", "previtem", "nextitem"})
 _SCALARS = frozenset({str, int, bool, type(None), Markup})
 _ATTRIBUTES = "_Namespace__attrs"  # where jinja2's Namespace has its attributes
 
