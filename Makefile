@@ -16,7 +16,7 @@ RECURRENT := .venv-fla
 # The data half without torch; these rooms run in it. Their tests that import torch are skipped there. Of trl, which needs
 # torch, they read the chat templates.
 DATA := .venv-data
-DATA_ROOMS := analysis cluster costs files formats ingest memory native pack report research rl trie
+DATA_ROOMS := analysis calls cluster costs files formats ingest memory native pack report research rl tokenise trie
 # The environment of the documentation site, and the one in which `make constraints` resolves all versions again.
 PAGES := .venv-site
 RESOLVED := .venv-resolved
@@ -29,7 +29,7 @@ LOCKED := --constraint constraints.txt
 # Rooms are the folders of tests/: `make trie` runs tests/trie.
 ROOMS := $(sort $(foreach path,$(wildcard tests/*/test_*.py tests/*/*/test_*.py),$(word 2,$(subst /, ,$(path)))))
 # The core from files to gradients, in about 80 seconds of processor time; other files of tests would import too much.
-QUICK := $(addprefix tests/,files/test_lock.py files/test_manifest_values.py ingest/test_tokenization.py trie/test_build.py \
+QUICK := $(addprefix tests/,files/test_lock.py files/test_manifest_values.py tokenise/test_tokenization.py trie/test_build.py \
 	trie/test_directory.py pack/test_packing.py pack/test_rows.py attention/test_reference.py model/test_collation.py \
 	model/test_loss.py data/test_dataset.py carry/test_carry_plan.py train/test_loop.py cli/test_prepare.py cli/test_sizes.py \
 	examples/test_nanotree.py project)

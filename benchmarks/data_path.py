@@ -36,9 +36,9 @@ from measure import commit
 
 from treepack import PackOptions
 from treepack.data.dataset import PackedDataset
-from treepack.ingest.tokenization import TokenisationJob, TrajectoryTokeniser, load_tokenizer
 from treepack.pack.files import write_packed
 from treepack.pack.packing import plan_packing
+from treepack.tokenise.tokenization import TokenisationJob, TrajectoryTokeniser, load_tokenizer
 from treepack.trajectory import Chat, Skipped, Trajectory
 from treepack.trie.store.trie_files import read_trie
 

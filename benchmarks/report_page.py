@@ -23,10 +23,10 @@ from measure import commit
 from selenium.webdriver.chrome.webdriver import WebDriver
 
 from treepack.costs.model_cost import read_shape
-from treepack.ingest.tokenization import load_tokenizer
 from treepack.report.contents import read_contents
 from treepack.report.figures import ReportSubject, measure
 from treepack.report.page import render_page
+from treepack.tokenise.tokenization import load_tokenizer
 from treepack.trajectory import Int32, Tokens, Trajectory
 from treepack.trie.builders.in_memory import build_trie
 from treepack.trie.trie import Trie

@@ -27,7 +27,7 @@ from support import real_templates, template_stops
 from support.conversations import SOURCES, Conversation, real_conversations, samples_of_formats
 from support.read_rollouts import tokenize
 from support.template_oracle import faults, marked
-from treepack.ingest.tokenization import load_tokenizer
+from treepack.tokenise.tokenization import load_tokenizer
 from treepack.trajectory import Skipped
 
 MESSAGES = 64  # of a conversation at most: rendering every turn is quadratic in their number
@@ -47,7 +47,7 @@ is trained as its sampler saw it. If it leaves out text that the model wrote, th
 {conversations}, with each template of trl {trl}, whose names the table has. Use a template
 with `--chat-template FILE`; trl's `*_training` templates keep conversations append-only that the original rewrites.
 In all of them, trained tokens are the text of the assistant with its reasoning if the template prints it, its calls and
-the end of the turn, and belong to no other message (`tests/ingest/template/test_template_matrix.py`).
+the end of the turn, and belong to no other message (`tests/tokenise/template/test_template_matrix.py`).
 `python benchmarks/templates.py` writes the table.
 
 The column stops has the token by which a trained answer stops a sampler, and after a comma that of a turn with calls if

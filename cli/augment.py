@@ -155,8 +155,8 @@ def _texts(queries: list[AugmentedQuery], name: str | None, manifest: Manifest) 
         TreepackError: a tokenizer that is not the tokenizer of the trie.
     """
     from treepack.errors import TreepackError
-    from treepack.ingest.encoder import Encoder
-    from treepack.ingest.tokenization import fingerprint, read_tokenizer
+    from treepack.tokenise.encoder import Encoder
+    from treepack.tokenise.tokenization import fingerprint, read_tokenizer
 
     if name is None:
         yield from ((None, False) for _ in queries)

@@ -28,7 +28,7 @@ def show_record(path: str, name: str | None, columns: str | None, *, as_json: bo
     from treepack.ingest.readers.record_use import explain
 
     build = BuildOptions(format=name or "auto", columns=columns)
-    use = explain(path, ReadOptions(columns=build.column_map(), shapes=True), format=build.format)
+    use = explain(path, ReadOptions(build.format, columns=build.column_map(), shapes=True))
     if as_json:
         click.echo(json.dumps(asdict(use), ensure_ascii=False))
     else:

@@ -138,8 +138,8 @@ def _tokenizer(name: str | None, engine: EngineOptions) -> Any:
         TreepackError: it cannot be loaded, or the model in this process has another one.
     """
     from treepack.errors import TreepackError
-    from treepack.ingest.encoder import Encoder
-    from treepack.ingest.tokenization import read_tokenizer
+    from treepack.tokenise.encoder import Encoder
+    from treepack.tokenise.tokenization import read_tokenizer
 
     given = None if name is None else read_tokenizer(name)
     # A config file and a server have no tokenizer that could be read here; `connect` asks the server for ids.
@@ -163,9 +163,9 @@ def _queries(path: AnyPath, prompt: PromptOptions, world: WorldOptions, tokenize
     """
     from treepack.errors import TreepackError
     from treepack.ingest.options import BuildOptions
-    from treepack.ingest.template.rendering import read_template
     from treepack.rollout.prompts import PromptReader
     from treepack.rollout.queries import PREFIXES, PROMPTS, QuerySources, read_queries
+    from treepack.tokenise.template.rendering import read_template
 
     template = None if prompt.chat_template is None else read_template(prompt.chat_template)
     tools = BuildOptions(tools=prompt.tools).tool_schemas()
@@ -194,9 +194,9 @@ def _queries(path: AnyPath, prompt: PromptOptions, world: WorldOptions, tokenize
 
 def _start(world: WorldOptions, function: Any, tokenizer: Any, sampling: Sampling) -> StartEpisode:
     """Return the function that starts the episode of a query; `function` is the environment or the reward."""
-    from treepack.ingest.tokenization import load_tokenizer
     from treepack.rollout.environment import start_episode
     from treepack.rollout.rewards import as_reward, single_turn
+    from treepack.tokenise.tokenization import load_tokenizer
 
     if world.environment is not None:
         # An environment encodes its messages, for which it needs all of transformers' tokenizer.
@@ -287,8 +287,8 @@ def _api_key(name: str | None) -> str | None:
 
 
 def _sample_text(tokenizer: Any) -> SampleText | None:
-    from treepack.ingest.encoder import Encoder
     from treepack.rollout.servers.server import SampleText
+    from treepack.tokenise.encoder import Encoder
 
     if tokenizer is None:
         return None

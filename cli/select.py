@@ -229,8 +229,8 @@ def _queries_of(path: AnyPath) -> Iterator[tuple[str, str | None]]:
         TreepackError: an unreadable file, or a record without an id.
     """
     from treepack.errors import TreepackError
+    from treepack.files.input_files.record_files import read_records
     from treepack.ingest.readers.fields.rollout_facts import GROUPS
-    from treepack.ingest.readers.files.record_files import read_records
 
     for record in read_records(str(path)):
         # Data sets often number their tasks; the id of a query is a string.

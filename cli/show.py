@@ -134,7 +134,7 @@ def _of_rollouts(paths: tuple[str, ...], build: BuildOptions, wanted: _ShowReque
     from treepack.analysis.show.decoding import TokenDecoder
     from treepack.ingest import stream as ingest
     from treepack.ingest.read_log import refuse_nothing
-    from treepack.ingest.tokenization import read_tokenizer
+    from treepack.tokenise.tokenization import read_tokenizer
 
     where = ", ".join(paths)
     if text and not build.tokenizer:
@@ -161,7 +161,7 @@ def _of_rollouts(paths: tuple[str, ...], build: BuildOptions, wanted: _ShowReque
 def _decoder(directory: Path, manifest: Manifest, tokenizer: str | None, *, text: bool) -> TokenDecoder | None:
     """Return the decoder of a directory's tokens: by `tokenizer`, or by the one that the directory was made with."""
     from treepack.analysis.show.decoding import TokenDecoder
-    from treepack.ingest.tokenization import fingerprint, read_tokenizer
+    from treepack.tokenise.tokenization import fingerprint, read_tokenizer
 
     if not text:
         return None

@@ -16,7 +16,7 @@ from support.read_rollouts import tokenize
 from support.strategies import make, trajectories
 from treepack.analysis.lost_sharing import added_tokens, explain_sharing
 from treepack.analysis.text_differences import classify_difference
-from treepack.ingest.tokenization import load_tokenizer
+from treepack.tokenise.tokenization import load_tokenizer
 from treepack.trajectory import Chat, Tokens, Trajectory
 from treepack.trie.builders.in_memory import build_trie
 

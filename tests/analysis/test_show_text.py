@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from support import byte_tokenizer
 from treepack.analysis.show.decoding import TokenDecoder
 from treepack.analysis.show.wrapping import ESCAPE, TokenText, escape, escape_text, wrap
-from treepack.ingest.tokenization import load_tokenizer
+from treepack.tokenise.tokenization import load_tokenizer
 
 
 @pytest.fixture(scope="module")

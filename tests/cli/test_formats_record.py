@@ -10,8 +10,8 @@ import pytest
 
 from support.command_line import Run
 from support.paths import ROLLOUTS
+from treepack.files.input_files.inputs import list_inputs
 from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.files.inputs import list_inputs
 from treepack.ingest.readers.record_use import explain
 from treepack.ingest.readers.registry import formats_by_name
 

@@ -11,8 +11,8 @@ import pytest
 from support.command_line import Result, Run
 from support.paths import SAMPLE_DATA
 from support.s3 import Store
+from treepack.files.input_files import remote_inputs
 from treepack.files.manifest import read_manifest
-from treepack.ingest.readers.files import remote_inputs
 
 pytestmark = pytest.mark.s3
 

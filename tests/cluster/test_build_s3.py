@@ -15,9 +15,9 @@ from support.pickled_scheduler import PickledScheduler
 from support.s3 import Store
 from treepack import build_trie_directory
 from treepack.cluster.build import build_trie_on
+from treepack.files.input_files import ranges
 from treepack.files.remote.address import as_path
 from treepack.files.remote.cache import local_copy
-from treepack.ingest.readers.files import ranges
 from treepack.trie.store.trie_files import read_trie
 
 pytestmark = pytest.mark.s3

@@ -24,12 +24,12 @@ from treepack import BuildOptions, TreepackError, build_trie_directory
 from treepack.cluster import trie_ranges as trie_ranges
 from treepack.cluster.build import build_trie_on
 from treepack.files import parts as file_parts
+from treepack.files.input_files import ranges
 from treepack.files.manifest import read_manifest
 from treepack.files.remote.address import as_path
 from treepack.files.remote.cache import local_copy
 from treepack.ingest.read_log import PREFIX
-from treepack.ingest.readers.files import ranges
-from treepack.ingest.readers.files.copies import COPY
+from treepack.ingest.readers.copies import COPY
 from treepack.trie.store import trie_files
 from treepack.trie.store.trie_files import read_trie
 

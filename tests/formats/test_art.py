@@ -17,7 +17,7 @@ from support.read_rollouts import read_trajectories
 from support.readings import Items, only, read_as, trajectories
 from support.token_rollouts import back
 from treepack.errors import TreepackError
-from treepack.ingest.readers.files.yaml_files import read_yaml
+from treepack.files.input_files.yaml_files import read_yaml
 from treepack.trajectory import Chat, Skipped, Tokens, Trajectory
 
 GROUP = json.loads((ROLLOUTS / "art.jsonl").read_text())

@@ -9,10 +9,10 @@ import pytest
 
 from support.read_rollouts import read_trajectories
 from support.readings import chat_of, only, read_as, refusal_as
+from treepack.calls.chat_records import read_chat
 from treepack.errors import TreepackError
-from treepack.ingest.readers.chat_records import read_chat
+from treepack.files.input_files.records import Record
 from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.reading import detect_format
 from treepack.ingest.readers.registry import formats_by_name
 from treepack.trajectory import Chat, PromptCompletion, Skipped, Trajectory

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from support.paths import ROLLOUTS
 from support.read_rollouts import read_trajectories
 from support.readings import Items, chats, read_whole, reasons, said_in, turns
+from treepack.calls.call_logs import NO_CALL
 from treepack.errors import TreepackError
 from treepack.formats.agents import claude_code
-from treepack.ingest.readers.calls.call_logs import NO_CALL
 from treepack.ingest.readers.messages.content_blocks import MEDIA_REASON
 from treepack.trajectory import MAX_INSIDE, Skipped, Trajectory
 

@@ -13,8 +13,8 @@ from support.paths import ROLLOUTS
 from support.read_rollouts import read_trajectories
 from support.readings import Items, chats, notes_of, read_whole, reasons, said_in
 from treepack.errors import TreepackError
+from treepack.files.input_files.records import Record
 from treepack.formats.agents import cline
-from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.messages.content_blocks import MEDIA_REASON
 from treepack.ingest.readers.reading import detect_format
 from treepack.trajectory import Trajectory

@@ -12,9 +12,9 @@ import pytest
 from support.paths import ROLLOUTS
 from support.read_rollouts import read_trajectories
 from support.readings import Items, chats, read_whole, reasons, said_in, turns
+from treepack.calls.call_logs import NO_CALL
 from treepack.errors import TreepackError
 from treepack.formats.agents.codex import codex
-from treepack.ingest.readers.calls.call_logs import NO_CALL
 from treepack.ingest.readers.messages.content_blocks import MEDIA_REASON
 from treepack.ingest.readers.messages.response_items import ENCRYPTED_NOTE
 from treepack.trajectory import MAX_INSIDE, Trajectory

@@ -21,12 +21,12 @@ from support.paths import ROLLOUTS
 from support.read_rollouts import read_trajectories, tokenize
 from support.readings import tokens_of
 from treepack.errors import TreepackError
-from treepack.ingest.readers.files.inputs import list_inputs
-from treepack.ingest.readers.files.record_files import read_records
+from treepack.files.input_files.inputs import list_inputs
+from treepack.files.input_files.record_files import read_records
 from treepack.ingest.readers.format import KEEPS, LINEAGE, LOGPROBS, MASKS, REWARDS, TOKEN_IDS
 from treepack.ingest.readers.reading import detect_format
 from treepack.ingest.readers.registry import all_formats, formats_by_name
-from treepack.ingest.tokenization import load_tokenizer
+from treepack.tokenise.tokenization import load_tokenizer
 from treepack.trajectory import Chat, Skipped, Tokens, Trajectory
 
 SAMPLES = ROLLOUTS

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.readings import Items, chats, notes_of, read_whole, reasons, said_in, turns
+from treepack.calls.call_logs import NO_CALL
 from treepack.errors import TreepackError
+from treepack.files.input_files.records import Record
 from treepack.formats.agents import gemini_cli, qwen_code
-from treepack.ingest.readers.calls.call_logs import NO_CALL
-from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.messages.content_blocks import MEDIA_REASON
 from treepack.ingest.readers.messages.gemini_parts import (
     EMPTY_NOTE,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from support import law
-from treepack.ingest.readers.files.records import Record
+from treepack.files.input_files.records import Record
 from treepack.trajectory import Chat, Skipped, Trajectory
 
 ASKED = [{"role": "user", "content": "Bolts?"}]

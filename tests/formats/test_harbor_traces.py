@@ -11,8 +11,8 @@ import pytest
 from support.paths import ROLLOUTS
 from support.read_rollouts import read_trajectories
 from support.readings import chat_of
+from treepack.calls.rollout_names import SPLIT_NOTE
 from treepack.errors import TreepackError
-from treepack.ingest.readers.calls.rollout_names import SPLIT_NOTE
 from treepack.trajectory import MAX_INSIDE, Chat, Trajectory
 
 SAMPLE = ROLLOUTS / "harbor-traces.jsonl"

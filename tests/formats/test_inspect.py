@@ -17,10 +17,10 @@ from support.paths import ROLLOUTS
 from support.read_rollouts import read_trajectories
 from support.readings import chats, read_value, reasons, turns
 from treepack.errors import TreepackError
+from treepack.files.input_files.eval_files import read_eval_file
+from treepack.files.input_files.records import Record
 from treepack.formats.evaluations import inspect
 from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.files.eval_files import read_eval_file
-from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.messages.content_blocks import MEDIA_REASON
 from treepack.trajectory import Skipped, Trajectory
 

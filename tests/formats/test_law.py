@@ -15,9 +15,9 @@ import pytest
 
 from support import law
 from support.paths import ROLLOUTS
-from treepack.ingest.readers.files.inputs import list_inputs
-from treepack.ingest.readers.files.record_files import read_records
-from treepack.ingest.readers.files.records import Record
+from treepack.files.input_files.inputs import list_inputs
+from treepack.files.input_files.record_files import read_records
+from treepack.files.input_files.records import Record
 from treepack.ingest.readers.registry import formats_by_name
 
 # Values that no reader needs although their field is declared, because other records of the format need it.

@@ -16,9 +16,9 @@ from support.command_line import Run
 from support.read_rollouts import read_trajectories
 from support.readings import only
 from treepack.errors import TreepackError
+from treepack.files.input_files.records import Record
 from treepack.formats.model_calls import mooncake
 from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.files.records import Record
 from treepack.trajectory import Skipped, Tokens
 
 LENGTHS_ONLY = ReadOptions(shapes=True)

@@ -11,12 +11,12 @@ import pytest
 from support.paths import ROLLOUTS
 from support.read_rollouts import read_trajectories
 from support.readings import chats, reasons, turns
+from treepack.calls.event_views import EventView, command_output
 from treepack.errors import TreepackError
+from treepack.files.input_files.records import Record
 from treepack.formats.agents.openhands import openhands
 from treepack.formats.agents.openhands.openhands_actions import NO_RESPONSE, RECALL_NOTE
-from treepack.ingest.readers.calls.event_views import EventView, command_output
 from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.messages.content_blocks import MEDIA_REASON
 from treepack.trajectory import Skipped, Trajectory
 

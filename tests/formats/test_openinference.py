@@ -13,7 +13,7 @@ import pytest
 from support.paths import ROLLOUTS
 from support.read_rollouts import read_trajectories
 from support.readings import only_chat, read_as, read_whole, reasons
-from treepack.ingest.readers.files.records import Record
+from treepack.files.input_files.records import Record
 from treepack.ingest.readers.reading import detect_format
 from treepack.trajectory import Skipped
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from treepack.errors import TreepackError
-from treepack.ingest.readers.files.records import Record
+from treepack.files.input_files.records import Record
 from treepack.ingest.readers.reading import detect_format
 from treepack.ingest.readers.registry import all_formats, formats_by_name
 from treepack.trie.store.trie_files import read_trie

@@ -14,11 +14,11 @@ from support.paths import ROLLOUTS, SAMPLE_DATA
 from support.read_rollouts import read_trajectories, tokenize
 from support.readings import only, tokens_of
 from support.tempered import token_temperatures
+from treepack.calls.chat_calls import ChatCall, read_chats
+from treepack.calls.token_calls import TokenCall, read_calls
 from treepack.errors import TreepackError
-from treepack.ingest.readers.calls.chat_calls import ChatCall, read_chats
-from treepack.ingest.readers.calls.token_calls import TokenCall, read_calls
+from treepack.files.input_files.records import Record
 from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.files.records import Record
 from treepack.trajectory import Chat, Tokens, Trajectory
 
 TOKENIZER = str(SAMPLE_DATA / "tokenizer")

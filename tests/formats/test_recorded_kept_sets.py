@@ -14,11 +14,11 @@ import pytest
 from support.command_line import Run
 from support.kept import as_lists, token_sets
 from treepack.errors import TreepackError
+from treepack.files.input_files.records import Record
 from treepack.files.manifest import read_manifest
 from treepack.files.schema import PACKED_FORMAT, TRIE_FORMAT
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.token_fields import KEPT_FIELDS
-from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.tokens.kept_fields import CUT_NOTE
 from treepack.ingest.readers.tokens.token_records import read_tokens
 from treepack.pack.check import checked_rows

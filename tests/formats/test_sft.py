@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from support.readings import chats, read_as, refusal_as, turns
 from treepack.errors import TreepackError
+from treepack.files.input_files.records import Record
 from treepack.formats.data_sets import llama_factory
 from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.reading import detect_format
 from treepack.trajectory import Chat, Skipped, Trajectory
 

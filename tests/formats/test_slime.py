@@ -16,7 +16,7 @@ from support.read_rollouts import read_trajectories
 from support.readings import Items, only, read_as
 from support.token_rollouts import back
 from treepack.errors import TreepackError
-from treepack.ingest.readers.files.torch_files import read_torch
+from treepack.files.input_files.torch_files import read_torch
 from treepack.trajectory import Chat, PromptCompletion, Skipped, Trajectory
 
 SAMPLE: dict[str, Any] = {

@@ -10,9 +10,9 @@ import pytest
 
 from support.read_rollouts import read_trajectories
 from support.readings import chats, only, read_value, real, reasons, turns
+from treepack.calls.served_tokens import SOME_NOTE
 from treepack.errors import TreepackError
 from treepack.formats.agents import auto_code_rover, mini_swe_agent, swe_agent
-from treepack.ingest.readers.calls.served_tokens import SOME_NOTE
 from treepack.trajectory import Tokens
 
 SYSTEM, ASKED = {"role": "system", "content": "S"}, {"role": "user", "content": "Q"}

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from support.readings import only_chat, read_as, turns
 from treepack.errors import TreepackError
+from treepack.files.input_files.records import Record
 from treepack.formats.model_calls import otel_genai
 from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.files.records import Record
 from treepack.trajectory import Skipped, Trajectory
 
 TEXT = st.text(st.characters(codec="utf-8"), min_size=1, max_size=5)

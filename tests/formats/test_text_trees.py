@@ -13,9 +13,9 @@ from support.paths import ROLLOUTS
 from support.read_rollouts import read_trajectories
 from support.readings import chats, read_value, reasons, turns
 from treepack.errors import TreepackError
+from treepack.files.input_files.records import Record
 from treepack.formats.data_sets import text_trees
 from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.reading import detect_format
 from treepack.trajectory import PromptCompletion, Skipped, Trajectory
 

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from support.read_rollouts import read_trajectories
 from support.readings import only, read_as, refusal_as, tokens_of
+from treepack.files.input_files.records import Record
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.token_fields import KINDS, NAMES
-from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.tokens.token_records import read_tokens
 from treepack.trajectory import Skipped, Tokens, Trajectory, positions
 

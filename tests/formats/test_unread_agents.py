@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from treepack.errors import TreepackError
-from treepack.ingest.readers.files.records import Record
+from treepack.files.input_files.records import Record
 from treepack.ingest.readers.reading import detect_format
 from treepack.ingest.readers.unread_programs import AGENTS
 

@@ -14,9 +14,9 @@ from support.paths import ROLLOUTS
 from support.read_rollouts import read_trajectories
 from support.readings import Items, chat_of, read_as, tokens_of, trajectories
 from support.token_rollouts import back
+from treepack.calls.rollout_names import SPLIT_NOTE
 from treepack.errors import TreepackError
 from treepack.formats.trainers.verifiers import PARTIAL_NOTE, WEIGHTS_NOTE
-from treepack.ingest.readers.calls.rollout_names import SPLIT_NOTE
 from treepack.ingest.readers.messages.content_blocks import MEDIA_REASON
 from treepack.trajectory import MAX_INSIDE, Chat, Skipped, Tokens, Trajectory
 

@@ -17,7 +17,7 @@ from support.byte_tokenizer import PLAIN, save
 from support.damage import damaged, samples, write_samples
 from treepack.errors import TreepackError
 from treepack.ingest.options import BuildOptions
-from treepack.ingest.tokenization import load_tokenizer
+from treepack.tokenise.tokenization import load_tokenizer
 from treepack.trie.directory import read_to_trie
 
 FILES = samples()

@@ -9,7 +9,7 @@ from typing import Any
 
 from treepack.ingest.options import BuildOptions
 from treepack.ingest.read_log import ReadLog
-from treepack.ingest.readers.files.path_steps import STEP_NOTE
+from treepack.ingest.readers.path_steps import STEP_NOTE
 from treepack.rl.advantages.advantage_options import AdvantageOptions
 from treepack.rl.advantages.estimate import estimate_advantages
 from treepack.trie.directory import read_to_trie

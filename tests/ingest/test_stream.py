@@ -24,10 +24,10 @@ import pytest
 from support.byte_tokenizer import PLAIN, save
 from treepack.columns import Sequences, join
 from treepack.errors import TreepackError
+from treepack.files.input_files.inputs import InputHash
 from treepack.ingest import stream
 from treepack.ingest.options import BuildOptions
 from treepack.ingest.read_log import ReadLog
-from treepack.ingest.readers.files.inputs import InputHash
 from treepack.ingest.stream import ColumnsWork, Part, min_bytes, num_bytes, parts_and_job, read, usable
 from treepack.processes import ProcessTeam
 

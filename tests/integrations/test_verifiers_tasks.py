@@ -17,7 +17,6 @@ pytest.importorskip("verifiers")  # of .venv-verifiers
 from support import sums_taskset as sums
 from support.paths import ROOT
 from treepack.errors import TreepackError
-from treepack.ingest.tokenization import load_tokenizer
 from treepack.rollout.engine import Segment
 from treepack.rollout.environment import start_episode
 from treepack.rollout.options import Sampling, independent
@@ -26,6 +25,7 @@ from treepack.rollout.queries import QuerySources, read_queries
 from treepack.rollout.query import Query
 from treepack.rollout.sampler import sample_tree
 from treepack.rollout.verifiers import task_environment, task_queries, task_records
+from treepack.tokenise.tokenization import load_tokenizer
 from treepack.trajectory import Int32
 
 pytestmark = pytest.mark.verifiers

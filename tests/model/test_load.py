@@ -277,7 +277,7 @@ def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
-    from treepack.ingest.tokenization import fingerprint
+    from treepack.tokenise.tokenization import fingerprint
 
     tokenizers = [
         PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="a")))

@@ -25,7 +25,6 @@ from support.strategies import make, trajectories
 from treepack.costs.model_cost import read_shape
 from treepack.errors import TreepackError
 from treepack.files.manifest import Provenance, TokenizerEntry
-from treepack.ingest.tokenization import load_tokenizer
 from treepack.pack.plan.planning import plan_rows
 from treepack.pack.rows import pack_rows
 from treepack.report import texts
@@ -39,6 +38,7 @@ from treepack.report.rebuilt import trie_of_rows
 from treepack.report.roles import mark_roles
 from treepack.report.rollouts import sorted_rollouts
 from treepack.report.segments import TRAINED, RoleSegments, segments_of
+from treepack.tokenise.tokenization import load_tokenizer
 from treepack.trajectory import Trajectory
 from treepack.trie.builders.in_memory import build_trie
 from treepack.trie.nodes import paths

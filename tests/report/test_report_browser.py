@@ -16,7 +16,7 @@ from selenium.webdriver.common.keys import Keys
 from support.browser import chromium, wait
 from support.report_page import TOKENIZER, console, focus, items, page_url, press, text_of, visit
 from support.strategies import make
-from treepack.ingest.tokenization import load_tokenizer
+from treepack.tokenise.tokenization import load_tokenizer
 from treepack.trajectory import Trajectory
 from treepack.trie.builders.in_memory import build_trie
 from treepack.trie.trie import Trie

@@ -15,7 +15,7 @@ from support.browser import chromium, wait
 from support.paths import SAMPLE_DATA
 from support.report_page import TOKENIZER, console, items, page_url, press, visit
 from treepack.ingest.options import BuildOptions
-from treepack.ingest.tokenization import load_tokenizer
+from treepack.tokenise.tokenization import load_tokenizer
 from treepack.trie.directory import read_to_trie
 
 RECTANGLES = """

@@ -11,9 +11,9 @@ import pytest
 from support import real_templates
 from support.report_page import TOKENIZER
 from support.strategies import make
-from treepack.ingest.tokenization import load_tokenizer
 from treepack.report.roles import ROLES, TokenRoles, learn_headers, mark_roles
 from treepack.report.texts import decoder_of, ids_as_text
+from treepack.tokenise.tokenization import load_tokenizer
 from treepack.trie.builders.in_memory import build_trie
 from treepack.trie.nodes import paths
 from treepack.trie.trie import Trie

@@ -16,7 +16,6 @@ from support.strategies import make, sequences
 from treepack.costs.model_cost import read_shape
 from treepack.ingest.conversations import conversations_of_log
 from treepack.ingest.options import BuildOptions
-from treepack.ingest.tokenization import load_tokenizer
 from treepack.report.causes import difference_runs, read_sharing
 from treepack.report.contents import read_contents
 from treepack.report.figures import MAX_BARS, ReportSubject, count_rewards, group_rates, measure
@@ -25,6 +24,7 @@ from treepack.report.page import render_page
 from treepack.report.parts import groups_of
 from treepack.report.rollouts import outcomes_of, short_names, sorted_rollouts
 from treepack.report.texts import ids_as_text
+from treepack.tokenise.tokenization import load_tokenizer
 from treepack.trajectory import Trajectory
 from treepack.trie.builders.in_memory import build_trie
 from treepack.trie.directory import read_to_trie

@@ -15,7 +15,6 @@ import pytest
 import treepack as treepack_package
 from support.command_line import Run
 from support.paths import ROOT
-from treepack.ingest.tokenization import load_tokenizer
 from treepack.rollout.engine import STOP, Segment
 from treepack.rollout.environment import METHODS, OPTIONAL_METHODS, start_episode
 from treepack.rollout.options import Sampling, TreeOptions
@@ -23,6 +22,7 @@ from treepack.rollout.query import Query
 from treepack.rollout.rewards import single_turn
 from treepack.rollout.sampler import sample_tree
 from treepack.rollout.tree import Tree
+from treepack.tokenise.tokenization import load_tokenizer
 from treepack.trajectory import Int32
 
 PAGE = (ROOT / "docs" / "environments.md").read_text()

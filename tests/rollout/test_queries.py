@@ -14,10 +14,10 @@ from support.read_rollouts import read_trajectories, tokenize
 from support.strategies import make
 from treepack.errors import TreepackError
 from treepack.files.manifest import Provenance
-from treepack.ingest.tokenization import read_tokenizer
 from treepack.rollout.prompts import PromptReader
 from treepack.rollout.queries import QueryFile, QuerySources, read_queries
 from treepack.rollout.query import Query
+from treepack.tokenise.tokenization import read_tokenizer
 from treepack.trajectory import Tokens, Trajectory
 from treepack.trie.builders.in_memory import build_trie
 from treepack.trie.store.trie_files import write_trie

@@ -12,10 +12,10 @@ import pytest
 
 from support.paths import ROOT
 from treepack.errors import TreepackError
-from treepack.ingest.tokenization import read_tokenizer
 from treepack.rollout.query import Query
 from treepack.rollout.rewards import as_reward, single_turn
 from treepack.rollout.user_code import load_callable
+from treepack.tokenise.tokenization import read_tokenizer
 
 QUERY = Query("q3", "q3", np.array([1], np.int32), fields={"answer": 4}, source="p.jsonl:3")
 NO_IDS = np.zeros(0, np.int32)

@@ -285,8 +285,8 @@ def test_a_boxed_answer_is_closed_if_its_braces_are_balanced(text: str, closed: 
 
 
 def test_an_answer_is_searched_in_the_text_of_the_ids() -> None:
-    from treepack.ingest.encoder import Encoder
-    from treepack.ingest.tokenization import read_tokenizer
+    from treepack.tokenise.encoder import Encoder
+    from treepack.tokenise.tokenization import read_tokenizer
 
     tokenizer = read_tokenizer(str(ROOT / "sample_data" / "tokenizer"))
     found, ids = answer_test(r"two b\w+hes", tokenizer), Encoder(tokenizer).encode("with two branches, Quay Street")

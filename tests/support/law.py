@@ -23,10 +23,10 @@ from typing import Any
 import numpy as np
 
 from treepack.errors import TreepackError
+from treepack.files.input_files.json_text import parsed_json
+from treepack.files.input_files.records import Record
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.unread import is_prose
-from treepack.ingest.readers.files.json_text import parsed_json
-from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import Format
 from treepack.ingest.readers.reading import detect_format
 from treepack.ingest.readers.registry import formats_by_name

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from treepack.files.input_files.inputs import InputHash
 from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.files.inputs import InputHash
 from treepack.ingest.readers.reading import read_parts
-from treepack.ingest.search_turns import records_of
-from treepack.ingest.tokenization import TokenisationJob, TrajectoryTokeniser
+from treepack.tokenise.search_turns import records_of
+from treepack.tokenise.tokenization import TokenisationJob, TrajectoryTokeniser
 from treepack.trajectory import Skipped, Trajectory
 
 
@@ -22,7 +22,7 @@ def read_trajectories(
     **options: Any,
 ) -> Iterator[Trajectory | Skipped]:
     """The trajectories of all `inputs`, in order, and each record that cannot be used; `options` of `ReadOptions`."""
-    for part in read_parts(inputs, ReadOptions(**options), format=format, input_hash=input_hash):
+    for part in read_parts(inputs, ReadOptions(format, **options), input_hash=input_hash):
         yield from part.trajectories()
 
 

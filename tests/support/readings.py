@@ -10,8 +10,8 @@ import pytest
 
 from support.paths import REAL
 from treepack.errors import TreepackError
+from treepack.files.input_files.records import Record
 from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.registry import formats_by_name
 from treepack.trajectory import Chat, Skipped, Tokens, Trajectory
 

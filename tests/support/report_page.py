@@ -12,10 +12,10 @@ from selenium.webdriver.common.by import By
 from support.browser import look, wait
 from support.paths import SAMPLE_DATA
 from treepack.costs.model_cost import read_shape
-from treepack.ingest.tokenization import load_tokenizer
 from treepack.report.contents import read_contents
 from treepack.report.figures import ReportSubject, measure
 from treepack.report.page import render_page
+from treepack.tokenise.tokenization import load_tokenizer
 from treepack.trie.trie import Trie
 
 TOKENIZER = SAMPLE_DATA / "tokenizer"

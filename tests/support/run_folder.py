@@ -13,7 +13,7 @@ import numpy as np
 from support.oracle_model import packed_directory
 from support.paths import SAMPLE_DATA
 from treepack.files.manifest import read_manifest
-from treepack.ingest.tokenization import fingerprint, load_tokenizer
+from treepack.tokenise.tokenization import fingerprint, load_tokenizer
 from treepack.trajectory import Trajectory
 
 TOKENIZER = SAMPLE_DATA / "tokenizer"

@@ -14,9 +14,9 @@ import pytest
 
 from treepack import BuildOptions, TreepackError, build_trie_directory
 from treepack.files import parts as file_parts
+from treepack.files.input_files import ranges
 from treepack.ingest import stream
 from treepack.ingest.read_log import ReadLog
-from treepack.ingest.readers.files import ranges
 from treepack.trie.builders import builder
 from treepack.trie.builders import trie_parts as parts
 from treepack.trie.builders.out_of_core import RUN_BYTES, run_size

@@ -13,7 +13,7 @@ import pytest
 
 from support.paths import SAMPLE_DATA
 from treepack import BuildOptions, Progress, TreepackError, build_trie_directory, check, read_to_trie, stats
-from treepack.ingest.readers.files.inputs import BytesRead
+from treepack.files.input_files.inputs import BytesRead
 from treepack.trie.store.trie_files import read_trie
 
 TOKENS = SAMPLE_DATA / "tokens.jsonl"

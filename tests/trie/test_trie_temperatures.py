@@ -17,10 +17,10 @@ from treepack.columns import as_columns
 from treepack.errors import TreepackError
 from treepack.files import parts as file_parts
 from treepack.files import schema
+from treepack.files.input_files import ranges
 from treepack.ingest import stream
 from treepack.ingest.array_rollouts import trajectories_from_arrays
 from treepack.ingest.options import BuildOptions
-from treepack.ingest.readers.files import ranges
 from treepack.trajectory import Tokens, Trajectory
 from treepack.trie.builders import builder
 from treepack.trie.builders import trie_parts as parts

@@ -32,10 +32,10 @@ from treepack.files.parts import refuse_links
 from treepack.files.remote.address import Paths
 from treepack.files.remote.cache import naming_addresses
 from treepack.ingest.conversations import conversations_of_log, conversations_of_manifest
-from treepack.ingest.tokenization import read_tokenizer
 from treepack.pack.check import checked_rows
 from treepack.pack.files import read_rows
 from treepack.processes import Progress, ReportProgress, with_progress
+from treepack.tokenise.tokenization import read_tokenizer
 from treepack.trie.directory import read_to_trie, skipped_record
 from treepack.trie.store.trie_files import read_trie
 from treepack.trie.totals import trie_totals

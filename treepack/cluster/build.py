@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 import numpy as np
 import pyarrow as pa
 
-from treepack.cluster.input_parts import FileReading, InputFile, SurveyedFile, group_parts, list_files
+from treepack.cluster.input_parts import InputFile, SurveyedFile, group_parts, list_files
 from treepack.cluster.names import repeated_names
 from treepack.cluster.reading import PartSummary, ReadJob, read_input_part, survey_files
 from treepack.cluster.scheduler import Scheduler, TableHandle
@@ -44,6 +44,7 @@ from treepack.cluster.trie_ranges import (
 from treepack.errors import TreepackError
 from treepack.files import schema
 from treepack.files.directory import finished_directory, refuse_existing
+from treepack.files.input_files.inputs import InputHash
 from treepack.files.manifest import Manifest, Provenance
 from treepack.files.remote.address import AnyPath, Paths, as_output, is_address, path_names
 from treepack.files.remote.cache import naming_addresses
@@ -51,12 +52,11 @@ from treepack.files.task_output import TaskOutput, check_visible
 from treepack.ingest.conversations import conversations_of_log
 from treepack.ingest.options import BuildOptions
 from treepack.ingest.read_log import PREFIX, ReadLog, refuse_nothing
-from treepack.ingest.readers.files.copies import find_copies, skipped_copies
-from treepack.ingest.readers.files.inputs import InputHash
+from treepack.ingest.readers.copies import find_copies, skipped_copies
 from treepack.ingest.readers.reading import detect_format
 from treepack.ingest.stream import options_and_job
-from treepack.ingest.tokenization import fingerprint, read_tokenizer
 from treepack.processes import ReportProgress, with_progress
+from treepack.tokenise.tokenization import fingerprint, read_tokenizer
 from treepack.trajectory import Int64
 from treepack.trie.directory import TrieSummary
 from treepack.trie.nodes import NodeArrays
@@ -173,7 +173,7 @@ def build_trie_on(
         tokenizer = read_tokenizer(options.tokenizer) if options.tokenizer else None
         how, job = options_and_job(options, tokenizer)
         reading_job = ReadJob(
-            FileReading(how, options.format),
+            how,
             job.by_name(),
             _folder_of(names),
             options.share,

@@ -18,17 +18,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from treepack.errors import TreepackError
+from treepack.files.input_files import ranges
+from treepack.files.input_files.byte_streams import COMPRESSION
+from treepack.files.input_files.inputs import STDIN, InputHash, displayed, list_inputs, unreadable
+from treepack.files.input_files.ranges import LineRange, Range, RowGroups
+from treepack.files.input_files.records import DamagedBlock
+from treepack.files.input_files.remote_inputs import named_by_address
 from treepack.files.remote.address import as_path, is_address
 from treepack.files.remote.cache import borrowed_copy
 from treepack.files.remote.range_reading import range_reader
 from treepack.files.remote.stored_files import object_info
 from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.files import ranges
-from treepack.ingest.readers.files.byte_streams import COMPRESSION, RecordLimits
-from treepack.ingest.readers.files.inputs import STDIN, InputHash, displayed, list_inputs, unreadable
-from treepack.ingest.readers.files.ranges import LineRange, Range, RowGroups
-from treepack.ingest.readers.files.records import DamagedBlock
-from treepack.ingest.readers.files.remote_inputs import named_by_address
 from treepack.ingest.readers.reading import FinishedPart, UnreadPart, parts_of_path
 from treepack.trajectory import Skipped
 
@@ -45,14 +45,6 @@ class InputFile:
 
 
 @dataclass(frozen=True, slots=True)
-class FileReading:
-    """Settings of reading files: the options of records, and the name of the format, or "auto"."""
-
-    options: ReadOptions
-    format: str
-
-
-@dataclass(frozen=True, slots=True)
 class WholeFile:
     """A file that one task reads: its bytes as stored."""
 
@@ -60,7 +52,7 @@ class WholeFile:
     size: int
 
     def parts(
-        self, how: FileReading, input_hash: InputHash, unknown: list[TreepackError]
+        self, how: ReadOptions, input_hash: InputHash, unknown: list[TreepackError]
     ) -> Iterator[UnreadPart | FinishedPart]:
         """Read the file; put its hash into `input_hash`, and its error into `unknown` if it has no known format.
 
@@ -70,9 +62,8 @@ class WholeFile:
         path = self.file.path
         with borrowed_copy(as_path(path)) as local:
             # The path of a local file must stay as it was given, because messages and sources contain it.
-            parts, error = _parts_of(
-                self.file, str(local) if is_address(path) else path, how, input_hash, as_ranges=False
-            )
+            read_path = str(local) if is_address(path) else path
+            parts, error = parts_of_path(read_path, how, is_searched=self.file.is_searched, input_hash=input_hash)
             if error is not None:
                 unknown.append(error)
             for part in parts:
@@ -106,7 +97,7 @@ class InputPart:
     versions: dict[str, str]
 
     def parts(
-        self, how: FileReading, input_hash: InputHash, unknown: list[TreepackError]
+        self, how: ReadOptions, input_hash: InputHash, unknown: list[TreepackError]
     ) -> Iterator[UnreadPart | FinishedPart]:
         """Read the blocks in bounded steps; the arguments have the meaning that they have in `WholeFile.parts`.
 
@@ -133,7 +124,7 @@ def list_files(inputs: Iterable[str | Path]) -> tuple[list[InputFile], list[Skip
     return [InputFile(path, path in searched) for path in files], skipped
 
 
-def survey(file: InputFile, how: FileReading, max_bytes: int) -> SurveyedFile:
+def survey(file: InputFile, how: ReadOptions, max_bytes: int) -> SurveyedFile:
     """Cut a file into ranges of at most about `max_bytes`, and hash it; or return it as a whole.
 
     Raises:
@@ -146,7 +137,7 @@ def survey(file: InputFile, how: FileReading, max_bytes: int) -> SurveyedFile:
     if size < ranges.MIN_FILE or not _may_have_ranges(file.path, how):
         return whole
     digest = InputHash()
-    parts, unknown = _parts_of(file, file.path, how, digest, as_ranges=True)
+    parts, unknown = parts_of_path(file.path, how, is_searched=file.is_searched, input_hash=digest, as_ranges=True)
     blocks: list[tuple[WholeFile | UnreadPart | FinishedPart, int]] = []
     for part in _join_adjacent(parts, max_bytes):
         if isinstance(part, UnreadPart) and isinstance(part.block, Range):
@@ -162,14 +153,13 @@ def survey(file: InputFile, how: FileReading, max_bytes: int) -> SurveyedFile:
     return SurveyedFile(file, blocks, size, sha256, version, unknown)
 
 
-def _may_have_ranges(path: str, how: FileReading) -> bool:
+def _may_have_ranges(path: str, how: ReadOptions) -> bool:
     """Return False for a file that is never cut, before more than its first line is read."""
     if is_address(path):
         with range_reader(path) as read:
             return read(0, 2) not in COMPRESSION
-    handling = RecordLimits(how.options.max_record_size, how.options.skip_bad)
     try:
-        return ranges.plan_ranges(path, handling, None) is not None
+        return ranges.plan_ranges(path, how.limits, None) is not None
     except OSError as error:
         raise unreadable(displayed(path), error) from error
 
@@ -207,19 +197,6 @@ def group_parts(files: Sequence[SurveyedFile], size: int) -> Iterator[InputPart]
                 versions[file.file.path] = file.version
     if blocks:
         yield InputPart(blocks, total, versions)
-
-
-def _parts_of(
-    file: InputFile, path: str, how: FileReading, input_hash: InputHash, *, as_ranges: bool
-) -> tuple[Iterator[UnreadPart | FinishedPart], TreepackError | None]:
-    return parts_of_path(
-        path,
-        how.options,
-        format=how.format,
-        is_searched=file.is_searched,
-        input_hash=input_hash,
-        as_ranges=as_ranges,
-    )
 
 
 def _with_addresses(part: UnreadPart | FinishedPart) -> UnreadPart | FinishedPart:

@@ -27,12 +27,12 @@ from treepack.cluster.slice_rows import SliceRows, open_row_id, range_of_open_ro
 from treepack.cluster.trie_slices import TrieSlice, trie_slices
 from treepack.files import schema
 from treepack.files.directory import MANIFEST, finished_directory, refuse_existing
+from treepack.files.input_files.inputs import displayed
 from treepack.files.manifest import Provenance, TrieEntry, read_manifest
 from treepack.files.remote.address import AnyPath, as_output, as_path
 from treepack.files.remote.cache import addresses_in, naming_addresses
 from treepack.files.remote.location import DirectoryLocation, locate
 from treepack.files.task_output import TaskOutput, check_visible
-from treepack.ingest.readers.files.inputs import displayed
 from treepack.pack.capacity import no_trajectory_fits, usual_capacities_of
 from treepack.pack.directory import PackSummary
 from treepack.pack.files import write_packed_manifest

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
-from treepack.cluster.input_parts import FileReading, InputFile, InputPart, SurveyedFile, survey
+from treepack.cluster.input_parts import InputFile, InputPart, SurveyedFile, survey
 from treepack.cluster.sequence_table import (
     UInt64,
     empty_table,
@@ -29,11 +29,12 @@ from treepack.cluster.sequence_table import (
 from treepack.cluster.trie_ranges import sample_keys
 from treepack.columns import num_trained
 from treepack.errors import TreepackError
+from treepack.files.input_files.inputs import InputHash
 from treepack.files.remote.cache import naming_addresses
 from treepack.ingest.read_log import ReadLog
-from treepack.ingest.readers.files.inputs import InputHash
+from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.stream import ColumnsWork
-from treepack.ingest.tokenization import TokenisationJob
+from treepack.tokenise.tokenization import TokenisationJob
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,7 @@ class ReadJob:
     A survey makes ranges of at most about `range_bytes`. A summary has one sample for every `sample_every` tokens.
     """
 
-    files: FileReading
+    files: ReadOptions
     job: TokenisationJob
     folder: str | None
     share: str

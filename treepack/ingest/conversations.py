@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from treepack.ingest import append_only, search_turns
 from treepack.ingest.read_log import ReadLog
+from treepack.tokenise import append_only, search_turns
 
 MANIFEST_KEY = "conversations"
 

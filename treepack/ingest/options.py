@@ -11,18 +11,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from treepack.errors import TreepackError
+from treepack.files.input_files.limits import MAX_RECORD_SIZE
 from treepack.ingest import column_map
 from treepack.option_fields import check_options, option
 
 if TYPE_CHECKING:
-    from treepack.ingest.template.rendering import TemplateFile
+    from treepack.tokenise.template.rendering import TemplateFile
 
 _EXPANSIONS = ("trajectory", "turns")
 SHARES = ("all", "group", "none")
 ROUTE_CONFLICTS = ("split", "first")
 _CONTROL_TOKENS = ("keep", "text", "skip")
 _TRUNCATED = ("keep", "drop")
-MAX_RECORD_SIZE = 1 << 30  # bytes of one record, decompressed; as Python values it takes about four times as much
 _MIN_RECORD_SIZE = 1 << 20  # a lower limit would be below the blocks in which files are read
 
 
@@ -160,7 +160,7 @@ class BuildOptions:
         Raises:
             TreepackError: the file cannot be read or is not valid Jinja.
         """
-        from treepack.ingest.template.rendering import read_template
+        from treepack.tokenise.template.rendering import read_template
 
         return None if self.chat_template is None else read_template(self.chat_template)
 

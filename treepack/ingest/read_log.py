@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from treepack.columns import NO_TRAJECTORY
 from treepack.errors import TreepackError
-from treepack.ingest.control_tokens import TRAINED
+from treepack.tokenise.control_tokens import TRAINED
 from treepack.trajectory import Chat, Skipped, Trajectory
 
 T = TypeVar("T")

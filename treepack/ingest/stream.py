@@ -16,16 +16,17 @@ from typing import Any
 
 from treepack.columns import Sequences, as_columns
 from treepack.errors import TreepackError
+from treepack.files.input_files.inputs import InputHash
+from treepack.files.input_files.limits import RecordLimits
+from treepack.files.input_files.ranges import Range
+from treepack.files.input_files.remote_inputs import named_by_address
 from treepack.ingest.options import BuildOptions
 from treepack.ingest.read_log import PREFIX, ReadLog
 from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.files.inputs import InputHash
-from treepack.ingest.readers.files.ranges import Range
-from treepack.ingest.readers.files.remote_inputs import named_by_address
 from treepack.ingest.readers.reading import FinishedPart, UnreadPart, read_parts
-from treepack.ingest.search_turns import records_of
-from treepack.ingest.tokenization import TokenisationJob, TrajectoryTokeniser, read_tokenizer
 from treepack.processes import in_order
+from treepack.tokenise.search_turns import records_of
+from treepack.tokenise.tokenization import TokenisationJob, TrajectoryTokeniser, read_tokenizer
 from treepack.trajectory import Skipped, Trajectory
 
 Part = UnreadPart | FinishedPart
@@ -57,7 +58,7 @@ def parts_and_job(
 ) -> tuple[Iterator[Part], TokenisationJob]:
     """Return the parts of `inputs`, for `ColumnsWork`, and its job; with `as_ranges` most parts contain no data."""
     how, job = options_and_job(options, tokenizer)
-    parts = read_parts(inputs, how, format=options.format, input_hash=input_hash, as_ranges=as_ranges)
+    parts = read_parts(inputs, how, input_hash=input_hash, as_ranges=as_ranges)
     return parts, job if options.workers == 1 else job.by_name()
 
 
@@ -70,12 +71,12 @@ def options_and_job(options: BuildOptions, tokenizer: Any = None) -> tuple[ReadO
     if tokenizer is None and options.tokenizer:
         tokenizer = read_tokenizer(options.tokenizer)
     how = ReadOptions(
+        format=options.format,
         reward_key=options.reward_key,
         vocab_size=None if tokenizer is None else len(tokenizer),
         train_all=options.train_all,
         shapes=options.shapes,
-        skip_bad=options.skip_bad,
-        max_record_size=options.max_record_size,
+        limits=RecordLimits(options.max_record_size, options.skip_bad),
         keep_routes=options.keep_routes,
         columns=options.column_map(),
     )

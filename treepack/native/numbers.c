@@ -1,4 +1,4 @@
-/* Cut lists of numbers out of one line of JSON; treepack/ingest/readers/files/number_lists.py explains the function.
+/* Cut lists of numbers out of one line of JSON; treepack/files/input_files/number_lists.py explains the function.
 
    Nothing here decides if a line is valid JSON. All bytes but the lists reach `rest`, which a JSON parser reads next,
    and a list of another form than the plain one stays in `rest`. */

@@ -15,10 +15,10 @@ from typing import Any
 from treepack.errors import TreepackError
 from treepack.files import schema
 from treepack.files.directory import finished_directory, finished_file, is_inside, refuse_existing
+from treepack.files.input_files.inputs import displayed
 from treepack.files.manifest import Manifest, Provenance, read_manifest, trie_entry
 from treepack.files.remote.address import AnyPath, as_output, as_path
 from treepack.files.remote.cache import local_copy, naming_addresses
-from treepack.ingest.readers.files.inputs import displayed
 from treepack.pack.files import write_packed
 from treepack.pack.options import PackOptions
 from treepack.pack.packing import Packing, plan_packing, refuse_too_many

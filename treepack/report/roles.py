@@ -149,14 +149,14 @@ def _headers_of(render: Render, messages: list[Message], tools: Tools, added: Se
 
 
 def _render(tokenizer: Any, template: str | None, messages: list[Message], tools: Tools) -> str:
-    from treepack.ingest.template.sandbox import compiled, plain_message
+    from treepack.tokenise.template.sandbox import compiled, plain_message
 
     try:
         text = template or tokenizer.get_chat_template(tools=tools)
         # Without content that is None, as transformers renders by default.
         given = [{key: value for key, value in message.items() if value is not None} for message in messages]
         variables = tokenizer.special_tokens_map
-        return compiled(text).render([plain_message(each) for each in given], tools=tools, variables=variables)
+        return compiled(text).render([plain_message(each) for each in given], tools=tools, variables=variables)[0]
     except Exception:  # a template is foreign code, which can raise anything; then other conversations decide
         return ""
 

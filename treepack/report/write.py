@@ -25,7 +25,6 @@ from treepack.files.manifest import Manifest
 from treepack.files.remote.address import AnyPath, Paths, as_output
 from treepack.files.remote.cache import naming_addresses
 from treepack.ingest.conversations import conversations_of_log, conversations_of_manifest
-from treepack.ingest.tokenization import fingerprint, read_tokenizer
 from treepack.memory.model_memory import read_memory
 from treepack.pack.files import read_rows
 from treepack.pack.plan.problem import SearchOptions
@@ -37,6 +36,7 @@ from treepack.report.figures import PackedFigures, ReportSubject, measure
 from treepack.report.page import MARK, render_page
 from treepack.report.pictures import PICTURES, write_pictures
 from treepack.report.rebuilt import trie_of_rows
+from treepack.tokenise.tokenization import fingerprint, read_tokenizer
 from treepack.trie.directory import read_to_trie, skipped_record
 from treepack.trie.store.trie_files import read_trie
 from treepack.trie.totals import trie_totals

@@ -16,14 +16,15 @@ from typing import Any
 
 import numpy as np
 
+from treepack.calls.chat_records import read_chat
 from treepack.errors import TreepackError
-from treepack.ingest.chat_template import ChatTemplate, TemplateFile, Tools
-from treepack.ingest.encoder import Encoder
-from treepack.ingest.readers.chat_records import read_chat
+from treepack.files.input_files.records import Record
 from treepack.ingest.readers.fields import token_fields as tf
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.values import is_messages
-from treepack.ingest.readers.files.records import Record
+from treepack.tokenise.chat_template import ChatTemplate
+from treepack.tokenise.encoder import Encoder
+from treepack.tokenise.template.rendering import TemplateFile, Tools
 from treepack.trajectory import Chat, Int32, as_token_ids, derived_group, prompt_messages
 
 _TALK_FIELDS = ("messages", "prompt", "system", "tools", "chat_template_kwargs")

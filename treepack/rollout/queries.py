@@ -22,12 +22,12 @@ import numpy as np
 import orjson
 
 from treepack.errors import TreepackError
+from treepack.files.input_files.record_files import read_records
+from treepack.files.input_files.records import Record
 from treepack.files.remote.address import AnyPath
 from treepack.ingest.readers.fields import token_fields as tf
 from treepack.ingest.readers.fields.rollout_facts import GROUPS, UNTRAINED_PREFIX, group_of
 from treepack.ingest.readers.fields.values import as_id, as_integer
-from treepack.ingest.readers.files.record_files import read_records
-from treepack.ingest.readers.files.records import Record
 from treepack.rollout.prompts import PromptReader
 from treepack.rollout.query import Query
 from treepack.rollout.recorded import GroupPrompt, group_prompts, prefix_parts, reused_turn

@@ -90,8 +90,8 @@ def tree_records(tree: Tree) -> list[dict[str, Any]]:
 def tree_trajectories(tree: Tree) -> list[Trajectory]:
     """Return the trajectory of each leaf of `tree`, as if the records had been written to a file and read from it."""
     # The reader of the format imports parsers of files; writing records needs none of them.
+    from treepack.files.input_files.records import Record
     from treepack.ingest.readers.fields.read_options import ReadOptions
-    from treepack.ingest.readers.files.records import Record
 
     read = [
         item

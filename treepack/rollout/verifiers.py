@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from treepack.errors import TreepackError, install_hint
-from treepack.ingest.readers.files.records import Record
+from treepack.files.input_files.records import Record
 from treepack.rollout.prompts import PromptReader
 from treepack.rollout.query import Query
 from treepack.trajectory import Int32

@@ -32,11 +32,11 @@ from treepack.data.joined import join_rows
 from treepack.errors import TreepackError
 from treepack.files import schema
 from treepack.files.directory import finished_directory, refuse_existing
+from treepack.files.input_files.inputs import displayed
 from treepack.files.lock import lock
 from treepack.files.manifest import Manifest, Provenance, read_manifest, trie_entry
 from treepack.files.remote.address import AnyPath, as_output, as_path
 from treepack.files.remote.cache import local_copy, naming_addresses
-from treepack.ingest.readers.files.inputs import displayed
 from treepack.memory.shortage import LOADING, memory_errors
 from treepack.model.accept.compatibility import check_fits
 from treepack.model.adapters.adapter import base_of

@@ -13,15 +13,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from treepack.files.directory import finished_directory, refuse_existing
+from treepack.files.input_files.inputs import InputHash
 from treepack.files.manifest import Manifest, Provenance
 from treepack.files.remote.address import AnyPath, Paths, as_output, path_names
 from treepack.files.remote.cache import naming_addresses
 from treepack.ingest.conversations import conversations_of_log
 from treepack.ingest.options import BuildOptions
 from treepack.ingest.read_log import ReadLog
-from treepack.ingest.readers.files.inputs import InputHash
-from treepack.ingest.tokenization import fingerprint, read_tokenizer
 from treepack.processes import ReportProgress
+from treepack.tokenise.tokenization import fingerprint, read_tokenizer
 from treepack.trie.builders.builder import TrieBuilder
 from treepack.trie.builders.merged import MergedRuns
 from treepack.trie.totals import COLUMNS, totals_of, trie_totals

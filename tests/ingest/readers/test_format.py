@@ -8,8 +8,8 @@ from typing import Any, Literal
 import pytest
 
 from treepack.errors import TreepackError
+from treepack.files.input_files.records import Record
 from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import Format
 from treepack.ingest.readers.kinds import (
     ANY,

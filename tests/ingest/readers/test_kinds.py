@@ -13,10 +13,10 @@ import pytest
 
 from support.paths import ROLLOUTS
 from treepack.errors import TreepackError
+from treepack.files.input_files.inputs import list_inputs
+from treepack.files.input_files.record_files import read_records
+from treepack.files.input_files.records import Record
 from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.files.inputs import list_inputs
-from treepack.ingest.readers.files.record_files import read_records
-from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.registry import formats_by_name
 from treepack.trajectory import Skipped, Trajectory
 

@@ -21,13 +21,13 @@ from support.run_folder import TOKENIZER, long_run, packed_text, run_folder, ste
 from support.strategies import make
 from treepack.errors import TreepackError
 from treepack.files.lock import lock
-from treepack.ingest.tokenization import load_tokenizer
 from treepack.report.live import server as run_server
 from treepack.report.live.run_state import RunFolder
 from treepack.report.live.server import RunServer
 from treepack.report.live.start_log import StartLog
 from treepack.report.live.watch import RunWatch
 from treepack.report.live.write_run import write_run_report
+from treepack.tokenise.tokenization import load_tokenizer
 from treepack.trajectory import Trajectory
 
 HOSTILE = '</script><script>window.broken = 1</script><img src=x onerror="window.broken = 2">\u202etxt'

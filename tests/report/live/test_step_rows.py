@@ -20,11 +20,11 @@ from support.run_folder import TOKENIZER, packed_text, run_folder
 from support.strategies import make
 from treepack.data.mixture import open_packed
 from treepack.errors import TreepackError
-from treepack.ingest.tokenization import load_tokenizer
 from treepack.report.live import step_rollouts
 from treepack.report.live.run_state import RunFolder
 from treepack.report.live.step_rollouts import read_steps, rollout_texts
 from treepack.report.live.step_rows import ScheduledRows, open_run_rows
+from treepack.tokenise.tokenization import load_tokenizer
 from treepack.train.options import TrainOptions
 from treepack.train.schedule import plan_steps
 

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 
 from support.paths import ROOT
 from support.strategies import make, trajectories
+from treepack.calls.chat_records import read_chat
 from treepack.errors import TreepackError
-from treepack.ingest.readers.chat_records import read_chat
+from treepack.files.input_files.records import Record
 from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.tokens.token_records import read_tokens
 from treepack.pack.plan.planning import plan_rows
 from treepack.pack.rows import pack_rows

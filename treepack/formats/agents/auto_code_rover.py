@@ -18,12 +18,12 @@ from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
 
+from treepack.files.input_files.companion_files import folder_and_document
+from treepack.files.input_files.inputs import STDIN
+from treepack.files.input_files.record_files import read_records
+from treepack.files.input_files.records import Record
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.rollout_facts import describe
-from treepack.ingest.readers.files.companion_files import folder_and_document
-from treepack.ingest.readers.files.inputs import STDIN
-from treepack.ingest.readers.files.record_files import read_records
-from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import LINEAGE, MASKS, Format
 from treepack.ingest.readers.messages.normal_form import normalise_messages
 from treepack.trajectory import Chat, Skipped, Trajectory

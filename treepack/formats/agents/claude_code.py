@@ -26,11 +26,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from treepack.errors import TreepackError
-from treepack.ingest.readers.calls.call_logs import NO_CALL, CallLog
-from treepack.ingest.readers.calls.chat_calls import read_chats
-from treepack.ingest.readers.calls.rollout_names import group_of_first
-from treepack.ingest.readers.calls.session_files import (
+from treepack.calls.call_logs import NO_CALL, CallLog
+from treepack.calls.chat_calls import read_chats
+from treepack.calls.rollout_names import group_of_first
+from treepack.calls.session_files import (
     SessionFile,
     agents_below,
     agents_beside,
@@ -38,10 +37,11 @@ from treepack.ingest.readers.calls.session_files import (
     first_records,
     in_session,
 )
+from treepack.errors import TreepackError
+from treepack.files.input_files.inputs import STDIN
+from treepack.files.input_files.records import Record
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.values import as_text, object_at, object_or_empty, shown
-from treepack.ingest.readers.files.inputs import STDIN
-from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import MASKS, Format
 from treepack.ingest.readers.kinds import ANY, TEXT, no, one_of
 from treepack.ingest.readers.messages.content_blocks import skip_reason, split_blocks

@@ -18,12 +18,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from treepack.calls.call_logs import CallLog
 from treepack.errors import TreepackError
-from treepack.ingest.readers.calls.call_logs import CallLog
+from treepack.files.input_files.companion_files import folder_and_document
+from treepack.files.input_files.records import Record
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.values import as_objects, as_text, is_messages, object_or_empty, shown
-from treepack.ingest.readers.files.companion_files import folder_and_document
-from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import MASKS, Format
 from treepack.ingest.readers.messages.content_blocks import skip_reason
 from treepack.trajectory import Skipped, Trajectory

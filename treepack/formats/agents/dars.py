@@ -15,11 +15,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from treepack.ingest.readers.calls.conversations import conversation
-from treepack.ingest.readers.calls.leaf_paths import leaf_paths
+from treepack.calls.conversations import conversation
+from treepack.calls.leaf_paths import leaf_paths
+from treepack.files.input_files.companion_files import companion_path, folder_and_document
+from treepack.files.input_files.records import Record
 from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.files.companion_files import companion_path, folder_and_document
-from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import LINEAGE, MASKS, Format
 from treepack.ingest.readers.kinds import ANY
 from treepack.ingest.readers.messages.turn_weights import as_flag

@@ -21,13 +21,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from treepack.calls.call_logs import CallLog
 from treepack.errors import TreepackError
-from treepack.ingest.readers.calls.call_logs import CallLog
+from treepack.files.input_files.json_text import parsed_json
+from treepack.files.input_files.records import Record
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.unread import is_empty
 from treepack.ingest.readers.fields.values import as_objects, as_text, is_messages, object_at, shown
-from treepack.ingest.readers.files.json_text import parsed_json
-from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import MASKS, Format
 from treepack.ingest.readers.kinds import ANY, LIST, OBJECTS, TEXT, first, one_of, some
 from treepack.ingest.readers.messages.content_blocks import skip_reason

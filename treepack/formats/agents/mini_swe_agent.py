@@ -18,16 +18,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from treepack.ingest.readers.calls.chat_calls import ChatCall, read_chats
-from treepack.ingest.readers.calls.conversations import with_notes, without
-from treepack.ingest.readers.calls.served_tokens import SOME_NOTE, token_call
-from treepack.ingest.readers.calls.token_calls import TokenCall, read_calls
+from treepack.calls.chat_calls import ChatCall, read_chats
+from treepack.calls.conversations import with_notes, without
+from treepack.calls.served_tokens import SOME_NOTE, token_call
+from treepack.calls.token_calls import TokenCall, read_calls
+from treepack.files.input_files.companion_files import folder_and_document
+from treepack.files.input_files.records import Record
 from treepack.ingest.readers.fields import endings
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.rollout_facts import temperature_of
 from treepack.ingest.readers.fields.values import as_objects, is_messages, object_or_empty
-from treepack.ingest.readers.files.companion_files import folder_and_document
-from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import LINEAGE, LOGPROBS, MASKS, TOKEN_IDS, Format
 from treepack.ingest.readers.kinds import ANY, OBJECTS, starting
 from treepack.ingest.readers.messages.response_items import messages_of_items

@@ -24,16 +24,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from treepack.calls.call_logs import CallLog
+from treepack.calls.conversations import with_notes
+from treepack.calls.rollout_names import of_agent
 from treepack.errors import TreepackError
-from treepack.ingest.readers.calls.call_logs import CallLog
-from treepack.ingest.readers.calls.conversations import with_notes
-from treepack.ingest.readers.calls.rollout_names import of_agent
+from treepack.files.input_files.companion_files import read_document
+from treepack.files.input_files.inputs import STDIN
+from treepack.files.input_files.records import Record
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.unread_notes import notes_of_record
 from treepack.ingest.readers.fields.values import as_objects, object_or_empty, shown
-from treepack.ingest.readers.files.companion_files import read_document
-from treepack.ingest.readers.files.inputs import STDIN
-from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import MASKS, Format
 from treepack.ingest.readers.kinds import LIST, OBJECT, TEXT, first
 from treepack.ingest.readers.messages.content_blocks import skip_reason

@@ -22,14 +22,14 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
+from treepack.calls.conversations import conversation
+from treepack.calls.rollout_names import SPLIT_NOTE, in_rollout
+from treepack.calls.session_files import first_records
 from treepack.errors import TreepackError
-from treepack.ingest.readers.calls.conversations import conversation
-from treepack.ingest.readers.calls.rollout_names import SPLIT_NOTE, in_rollout
-from treepack.ingest.readers.calls.session_files import first_records
+from treepack.files.input_files.companion_files import companion_path
+from treepack.files.input_files.records import Record
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.values import as_objects, as_text, quoted
-from treepack.ingest.readers.files.companion_files import companion_path
-from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import LINEAGE, MASKS, Format
 from treepack.ingest.readers.kinds import ANY, one_of
 from treepack.trajectory import Skipped, Trajectory

@@ -19,11 +19,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from treepack.ingest.readers.calls.call_logs import CallLog
-from treepack.ingest.readers.calls.rollout_names import of_agent
+from treepack.calls.call_logs import CallLog
+from treepack.calls.rollout_names import of_agent
+from treepack.files.input_files.records import Record
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.values import as_objects, as_text, is_messages, object_or_empty
-from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import MASKS, Format
 from treepack.ingest.readers.kinds import LIST, OBJECT, TEXT, one_of
 from treepack.ingest.readers.messages.content_blocks import skip_reason

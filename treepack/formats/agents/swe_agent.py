@@ -19,14 +19,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from treepack.ingest.readers.calls.chat_calls import ChatCall, read_chats
-from treepack.ingest.readers.calls.conversations import conversation, with_notes, without
-from treepack.ingest.readers.calls.rollout_names import within
+from treepack.calls.chat_calls import ChatCall, read_chats
+from treepack.calls.conversations import conversation, with_notes, without
+from treepack.calls.rollout_names import within
+from treepack.files.input_files.companion_files import folder_and_document
+from treepack.files.input_files.records import Record
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.rollout_facts import temperature_of
 from treepack.ingest.readers.fields.values import as_objects, is_messages
-from treepack.ingest.readers.files.companion_files import folder_and_document
-from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import LINEAGE, MASKS, Format
 from treepack.ingest.readers.kinds import ANY, FILLED, OBJECT, OBJECTS, Fields, each, no
 from treepack.ingest.readers.messages.turn_weights import as_flag

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from treepack.files.input_files.records import Record
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.values import as_text
-from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import REWARDS, Format
 from treepack.ingest.readers.kinds import TEXT
 from treepack.ingest.readers.messages.sft_messages import read_conversation, read_pair, rounds

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from treepack.ingest.readers.apis.request_answer import ANSWER_FIELDS
-from treepack.ingest.readers.chat_records import read_chat
+from treepack.calls.apis.request_answer import ANSWER_FIELDS
+from treepack.calls.chat_records import read_chat
 from treepack.ingest.readers.format import LINEAGE, MASKS, REWARDS, Format
 from treepack.ingest.readers.kinds import OBJECTS, TALK
 from treepack.ingest.readers.messages.conversation_settings import TOOLS

@@ -15,14 +15,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from treepack.calls.conversations import conversation
+from treepack.files.input_files.records import Record
 from treepack.ingest.column_map import column_map
-from treepack.ingest.readers.calls.conversations import conversation
 from treepack.ingest.readers.column_records import read_columns
 from treepack.ingest.readers.columns.aliases import matches
 from treepack.ingest.readers.fields.field_paths import MISSING, value_at
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.rollout_facts import describe
-from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import LINEAGE, MASKS, REWARDS, TOKEN_IDS, Format, ReadRecord
 from treepack.ingest.readers.kinds import ANY, OBJECTS, TEXT
 from treepack.ingest.readers.messages.sft_messages import read_pair

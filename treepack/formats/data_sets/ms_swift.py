@@ -16,10 +16,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from treepack.errors import TreepackError
+from treepack.files.input_files.records import Record
 from treepack.ingest.readers.fields import endings
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.values import is_messages, shown
-from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import MASKS, REWARDS, Format
 from treepack.ingest.readers.kinds import ANY, FILLED, FLAG, SET, TEXT, first, no, one_of, some
 from treepack.ingest.readers.messages.sft_messages import calls_of_text, read_conversation, read_whole_pair, rounds

@@ -19,13 +19,13 @@ from dataclasses import replace
 from itertools import takewhile
 from typing import Any
 
+from treepack.calls.conversations import conversation, with_notes
+from treepack.calls.leaf_paths import distinct_paths, leaf_paths, nodes_of, unused_fields
 from treepack.errors import TreepackError
-from treepack.ingest.readers.calls.conversations import conversation, with_notes
-from treepack.ingest.readers.calls.leaf_paths import distinct_paths, leaf_paths, nodes_of, unused_fields
+from treepack.files.input_files.records import Record
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.unread import is_empty
 from treepack.ingest.readers.fields.values import as_objects, as_text, quoted, shown
-from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import LINEAGE, MASKS, Format
 from treepack.ingest.readers.kinds import ANY, OBJECTS, TEXT, one_of
 from treepack.trajectory import Skipped, Trajectory

@@ -12,11 +12,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from treepack.calls.conversations import without
 from treepack.errors import TreepackError
-from treepack.ingest.readers.calls.conversations import without
+from treepack.files.input_files.records import Record
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.values import as_text, quoted
-from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import MASKS, REWARDS, Format
 from treepack.ingest.readers.kinds import ANY, first, no
 from treepack.ingest.readers.messages.sft_messages import calls_of_text, read_conversation, read_pair

@@ -22,17 +22,17 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from treepack.calls.conversations import conversation, without
+from treepack.calls.leaf_paths import leaf_paths, nodes_of, unused_fields
 from treepack.errors import TreepackError
-from treepack.ingest.readers.calls.conversations import conversation, without
-from treepack.ingest.readers.calls.leaf_paths import leaf_paths, nodes_of, unused_fields
+from treepack.files.input_files.json_text import parsed_json
+from treepack.files.input_files.records import Record
 from treepack.ingest.readers.fields import endings
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.rewards import REWARDS as REWARD_NAMES
 from treepack.ingest.readers.fields.rewards import reward_of
 from treepack.ingest.readers.fields.rollout_facts import describe
 from treepack.ingest.readers.fields.values import as_number, is_messages, shown
-from treepack.ingest.readers.files.json_text import parsed_json
-from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import LINEAGE, MASKS, REWARDS, Format
 from treepack.ingest.readers.kinds import ANY, FILLED, OBJECT, no
 from treepack.ingest.readers.messages.content_blocks import skip_reason

@@ -16,13 +16,13 @@ from typing import Any
 
 import numpy as np
 
+from treepack.calls import node_graphs as graphs
+from treepack.calls.conversations import without
 from treepack.errors import TreepackError
-from treepack.ingest.readers.calls import node_graphs as graphs
-from treepack.ingest.readers.calls.conversations import without
+from treepack.files.input_files.records import Record
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.token_fields import LABELS, MASK, NAMES, mask_values
 from treepack.ingest.readers.fields.values import as_number, shown
-from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import LINEAGE, MASKS, TOKEN_IDS, Format
 from treepack.ingest.readers.kinds import ANY, ARRAY, ARRAYS, FILLED, first, no
 from treepack.ingest.readers.tokens.token_records import read_tokens

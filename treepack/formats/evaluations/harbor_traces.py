@@ -18,14 +18,14 @@ from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
+from treepack.calls.chat_calls import ChatCall, read_chats
+from treepack.calls.conversations import without
+from treepack.calls.rollout_names import within
 from treepack.errors import TreepackError
-from treepack.ingest.readers.calls.chat_calls import ChatCall, read_chats
-from treepack.ingest.readers.calls.conversations import without
-from treepack.ingest.readers.calls.rollout_names import within
+from treepack.files.input_files.records import Record
 from treepack.ingest.readers.fields import endings
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.values import as_text, quoted
-from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import LINEAGE, MASKS, REWARDS, Format
 from treepack.ingest.readers.kinds import ANY, OBJECTS
 from treepack.trajectory import Skipped, Trajectory

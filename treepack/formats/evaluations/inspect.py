@@ -20,13 +20,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from treepack.ingest.readers.calls.call_logs import CallLog
-from treepack.ingest.readers.calls.conversations import conversation
+from treepack.calls.call_logs import CallLog
+from treepack.calls.conversations import conversation
+from treepack.files.input_files.records import Record
 from treepack.ingest.readers.fields import endings
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.rollout_facts import temperature_of
 from treepack.ingest.readers.fields.values import as_objects, as_text, is_messages, object_at, object_or_empty
-from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import LINEAGE, MASKS, REWARDS, Format
 from treepack.ingest.readers.kinds import OBJECT, OBJECTS, TEXT
 from treepack.ingest.readers.messages.content_blocks import skip_reason

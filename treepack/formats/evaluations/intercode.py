@@ -17,12 +17,12 @@ from dataclasses import replace
 from pathlib import PurePath
 from typing import Any
 
+from treepack.calls.conversations import conversation, without
 from treepack.errors import TreepackError
-from treepack.ingest.readers.calls.conversations import conversation, without
+from treepack.files.input_files.companion_files import folder_and_document
+from treepack.files.input_files.records import Record
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.values import as_texts, object_or_empty, shown
-from treepack.ingest.readers.files.companion_files import folder_and_document
-from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import LINEAGE, REWARDS, Format
 from treepack.trajectory import Skipped, Trajectory
 

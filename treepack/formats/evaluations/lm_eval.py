@@ -22,15 +22,15 @@ from typing import Any
 
 import numpy as np
 
+from treepack.calls.chat_calls import ChatCall, read_chats
+from treepack.calls.conversations import with_notes, without
 from treepack.errors import TreepackError
-from treepack.ingest.readers.calls.chat_calls import ChatCall, read_chats
-from treepack.ingest.readers.calls.conversations import with_notes, without
+from treepack.files.input_files.json_text import parsed_json
+from treepack.files.input_files.records import DAMAGED_RECORD, Record
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.rewards import reward_of
 from treepack.ingest.readers.fields.rollout_facts import describe, temperature_of
 from treepack.ingest.readers.fields.values import as_text, is_messages, shown
-from treepack.ingest.readers.files.json_text import parsed_json
-from treepack.ingest.readers.files.records import DAMAGED_RECORD, Record
 from treepack.ingest.readers.format import REWARDS, Format
 from treepack.ingest.readers.kinds import ANY, LIST, ValueKind
 from treepack.ingest.readers.messages.content_blocks import MEDIA_REASON, skip_reason

@@ -12,11 +12,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from treepack.calls.conversations import conversation, without
 from treepack.errors import TreepackError
-from treepack.ingest.readers.calls.conversations import conversation, without
+from treepack.files.input_files.records import Record, folder_and_stem
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.values import shown
-from treepack.ingest.readers.files.records import Record, folder_and_stem
 from treepack.ingest.readers.format import LINEAGE, REWARDS, Format
 from treepack.ingest.readers.kinds import OBJECT, OBJECTS
 from treepack.trajectory import Skipped, Trajectory

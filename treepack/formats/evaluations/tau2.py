@@ -18,13 +18,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from treepack.ingest.readers.calls.conversations import conversation, without
+from treepack.calls.conversations import conversation, without
+from treepack.files.input_files.companion_files import companion_path, read_document
+from treepack.files.input_files.records import Record
 from treepack.ingest.readers.fields import endings
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.rollout_facts import temperature_of
 from treepack.ingest.readers.fields.values import as_objects, as_text, object_or_empty
-from treepack.ingest.readers.files.companion_files import companion_path, read_document
-from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import LINEAGE, MASKS, REWARDS, Format
 from treepack.ingest.readers.kinds import ANY, OBJECT, Fields, has_fields
 from treepack.trajectory import Skipped, Trajectory

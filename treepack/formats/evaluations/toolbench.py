@@ -15,12 +15,12 @@ from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Any
 
+from treepack.calls.conversations import conversation
+from treepack.calls.leaf_paths import leaf_paths
 from treepack.errors import TreepackError
-from treepack.ingest.readers.calls.conversations import conversation
-from treepack.ingest.readers.calls.leaf_paths import leaf_paths
+from treepack.files.input_files.records import Record, folder_and_stem
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.values import as_objects, is_messages, quoted, shown
-from treepack.ingest.readers.files.records import Record, folder_and_stem
 from treepack.ingest.readers.format import LINEAGE, REWARDS, Format
 from treepack.ingest.readers.kinds import OBJECT
 from treepack.trajectory import Skipped, Trajectory

@@ -12,11 +12,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from treepack.ingest.readers.apis.exchanges import ApiExchange, description, read_exchanges
-from treepack.ingest.readers.calls.chat_calls import ChatCall, read_chats
+from treepack.calls.apis.exchanges import ApiExchange, description, read_exchanges
+from treepack.calls.chat_calls import ChatCall, read_chats
+from treepack.files.input_files.records import Record
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.rollout_facts import temperature_of
-from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import LINEAGE, REWARDS, Format
 from treepack.ingest.readers.kinds import OBJECT, OBJECTS, one_of
 from treepack.ingest.readers.messages.content_blocks import skip_reason

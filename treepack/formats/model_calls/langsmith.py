@@ -16,10 +16,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from treepack.calls.apis.api_paths import requests, responses
+from treepack.calls.apis.langchain_messages import chat_messages, generated
+from treepack.calls.chat_calls import ChatCall, read_chats
 from treepack.errors import TreepackError
-from treepack.ingest.readers.apis.api_paths import requests, responses
-from treepack.ingest.readers.apis.langchain_messages import chat_messages, generated
-from treepack.ingest.readers.calls.chat_calls import ChatCall, read_chats
+from treepack.files.input_files.records import Record
 from treepack.ingest.readers.fields import endings
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.rollout_facts import temperature_of
@@ -32,7 +33,6 @@ from treepack.ingest.readers.fields.values import (
     shown,
     start_time,
 )
-from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import LINEAGE, REWARDS, Format
 from treepack.ingest.readers.kinds import ANY, FILLED, TEXT, Fields, first, no
 from treepack.ingest.readers.messages.content_blocks import skip_reason

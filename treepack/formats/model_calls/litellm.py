@@ -18,22 +18,22 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from treepack.calls.apis.api_forms import prompt_of, responses_of
+from treepack.calls.apis.api_paths import requests, responses
+from treepack.calls.chat_calls import ChatCall, read_chats
+from treepack.calls.conversations import with_notes, without
+from treepack.calls.served_tokens import LOGPROBS_NOTE, SOME_NOTE, token_call
+from treepack.calls.spans.trace_spans import parsed
+from treepack.calls.token_calls import TokenCall, read_calls
 from treepack.errors import TreepackError
-from treepack.ingest.readers.apis.api_forms import prompt_of, responses_of
-from treepack.ingest.readers.apis.api_paths import requests, responses
-from treepack.ingest.readers.calls.chat_calls import ChatCall, read_chats
-from treepack.ingest.readers.calls.conversations import with_notes, without
-from treepack.ingest.readers.calls.served_tokens import LOGPROBS_NOTE, SOME_NOTE, token_call
-from treepack.ingest.readers.calls.token_calls import TokenCall, read_calls
+from treepack.files.input_files.records import DAMAGED_RECORD, Record
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.rollout_facts import temperature_of
 from treepack.ingest.readers.fields.unread import is_empty, not_used
 from treepack.ingest.readers.fields.values import as_id, is_messages, object_or_empty, start_time
-from treepack.ingest.readers.files.records import DAMAGED_RECORD, Record
 from treepack.ingest.readers.format import LOGPROBS, TOKEN_IDS, Format
 from treepack.ingest.readers.kinds import ANY, TEXT
 from treepack.ingest.readers.messages.content_blocks import skip_reason
-from treepack.ingest.readers.spans.trace_spans import parsed
 from treepack.trajectory import Skipped, Trajectory
 
 _FAILED_NOTE = "LLM call that failed"

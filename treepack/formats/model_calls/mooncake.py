@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 
 from treepack.errors import TreepackError
+from treepack.files.input_files.records import Record
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.rollout_facts import describe
 from treepack.ingest.readers.fields.values import shown
-from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import Format
 from treepack.ingest.readers.kinds import ANY, ARRAY
 from treepack.trajectory import Skipped, Tokens, Trajectory, as_token_ids

@@ -14,17 +14,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from treepack.calls.apis.exchanges import ApiExchange, description, read_exchanges, request_and_response
+from treepack.calls.chat_calls import ChatCall, read_chats
+from treepack.calls.conversations import with_notes
+from treepack.calls.served_tokens import LOGPROBS_NOTE, SOME_NOTE, token_call, token_parts
+from treepack.calls.token_calls import TokenCall, read_calls
 from treepack.errors import TreepackError
-from treepack.ingest.readers.apis.exchanges import ApiExchange, description, read_exchanges, request_and_response
-from treepack.ingest.readers.calls.chat_calls import ChatCall, read_chats
-from treepack.ingest.readers.calls.conversations import with_notes
-from treepack.ingest.readers.calls.served_tokens import LOGPROBS_NOTE, SOME_NOTE, token_call, token_parts
-from treepack.ingest.readers.calls.token_calls import TokenCall, read_calls
+from treepack.files.input_files.records import Record
 from treepack.ingest.readers.fields import endings
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.rollout_facts import temperature_of
 from treepack.ingest.readers.fields.values import is_messages, shown
-from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import EVERYTHING, Format
 from treepack.ingest.readers.messages.content_blocks import skip_reason
 from treepack.ingest.readers.messages.normal_form import READ

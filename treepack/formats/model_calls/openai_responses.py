@@ -15,14 +15,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from treepack.ingest.readers.apis.exchanges import ApiExchange, description, read_exchanges, request_and_response
-from treepack.ingest.readers.calls.chat_calls import ChatCall, read_chats
-from treepack.ingest.readers.calls.conversations import with_notes
+from treepack.calls.apis.exchanges import ApiExchange, description, read_exchanges, request_and_response
+from treepack.calls.chat_calls import ChatCall, read_chats
+from treepack.calls.conversations import with_notes
+from treepack.files.input_files.records import Record
 from treepack.ingest.readers.fields import endings
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.rollout_facts import temperature_of
 from treepack.ingest.readers.fields.values import as_id, as_text, is_messages
-from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import LINEAGE, MASKS, REWARDS, Format
 from treepack.ingest.readers.messages.content_blocks import skip_reason
 from treepack.ingest.readers.messages.response_items import Item, ItemMessages, messages_of_items

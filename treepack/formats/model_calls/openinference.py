@@ -15,10 +15,10 @@ that has nothing else is skipped. Rows of tables are read after the description 
 
 from __future__ import annotations
 
+from treepack.calls.spans.span_paths import SPANS
+from treepack.calls.spans.span_rollouts import DROPPED, is_openinference, read_file
+from treepack.calls.spans.trace_spans import span_view
 from treepack.ingest.readers.format import REWARDS, Format
-from treepack.ingest.readers.spans.span_paths import SPANS
-from treepack.ingest.readers.spans.span_rollouts import DROPPED, is_openinference, read_file
-from treepack.ingest.readers.spans.trace_spans import span_view
 
 FORMAT = Format(
     name="openinference",

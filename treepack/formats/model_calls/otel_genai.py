@@ -15,11 +15,11 @@ of OpenLLMetry are read after its source.
 
 from __future__ import annotations
 
+from treepack.calls.spans.span_paths import SPANS
+from treepack.calls.spans.span_rollouts import DROPPED, is_openinference, read_file
+from treepack.calls.spans.trace_spans import span_view
 from treepack.ingest.readers.format import REWARDS, Format
 from treepack.ingest.readers.kinds import SET, ValueKind
-from treepack.ingest.readers.spans.span_paths import SPANS
-from treepack.ingest.readers.spans.span_rollouts import DROPPED, is_openinference, read_file
-from treepack.ingest.readers.spans.trace_spans import span_view
 
 _ATTRIBUTES = ValueKind(
     "an object or a list, in other conventions than OpenInference",

@@ -18,15 +18,15 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from treepack.calls.chat_calls import ChatCall, read_chats
+from treepack.calls.conversations import without
+from treepack.calls.served_tokens import token_call
+from treepack.calls.token_calls import TokenCall, read_calls
 from treepack.errors import TreepackError
-from treepack.ingest.readers.calls.chat_calls import ChatCall, read_chats
-from treepack.ingest.readers.calls.conversations import without
-from treepack.ingest.readers.calls.served_tokens import token_call
-from treepack.ingest.readers.calls.token_calls import TokenCall, read_calls
+from treepack.files.input_files.records import Record
 from treepack.ingest.readers.fields import endings
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.values import as_objects, shown
-from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import EVERYTHING, Format
 from treepack.ingest.readers.kinds import ANY, FILLED_LIST, OBJECTS, each, no
 from treepack.trajectory import Skipped, Trajectory

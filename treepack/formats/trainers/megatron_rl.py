@@ -17,13 +17,13 @@ from typing import Any
 
 import numpy as np
 
+from treepack.calls.conversations import with_notes, without
+from treepack.calls.token_calls import TokenCall, read_calls
 from treepack.errors import TreepackError
-from treepack.ingest.readers.calls.conversations import with_notes, without
-from treepack.ingest.readers.calls.token_calls import TokenCall, read_calls
+from treepack.files.input_files.records import Record
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.token_fields import mask_values, number_values
 from treepack.ingest.readers.fields.values import as_objects, shown
-from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import EVERYTHING, Format
 from treepack.ingest.readers.kinds import ANY, FILLED_LIST, LIST, Fields, each, no
 from treepack.trajectory import Float64, Skipped, Trajectory

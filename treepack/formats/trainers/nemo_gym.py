@@ -15,15 +15,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from treepack.ingest.readers.calls.chat_calls import ChatCall, read_chats
-from treepack.ingest.readers.calls.conversations import with_notes, without
-from treepack.ingest.readers.calls.token_calls import TokenCall, read_calls
+from treepack.calls.chat_calls import ChatCall, read_chats
+from treepack.calls.conversations import with_notes, without
+from treepack.calls.token_calls import TokenCall, read_calls
+from treepack.files.input_files.json_text import parsed_json
+from treepack.files.input_files.records import Record
 from treepack.ingest.readers.fields import endings
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.rollout_facts import GROUPS, IDS, temperature_of
 from treepack.ingest.readers.fields.values import as_text, object_or_empty
-from treepack.ingest.readers.files.json_text import parsed_json
-from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import EVERYTHING, Format
 from treepack.ingest.readers.kinds import OBJECT
 from treepack.ingest.readers.messages.content_blocks import skip_reason

@@ -19,11 +19,11 @@ from typing import Any
 
 import numpy as np
 
+from treepack.calls.conversations import with_notes, without
 from treepack.errors import TreepackError
-from treepack.ingest.readers.calls.conversations import with_notes, without
+from treepack.files.input_files.records import Record
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.token_fields import KEPT_FIELDS, mask_values, number_values
-from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import LOGPROBS, MASKS, TOKEN_IDS, Format
 from treepack.ingest.readers.kinds import ANY, ARRAY
 from treepack.ingest.readers.messages.content_blocks import MEDIA_REASON

@@ -15,11 +15,11 @@ from itertools import accumulate
 
 import numpy as np
 
+from treepack.calls.conversations import without
 from treepack.errors import TreepackError
-from treepack.ingest.readers.calls.conversations import without
+from treepack.files.input_files.records import Record
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.token_fields import mask_values
-from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import MASKS, TOKEN_IDS, Format
 from treepack.ingest.readers.kinds import ARRAY
 from treepack.ingest.readers.messages.content_blocks import MEDIA_REASON

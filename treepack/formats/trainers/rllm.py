@@ -17,13 +17,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from treepack.ingest.readers.calls.chat_calls import ChatCall, read_chats
-from treepack.ingest.readers.calls.conversations import with_notes, without
-from treepack.ingest.readers.calls.token_calls import TokenCall, read_calls
+from treepack.calls.chat_calls import ChatCall, read_chats
+from treepack.calls.conversations import with_notes, without
+from treepack.calls.token_calls import TokenCall, read_calls
+from treepack.files.input_files.records import Record
 from treepack.ingest.readers.fields import endings
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.values import as_id, as_objects, as_text, object_or_empty
-from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import EVERYTHING, Format
 from treepack.ingest.readers.kinds import ANY, each
 from treepack.trajectory import Skipped, Trajectory

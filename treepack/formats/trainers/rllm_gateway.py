@@ -17,14 +17,14 @@ from typing import Any
 
 import numpy as np
 
+from treepack.calls.chat_calls import ChatCall, read_chats
+from treepack.calls.conversations import without
+from treepack.calls.token_calls import TokenCall, read_calls
 from treepack.errors import TreepackError
-from treepack.ingest.readers.calls.chat_calls import ChatCall, read_chats
-from treepack.ingest.readers.calls.conversations import without
-from treepack.ingest.readers.calls.token_calls import TokenCall, read_calls
+from treepack.files.input_files.records import Record
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.rollout_facts import temperature_of
 from treepack.ingest.readers.fields.values import as_objects, object_or_empty, shown
-from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import LOGPROBS, MASKS, TOKEN_IDS, Format
 from treepack.ingest.readers.kinds import ANY, TEXT
 from treepack.trajectory import Int32, Skipped, Trajectory, as_token_ids

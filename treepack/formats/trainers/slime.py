@@ -18,14 +18,14 @@ from typing import Any
 
 import numpy as np
 
+from treepack.calls.chat_records import read_chat
+from treepack.calls.conversations import without
 from treepack.errors import TreepackError
-from treepack.ingest.readers.calls.conversations import without
-from treepack.ingest.readers.chat_records import read_chat
+from treepack.files.input_files.records import Record
 from treepack.ingest.readers.fields import endings
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.token_fields import KEPT_FIELDS, KINDS, NUMBERS
 from treepack.ingest.readers.fields.values import as_text, is_messages
-from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import EVERYTHING, Format
 from treepack.ingest.readers.kinds import ANY, ARRAY, LIST, Fields, each, no
 from treepack.ingest.readers.messages.content_blocks import MEDIA_REASON

@@ -16,12 +16,12 @@ from typing import Any
 
 import numpy as np
 
+from treepack.calls.conversations import without
+from treepack.calls.token_calls import TokenCall, read_calls
 from treepack.errors import TreepackError
-from treepack.ingest.readers.calls.conversations import without
-from treepack.ingest.readers.calls.token_calls import TokenCall, read_calls
+from treepack.files.input_files.records import Record
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.values import as_number, as_objects, shown
-from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import EVERYTHING, Format
 from treepack.ingest.readers.kinds import ANY, LIST, each
 from treepack.ingest.readers.messages.content_blocks import MEDIA_REASON

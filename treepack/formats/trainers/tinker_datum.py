@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 
+from treepack.calls.conversations import without
 from treepack.errors import TreepackError
-from treepack.ingest.readers.calls.conversations import without
+from treepack.files.input_files.records import Record
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.token_fields import number_values
 from treepack.ingest.readers.fields.values import shown
-from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import LOGPROBS, MASKS, TOKEN_IDS, Format
 from treepack.ingest.readers.kinds import ANY, OBJECT
 from treepack.ingest.readers.messages.content_blocks import MEDIA_REASON

@@ -18,10 +18,10 @@ from typing import Any
 
 import numpy as np
 
-from treepack.ingest.readers.calls.conversations import without
+from treepack.calls.conversations import without
+from treepack.files.input_files.records import Record
 from treepack.ingest.readers.fields import token_fields as tf
 from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import LOGPROBS, MASKS, TOKEN_IDS, Format
 from treepack.ingest.readers.kinds import ARRAY, IDS, Fields, has_fields
 from treepack.ingest.readers.tokens.token_records import read_tokens

@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from treepack.calls.chat_records import read_chat
+from treepack.calls.conversations import without
 from treepack.errors import TreepackError
-from treepack.ingest.readers.calls.conversations import without
-from treepack.ingest.readers.chat_records import read_chat
+from treepack.files.input_files.records import Record
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.values import shown
-from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import MASKS, REWARDS, Format
 from treepack.ingest.readers.kinds import ANY, FLAG, TALK, TEXTS, no
 from treepack.ingest.readers.messages.sft_messages import LABELS

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from treepack.ingest.readers.calls.conversations import without
+from treepack.calls.conversations import without
+from treepack.files.input_files.records import Record
 from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import MASKS, TOKEN_IDS, Format
 from treepack.ingest.readers.kinds import ARRAY
 from treepack.ingest.readers.tokens.packed_rows import lengths_of, read_packed

@@ -16,15 +16,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from treepack.calls.apis.request_answer import answer_messages, texts_of
+from treepack.calls.chat_records import read_chat
+from treepack.calls.conversations import without
 from treepack.errors import TreepackError
-from treepack.ingest.readers.apis.request_answer import answer_messages, texts_of
-from treepack.ingest.readers.calls.conversations import without
-from treepack.ingest.readers.chat_records import read_chat
+from treepack.files.input_files.records import Record
 from treepack.ingest.readers.fields.endings import FLAG, REASON, kind_of
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.unread import is_empty
 from treepack.ingest.readers.fields.values import is_messages, shown
-from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import LINEAGE, MASKS, REWARDS, Format
 from treepack.ingest.readers.kinds import OBJECTS, SET, TEXT, no
 from treepack.ingest.readers.messages.content_blocks import MEDIA_REASON

@@ -19,17 +19,17 @@ from typing import Any
 
 import numpy as np
 
+from treepack.calls import node_graphs as graphs
+from treepack.calls.chat_calls import ChatCall, read_chats
+from treepack.calls.conversations import with_notes, without
+from treepack.calls.rollout_names import within
+from treepack.calls.token_calls import TokenCall, read_calls
 from treepack.errors import TreepackError
-from treepack.ingest.readers.calls import node_graphs as graphs
-from treepack.ingest.readers.calls.chat_calls import ChatCall, read_chats
-from treepack.ingest.readers.calls.conversations import with_notes, without
-from treepack.ingest.readers.calls.rollout_names import within
-from treepack.ingest.readers.calls.token_calls import TokenCall, read_calls
+from treepack.files.input_files.records import Record
 from treepack.ingest.readers.fields import endings
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.rollout_facts import temperature_of
 from treepack.ingest.readers.fields.values import as_objects, object_at, shown
-from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import EVERYTHING, Format
 from treepack.ingest.readers.kinds import ANY, LIST, OBJECT, OBJECTS, Fields, each, first, no, optional
 from treepack.ingest.readers.messages.content_blocks import MEDIA_REASON, skip_reason

@@ -14,16 +14,16 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from treepack.calls.chat_calls import ChatCall, read_chats
+from treepack.calls.conversations import without
+from treepack.calls.token_calls import TokenCall, read_calls
 from treepack.errors import TreepackError
-from treepack.ingest.readers.calls.chat_calls import ChatCall, read_chats
-from treepack.ingest.readers.calls.conversations import without
-from treepack.ingest.readers.calls.token_calls import TokenCall, read_calls
+from treepack.files.input_files.companion_files import companion_path, read_document
+from treepack.files.input_files.records import Record
 from treepack.ingest.readers.fields import endings
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.rollout_facts import temperature_of
 from treepack.ingest.readers.fields.values import as_objects, is_messages, object_at, shown
-from treepack.ingest.readers.files.companion_files import companion_path, read_document
-from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import EVERYTHING, Format
 from treepack.ingest.readers.kinds import ANY, TALK, Fields, ValueKind, has_fields, no, optional
 from treepack.trajectory import Skipped, Trajectory

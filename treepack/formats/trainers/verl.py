@@ -16,14 +16,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from treepack.calls.conversations import without
 from treepack.errors import TreepackError
-from treepack.ingest.readers.calls.conversations import without
+from treepack.files.input_files.records import Record
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.rollout_facts import temperature_of
 from treepack.ingest.readers.fields.token_fields import KINDS, NUMBERS
 from treepack.ingest.readers.fields.unread import is_empty
 from treepack.ingest.readers.fields.values import object_or_empty
-from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import EVERYTHING, Format
 from treepack.ingest.readers.kinds import ANY, COLUMN, IDS, Fields, has_fields
 from treepack.ingest.readers.messages.content_blocks import MEDIA_REASON

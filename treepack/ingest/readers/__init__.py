@@ -1,8 +1,8 @@
 """Readers: files of any known format to trajectories. `treepack.formats` has the formats.
 
-    files/    bytes to records      registry, recognition, unknown_formats, suggestions    which format a file has
-    fields/ messages/ tokens/ calls/ spans/ apis/ columns/                                 shared by formats
-    reading   inputs to trajectories, in parts that workers can read
+    registry, recognition, unknown_formats, suggestions       which format a file has
+    fields/ messages/ tokens/ columns/                        shared by formats, as is `treepack.calls`
+    reading                                                   inputs to trajectories, in parts that workers can read
 
 No file here imports a format: `registry` finds them.
 """

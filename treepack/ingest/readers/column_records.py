@@ -14,11 +14,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from treepack.errors import TreepackError
+from treepack.files.input_files.limits import DEFAULT_LIMITS
+from treepack.files.input_files.records import Record
 from treepack.ingest.column_map import ColumnMap
 from treepack.ingest.readers.columns import aliases
 from treepack.ingest.readers.columns.mapped_records import has_content, map_record
 from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import Format
 from treepack.ingest.readers.registry import formats_by_name
 from treepack.trajectory import Skipped, Trajectory
@@ -58,7 +59,7 @@ def read_columns(record: Record, options: ReadOptions) -> Iterator[Trajectory | 
 def _read_one(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     for target in _targets():
         if target.matches(record.value):
-            yield from target.trajectories([record], replace(options, columns=None, skip_bad=False))
+            yield from target.trajectories([record], replace(options, columns=None, limits=DEFAULT_LIMITS))
             return
     if options.columns is not None and not options.columns.content and aliases.matches(record.value):
         yield from read_columns(record, replace(options, columns=None))

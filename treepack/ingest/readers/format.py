@@ -25,14 +25,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from treepack.errors import TreepackError
-from treepack.ingest.readers.fields.field_paths import MISSING
+from treepack.files.input_files.records import DAMAGED_FILE, DAMAGED_RECORD, Record
+from treepack.ingest.readers.fields.field_paths import MISSING, field_at
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.rollout_facts import group_of
 from treepack.ingest.readers.fields.unread import Declared, declare
 from treepack.ingest.readers.fields.unread_notes import TOO_DEEP, NotesOfFile, View, notes_of_record
 from treepack.ingest.readers.fields.values import BadValueError, as_id, close_names, shown
-from treepack.ingest.readers.files.records import DAMAGED_FILE, DAMAGED_RECORD, Record
-from treepack.ingest.readers.kinds import Fields, Requirement, as_names, field_at, has_field, has_fields
+from treepack.ingest.readers.kinds import Fields, Requirement, as_names, has_field, has_fields
 from treepack.ingest.readers.messages.containers import with_containers
 from treepack.trajectory import Skipped, Trajectory
 
@@ -140,8 +140,8 @@ class Format:
         if self.read_file is None:
             for number, record in enumerate(records):
                 items = self._of_record(record, number, options)
-                yield from _without_damage(items, record) if options.skip_bad else items
-        elif options.skip_bad:
+                yield from _without_damage(items, record) if options.limits.skip_bad else items
+        elif options.limits.skip_bad:
             yield from self._of_damaged_file(list(records), options)
         else:
             notes = NotesOfFile(self.declared, self.view)

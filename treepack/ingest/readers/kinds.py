@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from treepack.ingest.readers.fields.field_paths import MISSING
+from treepack.ingest.readers.fields.field_paths import MISSING, field_at
 from treepack.ingest.readers.fields.values import is_messages
 from treepack.ingest.readers.messages.turn_weights import as_flag
 from treepack.ingest.readers.tokens.trainer_batches import is_column
@@ -120,15 +120,6 @@ def has_field(value: dict[str, Any], names: str | tuple[str, ...], kind: ValueKi
     names = as_names(names)
     # A field that must be absent fails only if all names of the tuple are present.
     return any(kind.test(field_at(value, name)) for name in names)
-
-
-def field_at(value: Any, path: str) -> Any:
-    """Return the field at `path`: "info.reward" of {"info": {"reward": 1.0}} -> 1.0."""
-    for name in path.split("."):
-        if not isinstance(value, dict) or name not in value:
-            return MISSING
-        value = value[name]
-    return value
 
 
 def _names(fields: Fields) -> str:

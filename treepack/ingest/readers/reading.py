@@ -16,19 +16,19 @@ from itertools import chain
 from pathlib import Path
 
 from treepack.errors import TreepackError
+from treepack.files.input_files.inputs import InputHash, displayed, list_inputs
+from treepack.files.input_files.ranges import Range
+from treepack.files.input_files.record_files import read_blocks
+from treepack.files.input_files.records import DAMAGED_FILE, NoObjectError, Record, RecordBlock
+from treepack.files.input_files.torch_files import NotPlainError
 from treepack.files.remote.address import is_address
 from treepack.ingest.readers.column_records import has_columns
 from treepack.ingest.readers.columns.aliases import FIELDS
+from treepack.ingest.readers.copies import find_copies, size_of, skipped_copies
 from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.files.copies import find_copies, size_of, skipped_copies
-from treepack.ingest.readers.files.inputs import InputHash, displayed, list_inputs
-from treepack.ingest.readers.files.path_steps import with_step
-from treepack.ingest.readers.files.ranges import Range
-from treepack.ingest.readers.files.record_files import read_blocks
-from treepack.ingest.readers.files.records import DAMAGED_FILE, NoObjectError, Record, RecordBlock
-from treepack.ingest.readers.files.torch_files import NotPlainError
 from treepack.ingest.readers.format import Format
 from treepack.ingest.readers.messages.containers import with_containers
+from treepack.ingest.readers.path_steps import with_step
 from treepack.ingest.readers.recognition import (
     RecognisedFile,
     UnknownFormatError,
@@ -86,24 +86,22 @@ def read_parts(
     inputs: Iterable[str | Path],
     options: ReadOptions,
     *,
-    format: str = "auto",  # noqa: A002
     input_hash: InputHash | None = None,
     as_ranges: bool = False,
 ) -> Iterator[UnreadPart | FinishedPart]:
     """Yield the trajectories of all `inputs`, in order, in parts that workers can read.
 
-    An input is a file, a folder, a glob, or `-` for standard input. `format` is the name of a format, or `auto`.
-    `input_hash` gets the sha256 of each file after the whole file is read. A file of no known format is skipped if a
-    search of a folder found it and the folder contains other formats. It is refused if the caller named it. A copy of
-    an earlier file is skipped (`copies`). If the records of a format belong together, this process reads them, and the
-    part is a `FinishedPart`. With `as_ranges`, parts of files that can be split contain no data, and the worker opens
-    the file.
+    An input is a file, a folder, a glob, or `-` for standard input. `input_hash` gets the sha256 of each file after the
+    whole file is read. A file of no known format is skipped if a search of a folder found it and the folder contains
+    other formats. It is refused if the caller named it. A copy of an earlier file is skipped (`copies`). If the records
+    of a format belong together, this process reads them, and the part is a `FinishedPart`. With `as_ranges`, parts of
+    files that can be split contain no data, and the worker opens the file.
 
     Raises:
         TreepackError: an input matches nothing, cannot be read or parsed, or is not of the format; errors inside of an
             `UnreadPart` are raised when it is read.
     """
-    check_format(format)
+    check_format(options.format)
     # `searched` are the files that a search of a folder found, rather than the caller named.
     files, skipped, searched = list_inputs(inputs)
     copies = find_copies(((path, size_of(path)) for path in files), detect_format)
@@ -118,7 +116,6 @@ def read_parts(
         parts, error = parts_of_path(
             path,
             options,
-            format=format,
             is_searched=path in searched,
             input_hash=input_hash,
             # The local copy of an object may be removed before a worker opens it.
@@ -136,7 +133,6 @@ def parts_of_path(
     path: str,
     options: ReadOptions,
     *,
-    format: str = "auto",  # noqa: A002
     is_searched: bool = False,
     input_hash: InputHash | None = None,
     as_ranges: bool = False,
@@ -148,19 +144,13 @@ def parts_of_path(
     Raises:
         TreepackError: as `read_parts`.
     """
-    blocks = read_blocks(
-        path,
-        input_hash=input_hash,
-        max_size=options.max_record_size,
-        skip_bad=options.skip_bad,
-        as_ranges=as_ranges,
-    )
+    blocks = read_blocks(path, options.limits, input_hash=input_hash, as_ranges=as_ranges)
     try:
-        recognised = recognised_file(blocks, options, format=format)
+        recognised = recognised_file(blocks, options)
     # An unknown file in a searched folder is skipped and counted; a file that the caller named is an error.
     except (UnknownFormatError, NoObjectError, NotPlainError) as error:
-        is_extra = is_searched and format == "auto"
-        if not is_extra and not options.skip_bad:
+        is_extra = is_searched and options.format == "auto"
+        if not is_extra and not options.limits.skip_bad:
             raise
         if is_extra and input_hash is not None:
             input_hash.forget(displayed(path))
@@ -174,18 +164,18 @@ def parts_of_path(
     return chain(first, _parts_of_file(recognised.format.name, recognised.blocks, options)), None
 
 
-def recognised_file(blocks: Iterator[RecordBlock | Range], options: ReadOptions, *, format: str) -> RecognisedFile:  # noqa: A002
-    """Return the format of a file with these `blocks`; `format` is a name, or "auto".
+def recognised_file(blocks: Iterator[RecordBlock | Range], options: ReadOptions) -> RecognisedFile:
+    """Return the format of a file with these `blocks`.
 
     Raises:
         TreepackError: as `recognise`.
     """
     return recognise(
         blocks,
-        partial(_format_of, format=format, options=options),
+        partial(_format_of, options=options),
         refuse=partial(refusal, options=options),
-        expected=formats_by_name().get("columns" if options.columns else format),
-        skip_bad=options.skip_bad,
+        expected=formats_by_name().get("columns" if options.columns else options.format),
+        skip_bad=options.limits.skip_bad,
     )
 
 
@@ -203,7 +193,7 @@ def _read_blocks(
     blocks: Iterable[RecordBlock | Range], name: str, options: ReadOptions
 ) -> Iterator[Trajectory | Skipped]:
     """Read the records of `blocks`; with `skip_bad`, yield the damaged records of a block after its trajectories."""
-    damaged: list[Skipped] | None = [] if options.skip_bad else None
+    damaged: list[Skipped] | None = [] if options.limits.skip_bad else None
     arrays = formats_by_name()[name].arrays
     last: list[Record] = []  # the current record, which an error names
 
@@ -227,17 +217,18 @@ def _read_blocks(
     yield from damaged or ()
 
 
-def _format_of(record: Record, format: str, options: ReadOptions) -> Format | None:  # noqa: A002
-    """Return the format with the name `format` if `record` has it, or the first that matches if the name is "auto"."""
+def _format_of(record: Record, options: ReadOptions) -> Format | None:
+    """Return the format that the options name if `record` has it, or the first that matches if they name none."""
     if options.columns is not None:
         return formats_by_name()["columns"] if has_columns(record, options.columns) else None
     refuse_own_row(record)
     record = with_containers(record)
-    if format == "auto":
+    if options.format == "auto":
         # Before the formats: a part of such a record may look like one of them, and only this part would be read.
         refuse_unread(record)
         return next((each for each in all_formats() if each.matches(record.value)), None)
-    return formats_by_name()[format] if formats_by_name()[format].matches(record.value) else None
+    named = formats_by_name()[options.format]
+    return named if named.matches(record.value) else None
 
 
 def detect_format(record: Record) -> str:
@@ -248,7 +239,7 @@ def detect_format(record: Record) -> str:
             names the program.
         TreepackError: the record is a row of a trie or packed directory.
     """
-    found = _format_of(record, "auto", ReadOptions())
+    found = _format_of(record, ReadOptions())
     if found is None:
         raise refusal(record, ReadOptions())
     return found.name

@@ -14,10 +14,10 @@ from itertools import chain, islice
 from typing import Any
 
 from treepack.errors import TreepackError
+from treepack.files.input_files.number_lists import LARGE, list_fields
+from treepack.files.input_files.ranges import Range
+from treepack.files.input_files.records import LineBlock, Record, RecordBlock, blocks_of_list
 from treepack.ingest.readers.fields.values import is_messages
-from treepack.ingest.readers.files.number_lists import LARGE, list_fields
-from treepack.ingest.readers.files.ranges import Range
-from treepack.ingest.readers.files.records import LineBlock, Record, RecordBlock, blocks_of_list
 from treepack.ingest.readers.format import Format
 from treepack.ingest.readers.unread_programs import AGENTS, TRACERS, program_of
 from treepack.trajectory import Skipped

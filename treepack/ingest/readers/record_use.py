@@ -10,7 +10,7 @@ those before. So it is true for every format. Elements of lists count together.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
@@ -18,13 +18,13 @@ from typing import Any
 import numpy as np
 
 from treepack.errors import TreepackError
+from treepack.files.input_files.record_files import read_blocks, read_records
+from treepack.files.input_files.records import Record
 from treepack.ingest.column_map import ColumnMap
 from treepack.ingest.readers.columns import aliases
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.unread import is_empty
 from treepack.ingest.readers.fields.values import shown
-from treepack.ingest.readers.files.record_files import read_blocks, read_records
-from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import Format
 from treepack.ingest.readers.messages.containers import with_containers
 from treepack.ingest.readers.reading import recognised_file
@@ -40,6 +40,7 @@ _SHORT = {"trajectory_id": "id", "group_id": "group", "rollout_id": "rollout"}
 
 _Steps = tuple[str | int, ...]
 _Items = list[Trajectory | Skipped]
+_UsesOf = Callable[[_Steps, Any], set[str]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,17 +68,17 @@ class RecordUse:
     close: dict[str, int] = field(default_factory=dict)  # required fields that the record has, of `others` with some
 
 
-def explain(path: str, options: ReadOptions, *, format: str = "auto") -> RecordUse:  # noqa: A002
+def explain(path: str, options: ReadOptions) -> RecordUse:
     """Return the use of each field of the first record of the file `path`.
 
     Raises:
         TreepackError: the file cannot be read, or is not a file of records.
     """
-    blocks = read_blocks(path, max_size=options.max_record_size)
+    blocks = read_blocks(path, options.limits)
     error: str | None = None
     found: Format | None = None
     try:
-        recognised = recognised_file(blocks, options, format=format)
+        recognised = recognised_file(blocks, options)
         found = recognised.format
         assert found is not None  # only damaged records that were skipped have no format
         num = 1 if found.read_file is None else _MAX_READ
@@ -90,26 +91,22 @@ def explain(path: str, options: ReadOptions, *, format: str = "auto") -> RecordU
     items: _Items = []
     if found is not None:
         try:
-            items = _items(found, records, options)
+            items = list(found.trajectories(records, options))
         except TreepackError as refusal:
             error = str(refusal)
     others = [each for each in all_formats() if each is not found]
-    trial = None if found is None or error is not None else _RecordTrial(found, records, options, items)
+    uses_of = None if found is None or error is not None else _trial(found, records, options, items)
     return RecordUse(
         source=first.source,
         format=None if found is None else found.name,
         columns=_columns(found, first, options),
-        fields=list(_fields(first.value, trial)),
+        fields=list(_fields(first.value, uses_of)),
         outcome=_outcome(items),
         error=error,
         notes=sorted({note for item in items if isinstance(item, Trajectory) for note in item.notes}),
         others={each.name: each.why_not(first.value) for each in others},
         close={each.name: number for each in others if (number := each.num_present(first.value))},
     )
-
-
-def _items(found: Format, records: Sequence[Record], options: ReadOptions) -> _Items:
-    return list(found.trajectories(records, replace(options, skip_bad=False)))
 
 
 def _columns(found: Format | None, record: Record, options: ReadOptions) -> str | None:
@@ -133,25 +130,21 @@ def _kind(item: Trajectory) -> str:
     return names[type(item.content)]
 
 
-class _RecordTrial:
-    """Reads the records of a file with one value of the first record changed."""
+def _trial(found: Format, records: Sequence[Record], options: ReadOptions, before: _Items) -> _UsesOf:
+    """Return the function that finds the uses of a value of the first record by reading changed records."""
 
-    def __init__(self, found: Format, records: Sequence[Record], options: ReadOptions, items: _Items) -> None:
-        self._format, self._records, self._options, self._items = found, records, options, items
-
-    def uses(self, steps: _Steps, value: Any) -> set[str]:
-        """Return the uses of the `value` at `steps`."""
+    def uses_of(steps: _Steps, value: Any) -> set[str]:
         uses: set[str] = set()
         for changed in _changes(value):
-            first = replace(self._records[0], value=_with(self._records[0].value, steps, changed), line=None)
+            first = replace(records[0], value=_with(records[0].value, steps, changed), line=None)
             try:
-                items = _items(self._format, [first, *self._records[1:]], self._options)
+                uses |= _differences(before, list(found.trajectories([first, *records[1:]], options)))
             except TreepackError:
                 uses.add(_STRUCTURE)
-                continue
-            uses |= _differences(self._items, items)
         # A change that breaks the record shows less than one that does not.
         return uses - {_STRUCTURE} or uses or {_UNUSED}
+
+    return uses_of
 
 
 def _changes(value: Any) -> list[Any]:
@@ -239,7 +232,7 @@ def _is_equal(old: Any, new: Any) -> bool:
     return (old is None) == (new is None) and (old is None or np.array_equal(old, new, equal_nan=True))
 
 
-def _fields(value: dict[str, Any], trial: _RecordTrial | None) -> Iterator[FieldUse]:
+def _fields(value: dict[str, Any], uses_of: _UsesOf | None) -> Iterator[FieldUse]:
     """Yield each field in the order of the record; the same field of elements of a list is one."""
     by_path: dict[str, list[tuple[_Steps, Any]]] = {}
     for steps, leaf in _leaves(value, ()):
@@ -252,7 +245,7 @@ def _fields(value: dict[str, Any], trial: _RecordTrial | None) -> Iterator[Field
         tried = filled if len(filled) <= _MAX_TRIED else [*filled[:half], *filled[-half:]]
         uses: Counter[str] = Counter()
         for steps, leaf in tried:
-            uses.update(("not read",) if trial is None else sorted(trial.uses(steps, leaf)))
+            uses.update(("not read",) if uses_of is None else sorted(uses_of(steps, leaf)))
         sample = (filled or leaves)[0][1]
         plain = sample.tolist() if isinstance(sample, np.ndarray) else sample
         yield FieldUse(path, shown(plain), dict(uses) or {"empty": len(leaves)}, len(leaves))

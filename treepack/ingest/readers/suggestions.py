@@ -15,13 +15,13 @@ from dataclasses import replace
 from typing import Any
 
 from treepack.errors import TreepackError
+from treepack.files.input_files.json_text import parsed_json
+from treepack.files.input_files.records import Record
 from treepack.ingest.column_map import column_map
 from treepack.ingest.readers.column_records import read_columns
 from treepack.ingest.readers.columns.mapped_messages import ROLE_NAMES, as_messages
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.rewards import REWARDS
-from treepack.ingest.readers.files.json_text import parsed_json
-from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.kinds import IDS
 from treepack.ingest.readers.messages.normal_form import RENAMED_ROLES, ROLES
 from treepack.trajectory import Chat, Trajectory

@@ -11,9 +11,9 @@ import difflib
 from collections.abc import Iterable, Sequence
 
 from treepack.errors import TreepackError
+from treepack.files.input_files.records import Record
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.values import SIMILAR
-from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import Format
 from treepack.ingest.readers.recognition import UnknownFormatError, lists_of_objects
 from treepack.ingest.readers.suggestions import suggested_columns

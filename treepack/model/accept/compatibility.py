@@ -155,7 +155,7 @@ def _check_tokenizer(source: str, expected: TokenizerEntry | None) -> None:
     tokenizer = saved_tokenizer(source) if expected is not None else None
     if expected is None or tokenizer is None:
         return
-    from treepack.ingest.tokenization import fingerprint
+    from treepack.tokenise.tokenization import fingerprint
 
     # The hash is over the vocabulary by id, not over the name: a renamed copy of a tokenizer is accepted.
     if fingerprint(tokenizer)["sha256"] != expected["sha256"]:

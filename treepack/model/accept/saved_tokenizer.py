@@ -20,7 +20,7 @@ def saved_tokenizer(source: str) -> Any:
     Raises:
         TreepackError: if a model on the hub has no tokenizer, or the tokenizer cannot be loaded.
     """
-    from treepack.ingest.tokenization import load_tokenizer  # needs pyarrow, which loading a model does not
+    from treepack.tokenise.tokenization import load_tokenizer  # needs pyarrow, which loading a model does not
 
     source = local_source(source)
     path = Path(source)

@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from treepack.errors import TreepackError
-from treepack.ingest.tokenization import fingerprint, read_tokenizer
 from treepack.report.contents import read_contents
 from treepack.report.live.step_rows import ScheduledRows
 from treepack.report.payload import explorer_settings, payload
 from treepack.report.rebuilt import trie_of_rows
 from treepack.report.rollouts import explorer_parts
+from treepack.tokenise.tokenization import fingerprint, read_tokenizer
 
 MAX_STEPS = 8
 MAX_TOKENS = 400_000  # of several steps: the explorer is ready in a second or two

@@ -17,11 +17,11 @@ from pathlib import Path
 import numpy as np
 
 from treepack.errors import TreepackError
+from treepack.files.input_files.record_files import read_records
+from treepack.files.input_files.records import Record
 from treepack.files.remote.address import AnyPath
 from treepack.ingest.readers.fields.rollout_facts import GROUPS
 from treepack.ingest.readers.fields.values import as_id, as_integer, shown
-from treepack.ingest.readers.files.record_files import read_records
-from treepack.ingest.readers.files.records import Record
 from treepack.research.trace.targets import RankCorrelation, TurnPrefixes, recursive_targets, spearman
 from treepack.rl.leaf_weights import leaf_weights
 from treepack.trajectory import Float64, Int64

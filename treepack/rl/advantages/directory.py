@@ -12,11 +12,11 @@ from typing import Any
 
 from treepack.files import schema
 from treepack.files.directory import finished_directory, refuse_existing
+from treepack.files.input_files.inputs import displayed
 from treepack.files.lock import lock
 from treepack.files.manifest import Manifest, Provenance, read_manifest, trie_entry
 from treepack.files.remote.address import AnyPath, as_output, as_path
 from treepack.files.remote.cache import local_copy, naming_addresses
-from treepack.ingest.readers.files.inputs import displayed
 from treepack.rl.advantages.advantage_options import AdvantageOptions
 from treepack.rl.advantages.estimate import AdvantageEstimates, estimate_advantages, with_advantages
 from treepack.trie.store.trie_files import read_trie, write_trie

@@ -14,7 +14,6 @@ from treepack.attention import row_multiple
 from treepack.data.mixture import AnyDataset, sources_of
 from treepack.errors import TreepackError
 from treepack.files.manifest import TokenizerEntry
-from treepack.ingest.tokenization import load_tokenizer
 from treepack.memory.shortage import memory_errors
 from treepack.model.accept.compatibility import check_fits, position_limit
 from treepack.model.accept.saved_tokenizer import saved_tokenizer
@@ -26,6 +25,7 @@ from treepack.model.head.value_head import VALUE_FILE, has_saved_head, without_v
 from treepack.model.load import load_model
 from treepack.model.loaded import LoadedModel
 from treepack.model.weights.whole_checkpoint import check_savable, has_rest
+from treepack.tokenise.tokenization import load_tokenizer
 from treepack.train.options import TrainOptions
 from treepack.train.ranks import Ranks
 from treepack.train.saving.saved_model import repair_generation_config

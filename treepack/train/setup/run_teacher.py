@@ -12,7 +12,6 @@ import torch
 from treepack.carry.refusal import check_carry
 from treepack.data.mixture import AnyDataset
 from treepack.errors import TreepackError
-from treepack.ingest.tokenization import fingerprint
 from treepack.memory.shortage import memory_errors
 from treepack.model.accept.saved_tokenizer import saved_tokenizer
 from treepack.model.accept.vocabulary import check_same_words
@@ -20,6 +19,7 @@ from treepack.model.head.output_head import find_head
 from treepack.model.load import load_model
 from treepack.model.loaded import LoadedModel
 from treepack.sequence.share import share_rows
+from treepack.tokenise.tokenization import fingerprint
 from treepack.train.options import TrainOptions
 from treepack.train.setup.run_model import check_rows_fit
 

@@ -37,15 +37,15 @@ from typing import Any
 import pyarrow as pa
 
 from treepack.errors import TreepackError
+from treepack.files.input_files.inputs import InputHash
 from treepack.files.manifest import Manifest, Provenance
 from treepack.ingest.options import BuildOptions
 from treepack.ingest.read_log import ReadLog, refuse_nothing
-from treepack.ingest.readers.files.inputs import InputHash
 from treepack.ingest.readers.tokens.route_fields import NAMES
 from treepack.ingest.stream import ColumnsWork, Part, min_bytes, num_bytes, parts_and_job
-from treepack.ingest.tokenization import TokenisationJob
 from treepack.memory.budget import usual_memory
 from treepack.processes import ProcessTeam, ReportProgress, with_progress
+from treepack.tokenise.tokenization import TokenisationJob
 from treepack.trie.builders.in_memory import build_trie, route_costs
 from treepack.trie.builders.merged import MergedRuns, RunsOfRange, merge_range, merge_runs
 from treepack.trie.builders.out_of_core import RUN_BYTES, mapped_trie, run_size, sequences_in_memory

@@ -13,12 +13,12 @@ from support.paths import ROOT
 from support.read_rollouts import read_trajectories
 from support.readings import chat_of, only, tokens_of, turns
 from treepack.errors import TreepackError
+from treepack.files.input_files.records import Record
 from treepack.ingest.column_map import column_map
 from treepack.ingest.options import BuildOptions
 from treepack.ingest.readers.column_records import read_columns
 from treepack.ingest.readers.columns.aliases import ALIASES, CONTAINERS, SYSTEM
 from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.reading import detect_format
 from treepack.ingest.readers.registry import formats_by_name
 from treepack.ingest.stream import read

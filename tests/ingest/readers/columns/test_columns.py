@@ -14,11 +14,11 @@ from support.byte_tokenizer import PLAIN, save
 from support.command_line import Run
 from support.readings import chat_of, only, turns
 from treepack.errors import TreepackError
+from treepack.files.input_files.records import Record
 from treepack.files.manifest import read_manifest
 from treepack.ingest.column_map import column_map
 from treepack.ingest.options import BuildOptions
 from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.registry import formats_by_name
 from treepack.ingest.stream import read
 from treepack.trajectory import Chat, PromptCompletion, Skipped, Tokens, Trajectory

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.readings import turns
-from treepack.ingest.readers.calls.chat_calls import ChatCall, join_chats
-from treepack.ingest.readers.chat_records import read_chat
+from treepack.calls.chat_calls import ChatCall, join_chats
+from treepack.calls.chat_records import read_chat
+from treepack.files.input_files.records import Record
 from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.messages.content_blocks import MEDIA_REASON, skip_reason, split_blocks
 from treepack.ingest.readers.messages.normal_form import normalise_messages
 from treepack.trajectory import Chat, Skipped, Trajectory

@@ -23,13 +23,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from treepack.calls.conversations import conversation, with_notes
+from treepack.calls.leaf_paths import distinct_paths, leaf_paths, unused_fields
 from treepack.errors import TreepackError
+from treepack.files.input_files.records import Record
 from treepack.formats.agents.chatgpt.chatgpt_contents import CONTENT, CONTEXTS, chatgpt_text, content_of, reason_of
-from treepack.ingest.readers.calls.conversations import conversation, with_notes
-from treepack.ingest.readers.calls.leaf_paths import distinct_paths, leaf_paths, unused_fields
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.values import as_objects, shown
-from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import LINEAGE, MASKS, Format
 from treepack.ingest.readers.kinds import ANY, ValueKind
 from treepack.trajectory import Skipped, Trajectory

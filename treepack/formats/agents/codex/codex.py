@@ -25,15 +25,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from treepack.calls.call_logs import NO_CALL, CallLog
+from treepack.calls.chat_calls import read_chats
+from treepack.calls.rollout_names import group_of_first
+from treepack.calls.session_files import first_records, in_session
 from treepack.errors import TreepackError
+from treepack.files.input_files.records import Record
 from treepack.formats.agents.codex.codex_files import copied_items, file_of_thread
-from treepack.ingest.readers.calls.call_logs import NO_CALL, CallLog
-from treepack.ingest.readers.calls.chat_calls import read_chats
-from treepack.ingest.readers.calls.rollout_names import group_of_first
-from treepack.ingest.readers.calls.session_files import first_records, in_session
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.values import as_objects, as_text, object_at, shown
-from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import MASKS, Format
 from treepack.ingest.readers.kinds import OBJECT, one_of
 from treepack.ingest.readers.messages.content_blocks import plain_part, skip_reason

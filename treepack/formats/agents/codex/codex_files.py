@@ -16,8 +16,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from treepack.ingest.readers.calls.session_files import SessionFile, first_records
-from treepack.ingest.readers.files.inputs import STDIN
+from treepack.calls.session_files import SessionFile, first_records
+from treepack.files.input_files.inputs import STDIN
 
 _FILES = "rollout-*.jsonl*"
 

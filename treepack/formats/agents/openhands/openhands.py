@@ -19,15 +19,15 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+from treepack.calls.event_views import EventView
+from treepack.files.input_files.companion_files import folder_and_document, read_document
+from treepack.files.input_files.inputs import STDIN
+from treepack.files.input_files.records import Record
 from treepack.formats.agents.openhands.openhands_actions import add_action_event
 from treepack.formats.agents.openhands.openhands_events import add_events
-from treepack.ingest.readers.calls.event_views import EventView
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.rollout_facts import temperature_of
 from treepack.ingest.readers.fields.values import as_objects, as_text, object_or_empty
-from treepack.ingest.readers.files.companion_files import folder_and_document, read_document
-from treepack.ingest.readers.files.inputs import STDIN
-from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import MASKS, REWARDS, Format
 from treepack.ingest.readers.kinds import TEXT, Fields, first
 from treepack.trajectory import Skipped, Trajectory

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from treepack.ingest.readers.calls.event_views import EventView, Message, command_output, event_parts
+from treepack.calls.event_views import EventView, Message, command_output, event_parts
 from treepack.ingest.readers.fields import endings
 from treepack.ingest.readers.fields.values import is_messages, object_or_empty
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
-from treepack.ingest.readers.calls.event_views import EventView, Message, command_output, event_parts, event_text
+from treepack.calls.event_views import EventView, Message, command_output, event_parts, event_text
 from treepack.ingest.readers.fields.values import as_text, as_texts, is_messages, object_at
 
 Event = dict[str, Any]

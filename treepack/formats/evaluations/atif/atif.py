@@ -29,23 +29,23 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from treepack.calls.conversations import without
+from treepack.calls.rollout_names import group_of_first, within
+from treepack.calls.token_calls import TokenCall, read_calls
 from treepack.errors import TreepackError
+from treepack.files.input_files.companion_files import companion_path, folder_and_document, read_document
+from treepack.files.input_files.records import NoObjectError, Record
 from treepack.formats.evaluations.atif.trial_files import (
     MAX_AGENTS,
     FileOfRollout,
     file_of_trial,
     file_of_trial_session,
 )
-from treepack.ingest.readers.calls.conversations import without
-from treepack.ingest.readers.calls.rollout_names import group_of_first, within
-from treepack.ingest.readers.calls.token_calls import TokenCall, read_calls
 from treepack.ingest.readers.fields import endings
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.rewards import reward_of
 from treepack.ingest.readers.fields.rollout_facts import describe, temperature_of
 from treepack.ingest.readers.fields.values import as_objects, object_at, object_or_empty, shown
-from treepack.ingest.readers.files.companion_files import companion_path, folder_and_document, read_document
-from treepack.ingest.readers.files.records import NoObjectError, Record
 from treepack.ingest.readers.format import EVERYTHING, Format
 from treepack.ingest.readers.kinds import ANY, LIST, Fields, has_fields, starting
 from treepack.ingest.readers.messages.conversation_settings import normalise_tools

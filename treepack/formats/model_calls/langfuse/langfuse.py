@@ -22,20 +22,20 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any
 
+from treepack.calls.apis.api_forms import prompt_of, responses_of
+from treepack.calls.chat_calls import ChatCall, read_chats
+from treepack.calls.conversations import with_notes, without
+from treepack.calls.spans.span_calls import INSTRUCTIONS, messages_of_parts
+from treepack.calls.spans.trace_spans import get, parsed, tree
 from treepack.errors import TreepackError
+from treepack.files.input_files.records import Record
 from treepack.formats.model_calls.langfuse.langfuse_fields import ALSO, FINISHED, METADATA, SCHEMAS, USED, langfuse_view
-from treepack.ingest.readers.apis.api_forms import prompt_of, responses_of
-from treepack.ingest.readers.calls.chat_calls import ChatCall, read_chats
-from treepack.ingest.readers.calls.conversations import with_notes, without
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.unread import not_used, unread
 from treepack.ingest.readers.fields.values import as_id, is_messages, object_or_empty, shown, start_time
-from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.format import REWARDS, Format
 from treepack.ingest.readers.kinds import TEXT, Fields, ValueKind, first, some
 from treepack.ingest.readers.messages.content_blocks import skip_reason
-from treepack.ingest.readers.spans.span_calls import INSTRUCTIONS, messages_of_parts
-from treepack.ingest.readers.spans.trace_spans import get, parsed, tree
 from treepack.trajectory import Skipped, Trajectory
 
 _NO_CALL_NOTE = "observation without an LLM call"

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from treepack.ingest.readers.apis.api_paths import requests, responses
-from treepack.ingest.readers.calls.conversations import without
+from treepack.calls.apis.api_paths import requests, responses
+from treepack.calls.conversations import without
+from treepack.calls.spans.span_calls import INSTRUCTIONS
+from treepack.calls.spans.trace_spans import parsed
 from treepack.ingest.readers.fields.unread import declare
 from treepack.ingest.readers.fields.values import is_messages
-from treepack.ingest.readers.spans.span_calls import INSTRUCTIONS
-from treepack.ingest.readers.spans.trace_spans import parsed
 
 # Where integrations put the reason why a response ends, and the schemas of tools, among the attributes of their spans.
 FINISHED = ("ai.response.finishReason", "llm.finish_reason", "gen_ai.response.finish_reasons")

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 
 from treepack.errors import TreepackError
+from treepack.files.input_files.records import Record
 from treepack.ingest.column_map import ColumnMap, column_map
 from treepack.ingest.readers.columns.mapped_messages import ROLE_NAMES, as_messages
 from treepack.ingest.readers.fields.field_paths import MISSING, value_at
 from treepack.ingest.readers.fields.rewards import REWARDS
 from treepack.ingest.readers.fields.values import BadValueError
-from treepack.ingest.readers.files.records import Record
 
 SYSTEM = "system_prompt=system?+system_prompt?"
 ALIASES = (

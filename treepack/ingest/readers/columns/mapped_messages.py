@@ -6,10 +6,10 @@ import json
 from typing import Any
 
 from treepack.errors import TreepackError
+from treepack.files.input_files.json_text import parsed_json
 from treepack.ingest.column_map import IN_MESSAGES, WHERE, ColumnMap
 from treepack.ingest.readers.fields.field_paths import GONE, MISSING, value_at, without_paths
 from treepack.ingest.readers.fields.values import is_messages, quoted
-from treepack.ingest.readers.files.json_text import parsed_json
 from treepack.ingest.readers.messages.containers import objects_of
 from treepack.ingest.readers.messages.normal_form import RENAMED_ROLES, ROLES
 

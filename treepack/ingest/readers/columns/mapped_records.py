@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from treepack.errors import TreepackError
+from treepack.files.input_files.records import Record
 from treepack.ingest.column_map import CONTENT, IN_MESSAGES, WHERE, ColumnMap, ColumnPath
 from treepack.ingest.readers.columns.mapped_messages import MappedConversation
 from treepack.ingest.readers.fields import endings
@@ -26,7 +27,6 @@ from treepack.ingest.readers.fields.field_paths import GONE, MISSING, value_at, 
 from treepack.ingest.readers.fields.rewards import REWARDS
 from treepack.ingest.readers.fields.rollout_facts import GROUPS, IDS, STEPS
 from treepack.ingest.readers.fields.values import is_messages, shown
-from treepack.ingest.readers.files.records import Record
 
 # Names of the fields of the new record. Of several names, those first in the lists of `rollout_facts` count.
 _NAMES = {

@@ -13,11 +13,20 @@ from typing import Any
 
 import numpy as np
 
+from treepack.files.input_files.json_text import parsed_json
 from treepack.ingest.column_map import Steps
-from treepack.ingest.readers.files.json_text import parsed_json
 
 MISSING = object()  # the value of a field that is absent, because null is a value
 GONE = object()  # the rest of a value that has been taken as a whole
+
+
+def field_at(value: Any, path: str) -> Any:
+    """Return the field at `path`, MISSING if there is none: "info.reward" of {"info": {"reward": 1.0}} -> 1.0."""
+    for name in path.split("."):
+        if not isinstance(value, dict) or name not in value:
+            return MISSING
+        value = value[name]
+    return value
 
 
 def value_at(value: Any, steps: Steps) -> Any:

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from treepack.files.input_files.limits import DEFAULT_LIMITS, RecordLimits
 from treepack.ingest.column_map import ColumnMap
-from treepack.ingest.options import MAX_RECORD_SIZE
 
 
 @dataclass(frozen=True, slots=True)
 class ReadOptions:
     """Options of the caller for all records."""
 
+    format: str = "auto"  # the name of the format of all files, or auto to recognise it by content
     reward_key: str | None = None  # selects one reward of several in an object
     vocab_size: int | None = None  # exclusive bound of the token ids
     train_all: bool = False  # train every token of a record that has neither a mask nor a separate response
     # Accept formats with the lengths and shared prefixes of rollouts but without tokens or text; token ids are then
     # placeholders.
     shapes: bool = False
-    skip_bad: bool = False  # skip damaged records and files, which are refused otherwise
-    max_record_size: int = MAX_RECORD_SIZE  # bytes of a record, and of a file that is read as a whole
+    limits: RecordLimits = DEFAULT_LIMITS
     keep_routes: bool = False  # keep recorded routes, see `tokens.route_fields`
     harmless: frozenset[str] = frozenset()  # fields that are metadata although an answer or a mask may have their names
     columns: ColumnMap | None = None  # maps records of a homemade layout, see `readers.columns`

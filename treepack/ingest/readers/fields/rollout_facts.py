@@ -18,13 +18,13 @@ from typing import Any
 import numpy as np
 
 from treepack.errors import TreepackError
+from treepack.files.input_files.records import Record
 from treepack.ingest.readers.fields import endings
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.repeats import note_on, repeats
 from treepack.ingest.readers.fields.rewards import REWARDS, is_equal, reward_of
 from treepack.ingest.readers.fields.unread import ANSWER, MASK, danger, is_empty, not_used
 from treepack.ingest.readers.fields.values import BadValueError, as_fact, fault_in_json, shown
-from treepack.ingest.readers.files.records import Record
 from treepack.trajectory import Chat, PromptCompletion, Tokens, Trajectory, check_scalars
 
 # Of several names in one record, the first in these lists counts.

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from treepack.ingest.readers.files.json_text import parsed_json
+from treepack.files.input_files.json_text import parsed_json
 from treepack.trajectory import Chat, PromptCompletion, Skipped, Trajectory
 
 Declared = dict[str, Any]  # name -> Declared; an empty one covers everything under the name

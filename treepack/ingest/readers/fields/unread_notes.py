@@ -13,11 +13,12 @@ from dataclasses import replace
 from typing import Any
 
 from treepack.errors import TreepackError
+from treepack.files.input_files.records import Record
+from treepack.ingest.readers.fields.field_paths import MISSING, field_at
 from treepack.ingest.readers.fields.rewards import REWARDS, is_equal
 from treepack.ingest.readers.fields.rollout_facts import GROUPS, IDS, SAMPLING_DICTS, STEPS
 from treepack.ingest.readers.fields.token_fields import KEPT_FIELDS, KINDS, LENGTHS, RETURN
 from treepack.ingest.readers.fields.unread import Declared, TrajectoryTexts, named, unread, unsaid
-from treepack.ingest.readers.files.records import Record
 from treepack.trajectory import Skipped, Tokens, Trajectory
 
 View = Callable[[dict[str, Any]], dict[str, Any]]
@@ -167,9 +168,5 @@ def _is_same(one: Any, other: Any) -> bool:
 
 def _value_at(value: dict[str, Any], path: str) -> Any:
     """Return the value at `path`, whose names may contain dots themselves, or None if a list is on the path."""
-    if path in value:
-        return value[path]
-    field: Any = value
-    for name in path.split("."):
-        field = field.get(name) if isinstance(field, dict) else None
-    return field
+    found = value[path] if path in value else field_at(value, path)
+    return None if found is MISSING else found

@@ -14,9 +14,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from treepack.files.input_files.json_text import parsed_json
+from treepack.files.input_files.records import Record
 from treepack.ingest.readers.fields.values import is_messages
-from treepack.ingest.readers.files.json_text import parsed_json
-from treepack.ingest.readers.files.records import Record
 
 _TALKS = ("messages", "conversations", "children")  # always lists of messages, or of the nodes of a tree
 # Text or messages. The fields of a row are parsed together: a prompt in prose may ask for an answer in JSON.

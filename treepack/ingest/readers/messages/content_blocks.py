@@ -16,8 +16,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from treepack.errors import TreepackError
+from treepack.files.input_files.json_text import parsed_json
 from treepack.ingest.readers.fields.values import object_or_empty, shown
-from treepack.ingest.readers.files.json_text import parsed_json
 
 _THINKING = frozenset("thinking redacted_thinking reasoning reasoning_content reasoningContent thought think".split())
 # Fields of such a block that contain its text.

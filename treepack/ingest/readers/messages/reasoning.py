@@ -12,9 +12,9 @@ import re
 from typing import Any
 
 from treepack.errors import TreepackError
+from treepack.files.input_files.json_text import parsed_json
 from treepack.ingest.readers.fields.unread import is_empty
 from treepack.ingest.readers.fields.values import shown
-from treepack.ingest.readers.files.json_text import parsed_json
 
 # Names of the reasoning of a turn in APIs and data sets: text, or parts with text. The first one counts.
 REASONING = (

@@ -16,10 +16,10 @@ from itertools import takewhile
 from typing import Any
 
 from treepack.errors import TreepackError
+from treepack.files.input_files.records import Record
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.rollout_facts import describe
 from treepack.ingest.readers.fields.values import as_text, is_messages, shown
-from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.messages.content_blocks import MEDIA_REASON, skip_reason, split_blocks
 from treepack.ingest.readers.messages.conversation_settings import normalise_tools
 from treepack.ingest.readers.messages.normal_form import has_media, normalise_messages

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from treepack.errors import TreepackError
+from treepack.files.input_files.json_text import parsed_json
 from treepack.ingest.readers.fields.unread import is_empty
 from treepack.ingest.readers.fields.values import as_objects, fault_in_json, is_messages, object_or_empty, shown
-from treepack.ingest.readers.files.json_text import parsed_json
 
 # Names of the calls of a turn: a list, or one call. The first one counts.
 CALLS = ("tool_calls", "tool_call", "toolCalls", "function_calls", "functionCall")

@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 
 from treepack.errors import TreepackError
+from treepack.files.input_files.records import Record
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.token_fields import number_values
 from treepack.ingest.readers.fields.values import shown
-from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.tokens.token_records import read_tokens
 from treepack.trajectory import Skipped, Trajectory
 

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treepack.errors import TreepackError
-from treepack.ingest.readers.files.records import Record
+from treepack.files.input_files.records import Record
 from treepack.ingest.readers.tokens.token_layout import FieldLayout, Mask
 from treepack.ragged import RaggedArray
 from treepack.trajectory import MAX_LOGPROB, MAX_TOKEN_ID, Tokens, positions

@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treepack.errors import TreepackError
+from treepack.files.input_files.records import Record
 from treepack.ingest.readers.fields import token_fields as tf
 from treepack.ingest.readers.fields.values import shown
-from treepack.ingest.readers.files.records import Record
 from treepack.trajectory import Float64, Int64
 
 Mask = NDArray[np.uint8] | Float64

@@ -19,12 +19,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treepack.errors import TreepackError
+from treepack.files.input_files.records import Record
 from treepack.ingest.readers.fields import token_fields as tf
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.rollout_facts import UNTRAINED_PREFIX, describe, marked
 from treepack.ingest.readers.fields.unread import ANSWER, danger
 from treepack.ingest.readers.fields.values import as_number, shown
-from treepack.ingest.readers.files.records import Record
 from treepack.ingest.readers.tokens.kept_fields import cut_note, read_sets, set_fields
 from treepack.ingest.readers.tokens.route_fields import kept_routes, read_routes
 from treepack.ingest.readers.tokens.teacher_fields import take_words

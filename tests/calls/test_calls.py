@@ -1,0 +1,206 @@
+"""Calls of a rollout: the calls that become one trajectory, the tokens that they train, and their names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from support.read_rollouts import tokenize
+from treepack.calls.chat_calls import ChatCall, join_chats, read_chats
+from treepack.calls.rollout_names import EMPTY_NOTE, SPLIT_NOTE
+from treepack.calls.token_calls import TokenCall, join_calls, read_calls
+from treepack.errors import TreepackError
+from treepack.files.input_files.records import Record
+from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.trajectory import Chat, Skipped, Tokens, Trajectory, derived_group, positions, prompt_messages
+
+ROLLOUT = {"trajectory_id": "run-7", "group_id": "task", "reward": 0.5}
+RECORD = Record("r.jsonl:1", "r.jsonl", ROLLOUT)
+USER, TOOL = {"role": "user", "content": "Hi"}, {"role": "tool", "content": "42"}
+CALL = {"function": {"name": "f", "arguments": "{}"}}
+ONE, TWO = {"role": "assistant", "content": "one"}, {"role": "assistant", "content": "two"}
+
+
+def of_calls(*calls: TokenCall) -> list[Trajectory]:
+    items = list(read_calls(RECORD, calls, ReadOptions()))
+    return [item for item in items if isinstance(item, Trajectory)]
+
+
+def of_chats(*calls: ChatCall) -> list[Trajectory]:
+    items = list(read_chats(RECORD, calls, ReadOptions()))
+    return [item for item in items if isinstance(item, Trajectory)]
+
+
+def tokens_of(item: Trajectory) -> Tokens:
+    assert isinstance(item.content, Tokens)
+    return item.content
+
+
+def trained(item: Trajectory) -> list[int]:
+    content = tokens_of(item)
+    return list(content.tokens[positions(content.starts, content.ends)].tolist())
+
+
+def chat_of(item: Trajectory) -> tuple[list[Any], list[float]]:
+    assert isinstance(item.content, Chat)
+    return [message["content"] for message in item.content.messages], item.content.message_weights
+
+
+def test_calls_that_continue_each_other_are_one_trajectory_and_others_are_named_after_their_first_call() -> None:
+    first = TokenCall([1, 2], [3, 4], {"rollout_log_probs": [-0.5, -0.25]})
+    second = TokenCall([1, 2, 3, 4, 9], [5], {"rollout_log_probs": [-1.0]})
+    (whole,) = of_calls(first, second)
+    assert (whole.trajectory_id, whole.group_id, whole.reward, whole.notes) == ("run-7", "task", 0.5, ())
+    assert tokens_of(whole).tokens.tolist() == [1, 2, 3, 4, 9, 5]
+    assert trained(whole) == [3, 4, 5]
+    logprobs = tokens_of(whole).sampling_logprobs
+    assert logprobs is not None
+    assert logprobs.tolist() == [-0.5, -0.25, -1.0]
+    joined, other = of_calls(first, second, TokenCall([7, 8], [6]))
+    assert [joined.trajectory_id, other.trajectory_id] == ["run-7/turn-1", "run-7/turn-3"]
+    assert (joined.group_id, other.reward) == ("task", 0.5)
+    assert (joined.notes, other.notes) == ((SPLIT_NOTE,), ())
+    assert tokens_of(other).sampling_logprobs is None
+
+
+def test_a_call_joins_the_longest_trajectory_that_it_continues_however_they_interleave() -> None:
+    trajectories = of_calls(
+        TokenCall([1], [2]),
+        TokenCall([1, 2, 3], [4]),
+        TokenCall([8], [9]),
+        TokenCall([1, 2, 3, 4, 5], [6]),
+        TokenCall([8, 9, 7], [7]),
+    )
+    assert [trained(item) for item in trajectories] == [[2, 4, 6], [9, 7]]
+
+
+def test_of_two_calls_that_continue_the_same_one_the_second_trains_its_own_response_only() -> None:
+    trajectories = of_calls(TokenCall([1], [2]), TokenCall([1, 2, 3], [4]), TokenCall([1, 2, 3], [5]))
+    assert [(item.trajectory_id, tokens_of(item).tokens.tolist(), trained(item)) for item in trajectories] == [
+        ("run-7/turn-1", [1, 2, 3, 4], [2, 4]),
+        ("run-7/turn-3", [1, 2, 3, 5], [5]),
+    ]
+
+
+@given(
+    st.lists(st.tuples(st.lists(st.integers(0, 3), min_size=1), st.lists(st.integers(0, 3), max_size=3)), max_size=6)
+)
+def test_every_response_is_trained_once_behind_its_own_prompt(pairs: list[tuple[list[int], list[int]]]) -> None:
+    calls = [TokenCall(prompt, response) for prompt, response in pairs]
+    joined = join_calls(calls, source="r")
+    assert sorted(number for part in joined for number in part.calls) == [i for i, (_, r) in enumerate(pairs) if r]
+    for part in joined:
+        expected = np.zeros(len(part.fields["input_ids"]))
+        for number in part.calls:
+            prompt, response = pairs[number]
+            end = len(prompt) + len(response)
+            assert part.fields["input_ids"][:end].tolist() == prompt + response
+            expected[len(prompt) : end] = 1
+        assert part.fields["loss_mask"].tolist() == expected.tolist()
+
+
+def test_values_may_be_given_for_the_response_its_trained_tokens_or_all_alike() -> None:
+    mask = [1, 0, 1]
+    for values in ([-1.0, float("nan"), -2.0], [-1.0, -2.0], [-1.0, None, -2.0]):
+        (item,) = of_calls(TokenCall([1], [2, 3, 4], {"loss_mask": mask, "rollout_log_probs": values}))
+        assert trained(item) == [2, 4]
+        logprobs = tokens_of(item).sampling_logprobs
+        assert logprobs is not None
+        assert logprobs.tolist() == [-1.0, -2.0]
+    (item,) = of_calls(TokenCall([1], [2], {"advantages": 2}), TokenCall([1, 2], [3, 4], {"advantages": -1.0}))[:1]
+    advantages = tokens_of(item).advantages
+    assert advantages is not None
+    assert advantages.tolist() == [2.0, -1.0, -1.0]
+
+
+def test_values_that_only_some_joined_calls_have_are_left_out_and_noted() -> None:
+    (trajectory,) = of_calls(TokenCall([1], [2], {"rollout_log_probs": [-1.0]}), TokenCall([1, 2], [3]))
+    assert tokens_of(trajectory).sampling_logprobs is None
+    assert trajectory.notes == ("rollout_log_probs of some calls only, not used",)
+
+
+def test_calls_without_a_response_are_counted_and_a_rollout_of_none_other_is_skipped() -> None:
+    (trajectory,) = of_calls(TokenCall([1], [2]), TokenCall([1, 2, 3], []))
+    assert trajectory.notes == (EMPTY_NOTE,)
+    assert list(read_calls(RECORD, [TokenCall([1], [])], ReadOptions())) == [
+        Skipped("r.jsonl:1", "no call with a response")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (TokenCall(7, [1]), "r.jsonl:1: call 1: prompt is 7; expected a list of token ids"),
+        (
+            TokenCall([1], [2, 3], {"loss_mask": [1]}),
+            "r.jsonl:1: call 1: loss_mask has 1 values; expected 2, one per token of the response",
+        ),
+        (
+            TokenCall([1], [2, 3], {"loss_mask": [1, 0], "rollout_log_probs": [0.0, 0.0, 0.0]}),
+            "r.jsonl:1: call 1: rollout_log_probs has 3 values; expected 2 (the response) or 1 (its trained tokens)",
+        ),
+    ],
+)
+def test_a_call_that_contradicts_itself_is_refused(call: TokenCall, said: str) -> None:
+    with pytest.raises(TreepackError) as caught:
+        of_calls(call)
+    assert str(caught.value) == said
+
+
+def test_conversations_are_joined_where_the_messages_of_one_begin_with_those_of_another() -> None:
+    trajectories = of_chats(
+        ChatCall([USER], [ONE]),
+        ChatCall([USER, ONE, TOOL], [TWO]),
+        ChatCall([USER, TWO], [ONE]),
+    )
+    assert [item.trajectory_id for item in trajectories] == ["run-7/turn-1", "run-7/turn-3"]
+    assert chat_of(trajectories[0]) == (["Hi", "one", "42", "two"], [0.0, 1.0, 0.0, 1.0])
+    assert chat_of(trajectories[1]) == (["Hi", "two", "one"], [0.0, 0.0, 1.0])
+
+
+def test_conversations_under_other_tools_are_not_joined() -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    trajectories = of_chats(ChatCall([USER], [ONE], tools=tools), ChatCall([USER, ONE, TOOL], [TWO]))
+    assert [chat_of(item)[1] for item in trajectories] == [[0.0, 1.0], [0.0, 0.0, 0.0, 1.0]]
+
+
+def test_the_parts_of_a_rollout_without_a_group_are_in_the_group_of_its_first_prompt() -> None:
+    unnamed = Record("r.jsonl:1", "r.jsonl", {})
+
+    def groups(trajectory: Iterable[Trajectory | Skipped]) -> list[str | None]:
+        done = tokenize(trajectory, tokenizer=None)
+        return [item.group_id for item in done if isinstance(item, Trajectory)]
+
+    one, other = TokenCall([1, 2], [3]), TokenCall([7], [8])
+    whole = groups(read_calls(unnamed, [one], ReadOptions()))
+    assert groups(read_calls(unnamed, [one, other], ReadOptions())) == whole * 2
+    first, second = read_chats(unnamed, [ChatCall([USER], [ONE]), ChatCall([TOOL], [TWO])], ReadOptions())
+    assert isinstance(first, Trajectory)
+    assert isinstance(second, Trajectory)
+    assert isinstance(first.content, Chat)
+    assert first.group_id == second.group_id == derived_group(prompt_messages(first.content, None))
+
+
+MESSAGES = st.lists(
+    st.sampled_from([USER, TOOL, ONE, TWO, ONE | {"content": ""}, TWO | {"tool_calls": [CALL]}]), max_size=4
+)
+
+
+@given(st.lists(st.tuples(MESSAGES, MESSAGES.filter(bool)), max_size=6))
+def test_joined_conversations_hold_each_call_as_it_is_alone(pairs: list[tuple[list[Any], list[Any]]]) -> None:
+    calls = [ChatCall(prompt, response) for prompt, response in pairs]
+    joined = join_chats(calls, source="r")
+    assert sorted(number for part in joined for number in part.calls) == list(range(len(pairs)))
+    for part in joined:
+        for number in part.calls:
+            (alone,) = join_chats([calls[number]], source="r")
+            num_prompt, num = len(pairs[number][0]), len(alone.content.messages)
+            assert part.content.messages[:num] == alone.content.messages
+            assert part.content.message_weights[num_prompt:num] == alone.content.message_weights[num_prompt:]
+            assert set(alone.notes) <= set(part.notes)
+        assert len(part.content.messages) == max(len(pairs[k][0]) + len(pairs[k][1]) for k in part.calls)

@@ -1,0 +1,70 @@
+"""Messages of the AI SDK (Vercel), whose parts are named with hyphens, as chat messages.
+
+{role: assistant, content: [{type: reasoning}, {type: text}, {type: tool-call, toolCallId, toolName, input}]}
+{role: tool, content: [{type: tool-result, toolCallId, output}]}
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from treepack.calls.spans.trace_spans import parsed
+from treepack.errors import TreepackError
+from treepack.ingest.readers.fields.values import is_messages, shown
+
+Message = dict[str, Any]
+
+
+def has_sdk_parts(content: Any) -> bool:
+    """Return whether the content of a message has parts of the AI SDK, and not of a different library."""
+    kinds = {part.get("type") for part in content} if is_messages(content) else set()
+    return bool(kinds & {"tool-call", "tool-result"}) or (
+        "reasoning" in kinds and not any("summary" in p for p in content)
+    )
+
+
+def messages_of_sdk(message: Message) -> Iterator[Message]:
+    """Yield a message of the AI SDK: the results of tools as messages, then its text, reasoning and calls."""
+    parts = message["content"]
+    results = [part for part in parts if part.get("type") == "tool-result"]
+    for part in results:
+        output = part.get("output", part.get("result"))
+        if isinstance(output, dict) and "value" in output:
+            output = output["value"]
+        text = output if isinstance(output, str) else json.dumps(output, ensure_ascii=False)
+        yield {"role": "tool", "tool_call_id": part.get("toolCallId"), "name": part.get("toolName"), "content": text}
+    others = [part for part in parts if part.get("type") not in ("tool-result", "tool-call", "reasoning")]
+    done = message | {"content": others}
+    if calls := [sdk_call(part) for part in parts if part.get("type") == "tool-call"]:
+        done["tool_calls"] = calls
+    if thoughts := [str(part.get("text")) for part in parts if part.get("type") == "reasoning" and part.get("text")]:
+        done["reasoning_content"] = "\n\n".join(thoughts)
+    if others or calls or thoughts or not results:
+        yield done
+
+
+def sdk_call(part: Message) -> Message:
+    """Return a tool call in chat form.
+
+    Raises:
+        TreepackError: the call has no input.
+    """
+    arguments = part.get("input", part.get("args"))
+    if arguments is None:
+        raise TreepackError(f"{part.get('toolName')} is called with {shown(part)}; expected input or args")
+    return {"id": part.get("toolCallId"), "name": part.get("toolName"), "arguments": arguments}
+
+
+def messages_of_sdk_response(value: dict[str, Any]) -> Iterator[Message]:
+    """Yield the message of a response `{text, toolCalls, reasoning, finishReason}`."""
+    calls = parsed(value.get("toolCalls")) or []
+    message: Message = {"role": "assistant", "content": value.get("text")}
+    if is_messages(calls) and calls:
+        message["tool_calls"] = [sdk_call(each) for each in calls]
+    if isinstance(reasoning := value.get("reasoning", value.get("reasoningText")), str):
+        message["reasoning_content"] = reasoning
+    if isinstance(reason := value.get("finishReason"), str):
+        message["finish_reason"] = reason
+    yield message

@@ -1,0 +1,111 @@
+"""Messages of LangChain, as objects or as the arguments of their constructors, as chat messages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from treepack.calls.conversations import without
+from treepack.errors import TreepackError
+from treepack.files.input_files.json_text import parsed_json
+from treepack.ingest.readers.fields.values import is_messages, object_or_empty, quoted, shown
+from treepack.ingest.readers.messages.normal_form import READ
+
+Message = dict[str, Any]
+ROLES = {
+    "human": "user",
+    "ai": "assistant",
+    "system": "system",
+    "tool": "tool",
+    "function": "function",
+    # The classes of messages as constructors, and as chunks of a stream.
+    "HumanMessage": "user",
+    "AIMessage": "assistant",
+    "SystemMessage": "system",
+    "ToolMessage": "tool",
+    "HumanMessageChunk": "user",
+    "AIMessageChunk": "assistant",
+    "FunctionMessage": "function",
+}
+# Fields of messages without which nothing is lost: ids, usage, and copies of other fields.
+HARMLESS = frozenset(
+    "id type example additional_kwargs response_metadata usage_metadata tool_call_chunks invalid_tool_calls lc "
+    "stop_reason stop_sequence usage model object created annotations chunk_position artifact status".split()
+)
+
+
+def chat_messages(message: Any, source: str) -> list[Message]:
+    """Return a message in chat form, also from JSON text. The results of tools among its parts become messages."""
+    message = parsed_json(message) or message
+    if not isinstance(message, dict):
+        raise TreepackError(f"{source}: has the message {shown(message)}; expected an object")
+    fields, kind = message, message.get("type")
+    if isinstance(message.get("kwargs"), dict):
+        names = message.get("id")
+        fields, kind = message["kwargs"], names[-1] if isinstance(names, list) and names else None
+    elif isinstance(message.get("data"), dict):
+        fields = message["data"]
+    role = ROLES.get(kind) if isinstance(kind, str) else None
+    role = role or fields.get("role")
+    if role is None:
+        raise TreepackError(f"{source}: has a message of type {quoted(kind)}; expected one of {', '.join(ROLES)}")
+    # Fields of other names become notes.
+    done = {name: each for name, each in fields.items() if (each is not None if name in READ else each)}
+    done = without(done, HARMLESS) | {"role": role}
+    if fields.get("invalid_tool_calls"):
+        raise TreepackError(f"{source}: has a tool call that is not JSON; remove the message")
+    reasons = (object_or_empty(fields.get("response_metadata")).get(name) for name in ("finish_reason", "stop_reason"))
+    if isinstance(reason := next((each for each in (*reasons, fields.get("stop_reason")) if each), None), str):
+        done.setdefault("finish_reason", reason)
+    return _by_parts(_with_calls(done, object_or_empty(fields.get("additional_kwargs"))))
+
+
+def generated(generation: Message) -> Any:
+    """Return the message of a generation, made from its text if it has nothing else."""
+    return generation.get("message") or {"role": "assistant", "content": generation.get("text")}
+
+
+def _with_calls(message: Message, more: dict[str, Any]) -> Message:
+    """Return `message` with its calls under the names of chat, and with fields of LangChain's `additional_kwargs`."""
+    calls = message.get("tool_calls") or more.get("tool_calls")
+    if is_messages(calls):
+        # {"id", "name", "args"} of LangChain -> {"id", "name", "arguments"}
+        named = [{"id": call.get("id"), "name": call.get("name"), "arguments": call.get("args")} for call in calls]
+        message["tool_calls"] = [
+            renamed if "args" in call else call for renamed, call in zip(named, calls, strict=True)
+        ]
+    elif isinstance(more.get("function_call"), dict):
+        message["function_call"] = more["function_call"]
+    if isinstance(more.get("reasoning_content"), str):
+        message.setdefault("reasoning_content", more["reasoning_content"])
+    return message
+
+
+def _by_parts(message: Message) -> list[Message]:
+    """Return `message` with thinking as reasoning and calls as tool calls, after the tool results that it contains."""
+    parts = message.get("content")
+    if not is_messages(parts):
+        return [message]
+    # content [thinking, text, tool_use] -> {"thinking": [..], "text": [..], "tool_use": [..]}
+    kinds: dict[str, list[dict[str, Any]]] = {}
+    for part in parts:
+        kinds.setdefault(str(part.get("type")), []).append(part)
+    done = [
+        {"role": "tool", "tool_call_id": part.get("tool_use_id"), "content": part.get("content")}
+        for part in kinds.pop("tool_result", [])
+    ]
+    thoughts = [
+        part[kind]
+        for kind in ("thinking", "reasoning")
+        for part in kinds.pop(kind, [])
+        if isinstance(part.get(kind), str)
+    ]
+    if thoughts:
+        message.setdefault("reasoning_content", "".join(thoughts))
+    if calls := kinds.pop("tool_use", []):
+        named = [{"id": part.get("id"), "name": part.get("name"), "arguments": part.get("input")} for part in calls]
+        message.setdefault("tool_calls", named)
+    # The parts repeat the calls of the message.
+    if message.get("tool_calls"):
+        kinds = without(kinds, ("tool_call", "function_call"))
+    message["content"] = [part for part in parts if str(part.get("type")) in kinds]
+    return [*done, message] if kinds or not done else done

@@ -1,0 +1,86 @@
+"""Collect the calls of a session while a reader walks through its log.
+
+log.add(prompt, [answer])        a call, or the note "call not used: REASON" if text cannot represent it
+log.note("interrupted turn")     a note that is counted once for the session
+log.read(record, options, ..)    the trajectories with the notes, or a skipped rollout without a call
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from treepack.calls.chat_calls import ChatCall, read_chats
+from treepack.calls.conversations import with_notes
+from treepack.files.input_files.records import Record
+from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.messages.content_blocks import skip_reason
+from treepack.trajectory import Skipped, Trajectory
+
+_UNUSED = "call not used: "
+NO_CALL = "session without a turn of the model"
+
+
+@dataclass(slots=True)
+class CallLog:
+    """The calls of a session so far, notes to be counted, and the names of the models that answered, each once."""
+
+    calls: list[ChatCall] = field(default_factory=list)
+    notes: dict[str, None] = field(default_factory=dict)
+    models: dict[str, None] = field(default_factory=dict)
+
+    @property
+    def model(self) -> str | None:
+        """The names of the models, or None without one."""
+        return ", ".join(self.models) or None
+
+    @property
+    def fault(self) -> str | None:
+        """The first note on a call that is not used."""
+        return next((note for note in self.notes if note.startswith(_UNUSED)), None)
+
+    def note(self, *notes: str) -> None:
+        """Add `notes`."""
+        self.notes |= dict.fromkeys(notes)
+
+    def add(
+        self,
+        prompt: Sequence[Any],
+        response: Sequence[Any],
+        *,
+        reason: str | None = None,
+        model: Any = None,
+        **settings: Any,
+    ) -> None:
+        """Add a call with the fields `settings` of a `ChatCall`, or a note on it.
+
+        `reason` is the reason if text cannot represent the prompt. A `model` that is not text is left out.
+        """
+        if (unused := reason or skip_reason(response)) is not None:
+            self.note(_UNUSED + unused)
+            return
+        self.calls.append(ChatCall(prompt, response, **settings))
+        if isinstance(model, str):
+            self.models[model] = None
+
+    def read(
+        self,
+        record: Record,
+        options: ReadOptions,
+        *,
+        context: tuple[str, ...],
+        empty: str = NO_CALL,
+        reason: str | None = None,
+    ) -> Iterator[Trajectory | Skipped]:
+        """Yield the trajectories of the session that `record` describes, with the notes `context` and all others.
+
+        Without a call, it is skipped for `reason`, or else for its notes, or for `empty` if it has none.
+
+        Raises:
+            TreepackError: as `read_chats`.
+        """
+        if self.calls:
+            yield from with_notes(read_chats(record, self.calls, options), (*context, *self.notes))
+        else:
+            yield Skipped(record.source, reason or "; ".join(self.notes) or empty)

@@ -1,0 +1,55 @@
+"""Steps that many readers share: the rest of a record, one conversation as a trajectory, notes on the first one."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Container, Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from treepack.files.input_files.records import Record
+from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.fields.rollout_facts import describe
+from treepack.ingest.readers.messages.content_blocks import split_blocks
+from treepack.ingest.readers.messages.conversation_settings import normalise_tools
+from treepack.ingest.readers.messages.normal_form import normalise_messages
+from treepack.trajectory import Chat, Skipped, Trajectory
+
+
+def without(value: dict[str, Any], names: Container[object]) -> dict[str, Any]:
+    """Return the fields of `value` that are not in `names`, in their order."""
+    return {name: field for name, field in value.items() if name not in names}
+
+
+def conversation(
+    record: Record,
+    messages: Sequence[dict[str, Any]],
+    options: ReadOptions,
+    *,
+    used: Collection[str] = (),
+    tools: Any = None,
+    num_prompt: int = 0,
+    notes: tuple[str, ...] = (),
+) -> Trajectory:
+    """Return the trajectory of one conversation, whose first `num_prompt` messages are not trained.
+
+    `record` describes the rollout, except for its fields `used`. `tools` are schemas.
+
+    Raises:
+        TreepackError: messages or tools that `readers.messages` refuses.
+    """
+    num_prompt = len(split_blocks(messages[:num_prompt]))
+    done = normalise_messages(split_blocks(messages), source=record.source)
+    # num_prompt 2: weights [1, 0, 1] -> [0, 0, 1]
+    weights = [0.0] * num_prompt + done.weights[num_prompt:]
+    content = Chat(done.messages, weights, normalise_tools(tools, source=record.source), message_cuts=done.cuts)
+    return describe(record, content, used=used, options=options, notes=done.notes + notes)
+
+
+def with_notes(items: Iterable[Trajectory | Skipped], notes: tuple[str, ...]) -> Iterator[Trajectory | Skipped]:
+    """Yield `items` with `notes` added to the first trajectory only, so that a note on a rollout is counted once."""
+    for item in items:
+        if isinstance(item, Trajectory):
+            item = replace(item, notes=item.notes + notes)
+            # The note is on the first trajectory now.
+            notes = ()
+        yield item

@@ -1,1 +1,0 @@
-"""Input files as records: which files, their bytes, their syntax, and the copies among them."""
