@@ -17,17 +17,17 @@ from treepack.attention.hopper.tiles import (
     ProgramLists,
     feed,
     fetch,
+    finish_softmax,
     keys_of,
+    list_of_queries,
     matrix,
     numbers_of,
-    place,
+    online_softmax,
     ring,
     rows_of_queries,
     staged_ends,
     store_rows,
 )
-
-LOG2E = gl.constexpr(1.4426950408889634)
 
 
 class ForwardWork(NamedTuple):
@@ -59,6 +59,28 @@ def _produce(copies, shared, lists, work, STAGES: gl.constexpr, WINDOWED: gl.con
 
 
 @gluon.jit
+def _first_scores(q, k_ring, lists, q0, rows, start, columns, WINDOWED: gl.constexpr):
+    """Return the scores [64, KEYS] of the first tile, which holds the block's own keys."""
+    KEYS: gl.constexpr = k_ring.tiles.shape[1]
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
+    mbarrier.wait(k_ring.full.index(0), 0)
+    zeros = gl.zeros((64, KEYS), gl.float32, s_layout)
+    # [64, D] @ [D, KEYS] -> [64, KEYS]
+    s = warpgroup_mma(q, k_ring.tiles.index(0).permute((1, 0)), zeros, use_acc=False)
+    # [KEYS]
+    if WINDOWED:
+        end = lists.end_tiles.index(0).load(gl.SliceLayout(0, s_layout))
+    else:
+        end = gl.load(lists.ends + q0 + columns)
+    mbarrier.arrive(k_ring.empty.index(0), count=1)
+    # [1, KEYS] and [64, 1] -> [64, KEYS]
+    seen = (columns[None, :] <= rows[:, None]) & ((q0 + rows)[:, None] < end[None, :])
+    if WINDOWED:
+        seen = seen & (start[:, None] <= q0 + columns[None, :])
+    return gl.where(seen, s, float("-inf"))
+
+
+@gluon.jit
 def _consume(
     shared,
     lists,
@@ -84,6 +106,7 @@ def _consume(
     # [64]
     rows = FIRST_ROW + gl.arange(0, 64, gl.SliceLayout(1, s_layout))
     query = work.q0 + rows
+    start = query
     if WINDOWED:
         start = gl.load(lists.starts + query)
     # [KEYS]
@@ -93,23 +116,9 @@ def _consume(
     # [64, KEYS]
     zeros = gl.zeros((64, KEYS), gl.float32, s_layout)
 
-    # The first tile holds the block's own keys. Every query sees itself in it, so the running maximum is finite.
     mbarrier.wait(q_full, 0)
-    mbarrier.wait(k_ring.full.index(0), 0)
-    # [64, D] @ [D, KEYS] -> [64, KEYS]
-    s = warpgroup_mma(q, k_ring.tiles.index(0).permute((1, 0)), zeros, use_acc=False)
-    # [KEYS]
-    if WINDOWED:
-        end = lists.end_tiles.index(0).load(column)
-    else:
-        end = gl.load(lists.ends + work.q0 + columns)
-    mbarrier.arrive(k_ring.empty.index(0), count=1)
-    # [1, KEYS] and [64, 1] -> [64, KEYS]
-    seen = (columns[None, :] <= rows[:, None]) & (query[:, None] < end[None, :])
-    if WINDOWED:
-        seen = seen & (start[:, None] <= work.q0 + columns[None, :])
-    s = gl.where(seen, s, float("-inf"))
-    # [64]
+    s = _first_scores(q, k_ring, lists, work.q0, rows, start, columns, WINDOWED)
+    # [64]; every query sees itself, so the running maximum is finite
     highest = gl.max(s, 1) * factor
     # [64, KEYS]
     p = gl.exp2(s * factor - highest[:, None])
@@ -146,14 +155,7 @@ def _consume(
                 end = gl.load(lists.ends + granule * 32 + columns % 32, mask=granule >= 0, other=0)
                 # [64, 1] < [1, KEYS] -> [64, KEYS]; the keys precede the block, so key <= query holds
                 s = gl.where(query[:, None] < end[None, :], s, float("-inf"))
-        # [64]
-        raised = gl.maximum(highest, gl.max(s, 1) * factor)
-        # [64, KEYS]
-        p = gl.exp2(s * factor - raised[:, None])
-        # [64]
-        shrink = gl.exp2(highest - raised)
-        total = total * shrink + gl.sum(p, 1)
-        highest = raised
+        p, shrink, highest, total = online_softmax(s, factor, highest, total)
         o = warpgroup_mma_wait(0, deps=(o_product,))
         mbarrier.arrive(v_ring.empty.index(before), count=1)
         # [64, D] * [64, 1] -> [64, D]
@@ -166,17 +168,7 @@ def _consume(
     o = warpgroup_mma(weights, v_ring.tiles.index(last), o)
 
     # [64]
-    if SINKS:
-        # One more score, without a value, in powers of two
-        sink = gl.load(work.sink) * LOG2E
-        raised = gl.maximum(highest, sink)
-        shrink = gl.exp2(highest - raised)
-        total = total * shrink + gl.exp2(sink - raised)
-        highest = raised
-        share = shrink / total
-    else:
-        share = 1 / total
-    gl.store(work.lse + query, highest + gl.log2(total))
+    share = finish_softmax(work.lse, query, highest, total, work.sink, SINKS)
     # [64, D] * [64, 1] -> [64, D]; the queries are no longer needed, so their tile stages the output
     store_rows(work.o, work.o_stride, query, query < work.length, o * gl.convert_layout(share, o_row)[:, None], q)
 
@@ -221,9 +213,9 @@ def forward_kernel(
     kernel writes all of them. `starts` is read if WINDOWED, `sinks`, float32 [heads], if SINKS.
     """
     D: gl.constexpr = q_descriptor.block_type.shape[1]
-    row, head, block = place(gl.program_id(0), section, batch, blocks, query_order)
-    offset = query_offsets + row * (blocks + 1) + block
-    first = gl.load(offset)
+    row, head, block, first, tiles, partial_tiles = list_of_queries(
+        gl.program_id(0), section, batch, blocks, query_order, query_offsets, query_partial, GRANULES
+    )
     group = head // GROUP
     q0 = origin + block * 128
 
@@ -239,8 +231,8 @@ def forward_kernel(
     lists = ProgramLists(granules + first, ends + row * padded, starts + row * padded, end_tiles)
     work = ForwardWork(
         q0,
-        (gl.load(offset + 1) - first) // GRANULES,
-        gl.load(query_partial + row * blocks + block) // GRANULES,
+        tiles,
+        partial_tiles,
         length,
         factor,
         rows_of_queries(o_pointer, o_strides, row, head, origin),

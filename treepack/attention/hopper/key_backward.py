@@ -24,7 +24,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from treepack.attention.hopper.tiles import HeadMatrix, TileRing, copy, fetch, gather, matrix, place, ring, store_rows
+from treepack.attention.hopper.tiles import (
+    HeadMatrix,
+    TileRing,
+    copy,
+    fetch,
+    gather,
+    is_seen,
+    matrix,
+    place,
+    read_keys,
+    ring,
+    store_rows,
+)
 
 
 class ProgramMemory(NamedTuple):
@@ -159,11 +171,9 @@ def _consume(
     p_layout: gl.constexpr = gl.DotOperandLayout(0, d_layout, 2)
     column: gl.constexpr = gl.SliceLayout(0, s_layout)
 
-    # [64]; key is negative and end is 0 for granule -1
+    # [64]
     rows = FIRST_ROW + gl.arange(0, 64, gl.SliceLayout(1, s_layout))
-    granule = gl.load(pointers.granules + rows // 32)
-    key = granule * 32 + rows % 32
-    end = gl.load(pointers.ends + key, mask=granule >= 0, other=0)
+    granule, key, end = read_keys(pointers.granules, pointers.ends, rows)
     # [64, QUERIES]
     zeros = gl.zeros((64, QUERIES), gl.float32, s_layout)
     # exp2((k q' - lse / factor) * factor) = exp2(k q' * factor - lse)
@@ -198,11 +208,11 @@ def _consume(
         if (at < work.full_begin) | (at >= work.full_end):
             # [QUERIES]
             query = first + gl.arange(0, QUERIES, column)
-            # [64, 1] and [1, QUERIES] -> [64, QUERIES]
-            seen = (key[:, None] <= query[None, :]) & (query[None, :] < end[:, None])
+            start = query
             if WINDOWED:
-                seen = seen & (shared.starts.index(stage).load(column)[None, :] <= key[:, None])
-            p = gl.where(seen, p, 0.0)
+                start = shared.starts.index(stage).load(column)
+            # [1, QUERIES] and [64, 1] -> [64, QUERIES]
+            p = gl.where(is_seen(query[None, :], start[None, :], key[:, None], end[:, None], WINDOWED), p, 0.0)
         # [64, QUERIES] @ [QUERIES, D] -> [64, D]
         dv_product = warpgroup_mma(gl.convert_layout(p.to(dtype), p_layout), do, dv, is_async=True)
         dp = warpgroup_mma_wait(1, deps=(dp_product,))
@@ -261,6 +271,14 @@ def _allocate(q_descriptor, do_descriptor, k_descriptor, v_descriptor, STAGES: g
     return ProgramMemory(k_tile, v_tile, block_full, q_ring, do_ring, lse_tiles, delta_tiles, start_tiles)
 
 
+@gluon.jit
+def _share_of(shares, kv_heads):
+    """Return row, key head and block of a program, where its range is, and the place of its sums."""
+    # Heads vary fastest, as in one section of all heads.
+    share = shares + gl.program_id(0) // kv_heads * 8
+    return gl.load(share), gl.program_id(0) % kv_heads, gl.load(share + 1), share + 2, gl.load(share + 6)
+
+
 @gluon.jit(do_not_specialize=["length", "blocks", "section"])
 def key_kernel(
     q_descriptor,
@@ -312,13 +330,7 @@ def key_kernel(
         ranges = key_ranges + (row * blocks + block) * 4
         sums = row  # not read
     else:
-        # Heads vary fastest, as in one section of all heads.
-        group = gl.program_id(0) % kv_heads
-        share = shares + gl.program_id(0) // kv_heads * 8
-        row = gl.load(share)
-        block = gl.load(share + 1)
-        ranges = share + 2
-        sums = gl.load(share + 6)
+        row, group, block, ranges, sums = _share_of(shares, kv_heads)
     first = gl.load(ranges)
     last = gl.load(ranges + 3)
 
@@ -342,20 +354,8 @@ def key_kernel(
     steps = (last - first) // (1 if WINDOWED else QUERIES) * GROUP
     full_begin = gl.load(ranges + 1)
     full_end = gl.load(ranges + 2)
-    work = KeyWork(
-        steps,
-        full_begin,
-        full_end,
-        last,
-        length,
-        origin,
-        places,
-        sums,
-        dk_strides[2],
-        dv_strides[2],
-        factor,
-        scale,
-    )
+    dk_stride, dv_stride = dk_strides[2], dv_strides[2]
+    work = KeyWork(steps, full_begin, full_end, last, length, origin, places, sums, dk_stride, dv_stride, factor, scale)
     k = matrix(k_descriptor, k_at, row, group, 0)
     v = matrix(v_descriptor, v_at, row, group, 0)
     sources = ProducerSources(k, v, q_descriptor, do_descriptor, q_at, do_at, row, group)

@@ -16,7 +16,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from treepack.attention.hopper.tiles import HeadMatrix, TileRing, copy, fetch, matrix, store_rows
+from treepack.attention.hopper.tiles import HeadMatrix, TileRing, copy, fetch, is_seen, matrix, read_keys, store_rows
 
 
 @gluon.jit
@@ -204,15 +204,10 @@ def zeros_unless(condition, values):
 @gluon.jit
 def visible(granules, ends, query, start, columns, WINDOWED: gl.constexpr):
     """Return the mask [64, KEYS] of queries, [64] with the first token that each sees, and the keys of granules."""
-    # [KEYS]; for granule -1, key is negative and end is 0, so that no query is below it
-    granule = gl.load(granules + columns // 32)
-    key = granule * 32 + columns % 32
-    end = gl.load(ends + key, mask=granule >= 0, other=0)
-    # [1, KEYS] and [64, 1] -> [64, KEYS]
-    seen = (key[None, :] <= query[:, None]) & (query[:, None] < end[None, :])
-    if WINDOWED:
-        seen = seen & (key[None, :] >= start[:, None])
-    return seen
+    # [KEYS]
+    _, key, end = read_keys(granules, ends, columns)
+    # [64, 1] and [1, KEYS] -> [64, KEYS]
+    return is_seen(query[:, None], start[:, None], key[None, :], end[None, :], WINDOWED)
 
 
 @gluon.jit

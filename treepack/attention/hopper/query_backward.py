@@ -16,10 +16,12 @@ from treepack.attention.hopper.tiles import (
     ProgramLists,
     feed,
     fetch,
+    is_seen,
     keys_of,
+    list_of_queries,
     matrix,
     numbers_of,
-    place,
+    read_keys,
     ring,
     rows_of_queries,
     staged_ends,
@@ -75,6 +77,7 @@ def _consume(shared, lists, work, STAGES: gl.constexpr, WINDOWED: gl.constexpr, 
     # [KEYS]
     columns = gl.arange(0, KEYS, column)
     # [64]
+    start = query
     if WINDOWED:
         start = gl.load(lists.starts + query)
     lse = gl.load(work.lse + query)
@@ -107,18 +110,14 @@ def _consume(shared, lists, work, STAGES: gl.constexpr, WINDOWED: gl.constexpr, 
         # [64, KEYS]
         p = gl.exp2(s * factor - lse[:, None])
         if i < work.partial_tiles:
-            # [KEYS]; granule -1 has end 0, so that no query is below it, or keys before every window
+            # [KEYS]
             if WINDOWED:
                 key = keys_of(numbers, columns)
                 end = lists.end_tiles.index(stage).load(column)
             else:
-                granule = gl.load(lists.granules + i * (KEYS // 32) + columns // 32)
-                key = granule * 32 + columns % 32
-                end = gl.load(lists.ends + key, mask=granule >= 0, other=0)
-            # [1, KEYS] and [64, 1] -> [64, KEYS]
-            seen = (key[None, :] <= query[:, None]) & (query[:, None] < end[None, :])
-            if WINDOWED:
-                seen = seen & (start[:, None] <= key[None, :])
+                _, key, end = read_keys(lists.granules + i * (KEYS // 32), lists.ends, columns)
+            # [64, 1] and [1, KEYS] -> [64, KEYS]
+            seen = is_seen(query[:, None], start[:, None], key[None, :], end[None, :], WINDOWED)
             p = gl.where(seen, p, 0.0)
         # [64, KEYS]
         dp = warpgroup_mma_wait(1, deps=(dp_product,))
@@ -177,9 +176,9 @@ def query_kernel(
     Arguments as in `forward_kernel`.
     """
     D: gl.constexpr = q_descriptor.block_type.shape[1]
-    row, head, block = place(gl.program_id(0), section, batch, blocks, query_order)
-    offset = query_offsets + row * (blocks + 1) + block
-    first = gl.load(offset)
+    row, head, block, first, tiles, partial_tiles = list_of_queries(
+        gl.program_id(0), section, batch, blocks, query_order, query_offsets, query_partial, GRANULES
+    )
     group = head // GROUP
     q0 = origin + block * 128
 
@@ -197,8 +196,8 @@ def query_kernel(
     lists = ProgramLists(granules + first, ends + row * padded, starts + row * padded, end_tiles)
     work = QueryWork(
         q0,
-        (gl.load(offset + 1) - first) // GRANULES,
-        gl.load(query_partial + row * blocks + block) // GRANULES,
+        tiles,
+        partial_tiles,
         length,
         factor,
         scale,

@@ -1,4 +1,4 @@
-"""Building blocks of the Hopper kernels: the work of each program, gathered loads, staged stores.
+"""Building blocks of the Hopper kernels: the work of each program, gathered loads, masks, softmax, staged stores.
 
 A program has three parts (`gl.warp_specialize`) that meet at barriers in shared memory:
 
@@ -16,6 +16,7 @@ because their operand is carried in registers instead.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from triton.experimental import gluon
@@ -25,6 +26,8 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrie
 # Triton 3.9 renamed both functions.
 fetch = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 copy = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
+
+LOG2E = gl.constexpr(math.log2(math.e))
 
 
 class HeadMatrix(NamedTuple):
@@ -170,6 +173,66 @@ def place(pid, section, batch, blocks, order):
     head = pid // (section * batch * blocks) * section + pid % section
     row = item % batch
     return row, head, gl.load(order + row * blocks + item // batch)
+
+
+@gluon.jit
+def list_of_queries(pid, section, batch, blocks, order, offsets, partial, GRANULES: gl.constexpr):
+    """Return row, head and block of a program of queries, and its list: first granule, all tiles, partial tiles."""
+    row, head, block = place(pid, section, batch, blocks, order)
+    offset = offsets + row * (blocks + 1) + block
+    first = gl.load(offset)
+    tiles = (gl.load(offset + 1) - first) // GRANULES
+    return row, head, block, first, tiles, gl.load(partial + row * blocks + block) // GRANULES
+
+
+@gluon.jit
+def read_keys(granules, ends, columns):
+    """Return granule, key token and end of the columns of a tile; granule -1 has end 0, and no query is below it."""
+    granule = gl.load(granules + columns // 32)
+    key = granule * 32 + columns % 32
+    return granule, key, gl.load(ends + key, mask=granule >= 0, other=0)
+
+
+@gluon.jit
+def is_seen(query, start, key, end, WINDOWED: gl.constexpr):
+    """Return the mask of pairs of queries, each with the first token that it sees, and keys, which spread over it."""
+    seen = (key <= query) & (query < end)
+    if WINDOWED:
+        seen = seen & (start <= key)
+    return seen
+
+
+@gluon.jit
+def online_softmax(s, factor, highest, total):
+    """Return the weights of one more tile of scores, the factor of all earlier weights, and the new maximum and total.
+
+    Scores and weights are [64, KEYS], all else [64]. The weights are powers of two, so `factor` includes log2(e).
+    """
+    raised = gl.maximum(highest, gl.max(s, 1) * factor)
+    # [64, KEYS]
+    p = gl.exp2(s * factor - raised[:, None])
+    # [64]
+    shrink = gl.exp2(highest - raised)
+    return p, shrink, raised, total * shrink + gl.sum(p, 1)
+
+
+@gluon.jit
+def finish_softmax(lse, query, highest, total, sink, SINKS: gl.constexpr):
+    """Write the log-sum-exp of queries [64], and return the factor [64] of their outputs.
+
+    A sink is one more score, without a value. The weights stay relative to the largest score of a key: a sink far above
+    it would make all of them small, and less exact in the dtype of the product.
+    """
+    share = 1.0 / total
+    if SINKS:
+        score = gl.load(sink) * LOG2E
+        raised = gl.maximum(highest, score)
+        shrink = gl.exp2(highest - raised)
+        total = total * shrink + gl.exp2(score - raised)
+        highest = raised
+        share = shrink / total
+    gl.store(lse + query, highest + gl.log2(total))
+    return share
 
 
 @gluon.jit

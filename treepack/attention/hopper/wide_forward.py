@@ -7,8 +7,6 @@ scores. A sink is one more score after the last tile.
 
 from __future__ import annotations
 
-import math
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma_wait
@@ -30,10 +28,9 @@ from treepack.attention.hopper.parts import (
     visible,
     zeros_of,
 )
-from treepack.attention.hopper.tiles import place, rows_of_queries
+from treepack.attention.hopper.tiles import finish_softmax, list_of_queries, online_softmax, rows_of_queries
 
 LOWEST = gl.constexpr(-3.0e38)
-LOG2E = gl.constexpr(math.log2(math.e))
 
 
 @gluon.jit
@@ -94,13 +91,7 @@ def _consume(
     s = warpgroup_mma_wait(0, deps=(inner(q, stage_of(k_ring.tiles, 0), zeros, False),))
     mbarrier.arrive(k_ring.empty.index(0), count=1)
     s = gl.where(visible(granules, ends, query, start, columns, WINDOWED), s, float("-inf"))
-    # [64]
-    raised = gl.maximum(highest, gl.max(s, 1) * factor)
-    # [64, KEYS]
-    p = gl.exp2(s * factor - raised[:, None])
-    # [64]
-    total = total * gl.exp2(highest - raised) + gl.sum(p, 1)
-    highest = raised
+    p, _, highest, total = online_softmax(s, factor, highest, total)
     # [64, KEYS], from the layout of an accumulator to that of an operand
     weights = gl.convert_layout(p.to(dtype), p_layout)
     for i in range(1, tiles):
@@ -117,14 +108,7 @@ def _consume(
         if i < partial_tiles:
             seen = visible(granules + i * (KEYS // 32), ends, query, start, columns, WINDOWED)
             s = gl.where(seen, s, float("-inf"))
-        # [64]
-        raised = gl.maximum(highest, gl.max(s, 1) * factor)
-        # [64, KEYS]
-        p = gl.exp2(s * factor - raised[:, None])
-        # [64]
-        shrink = gl.exp2(highest - raised)
-        total = total * shrink + gl.sum(p, 1)
-        highest = raised
+        p, shrink, highest, total = online_softmax(s, factor, highest, total)
         o = finish_tile(o_product, 0)
         mbarrier.arrive(v_ring.empty.index(before), count=1)
         # [64, D] * [64, 1] -> [64, D]
@@ -136,20 +120,10 @@ def _consume(
     # [64, KEYS] @ [KEYS, D] -> [64, D]
     o = finish_tile(outer_product(weights, stage_of(v_ring.tiles, last), o), 0)
 
-    # [64], the factor of the output
-    factors = 1.0 / total
-    if SINKS:
-        # One more score, of base 2, without a value; p stays relative to the largest score of a key: a sink far above
-        # it would make all p small, and less exact in the dtype of the product.
-        sink = gl.load(sink_pointer) * LOG2E
-        raised = gl.maximum(highest, sink)
-        shrink = gl.exp2(highest - raised)
-        total = total * shrink + gl.exp2(sink - raised)
-        highest = raised
-        factors = shrink / total
-    gl.store(lse_pointer + query, highest + gl.log2(total))
+    # [64]
+    share = finish_softmax(lse_pointer, query, highest, total, sink_pointer, SINKS)
     # [64, D] * [64, 1] -> [64, D]; the queries are no longer needed, so their tile stages the output
-    store_parts(o_pointer, o_stride, query, query < length, scaled(o, factors), q)
+    store_parts(o_pointer, o_stride, query, query < length, scaled(o, share), q)
 
 
 @gluon.jit(do_not_specialize=["length", "blocks", "section"])
@@ -195,11 +169,9 @@ def wide_forward_kernel(
     the next. Token `origin` is the first row of q, o and lse; lse has `padded` - `origin` places per head, and the
     kernel writes all of them. `starts` is read if WINDOWED, and `sinks`, one float32 per head, if SINKS.
     """
-    row, head, block = place(gl.program_id(0), section, batch, blocks, query_order)
-    offset = query_offsets + row * (blocks + 1) + block
-    first = gl.load(offset)
-    tiles = (gl.load(offset + 1) - first) // GRANULES
-    partial_tiles = gl.load(query_partial + row * blocks + block) // GRANULES
+    row, head, block, first, tiles, partial_tiles = list_of_queries(
+        gl.program_id(0), section, batch, blocks, query_order, query_offsets, query_partial, GRANULES
+    )
     group = head // GROUP
     q0 = origin + block * 128
 

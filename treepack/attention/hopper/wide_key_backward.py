@@ -37,7 +37,7 @@ from treepack.attention.hopper.parts import (
     zeros_of,
     zeros_unless,
 )
-from treepack.attention.hopper.tiles import TileRing, place
+from treepack.attention.hopper.tiles import TileRing, is_seen, place, read_keys
 
 SHIFT = gl.constexpr(16384.0)
 
@@ -141,11 +141,8 @@ def _consume_values(
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16])
     column: gl.constexpr = gl.SliceLayout(0, s_layout)
 
-    # [64]; key is negative and end is 0 for granule -1
-    rows = gl.arange(0, 64, gl.SliceLayout(1, s_layout))
-    granule = gl.load(pointers.granules + rows // 32)
-    key = granule * 32 + rows % 32
-    end = gl.load(pointers.ends + key, mask=granule >= 0, other=0)
+    # [64]
+    granule, key, end = read_keys(pointers.granules, pointers.ends, gl.arange(0, 64, gl.SliceLayout(1, s_layout)))
     # [64, QUERIES]
     zeros = gl.zeros((64, QUERIES), gl.float32, s_layout)
     # exp2((k q' - lse / factor) * factor) = exp2(k q' * factor - lse)
@@ -180,11 +177,11 @@ def _consume_values(
         if is_masked:
             # [QUERIES]
             queries = query + gl.arange(0, QUERIES, column)
-            # [64, 1] and [1, QUERIES] -> [64, QUERIES]
-            seen = (key[:, None] <= queries[None, :]) & (queries[None, :] < end[:, None])
+            start = queries
             if WINDOWED:
-                seen = seen & (gl.load(pointers.starts + queries)[None, :] <= key[:, None])
-            p = gl.where(seen, p, 0.0)
+                start = gl.load(pointers.starts + queries)
+            # [1, QUERIES] and [64, 1] -> [64, QUERIES]
+            p = gl.where(is_seen(queries[None, :], start[None, :], key[:, None], end[:, None], WINDOWED), p, 0.0)
         mbarrier.wait(shared.p.empty.index(p_stage), ((step // P_STAGES) & 1) ^ 1)
         shared.p.tiles.index(p_stage).store((p * SHIFT).to(shared.p.tiles.dtype))
         mbarrier.arrive(shared.p.full.index(p_stage), count=1)

@@ -28,7 +28,7 @@ from treepack.attention.hopper.parts import (
     visible,
     zeros_of,
 )
-from treepack.attention.hopper.tiles import place, rows_of_queries
+from treepack.attention.hopper.tiles import list_of_queries, rows_of_queries
 
 
 @gluon.jit
@@ -171,11 +171,9 @@ def wide_query_kernel(
 
     Arguments as in `wide_forward_kernel`.
     """
-    row, head, block = place(gl.program_id(0), section, batch, blocks, query_order)
-    offset = query_offsets + row * (blocks + 1) + block
-    first = gl.load(offset)
-    tiles = (gl.load(offset + 1) - first) // GRANULES
-    partial_tiles = gl.load(query_partial + row * blocks + block) // GRANULES
+    row, head, block, first, tiles, partial_tiles = list_of_queries(
+        gl.program_id(0), section, batch, blocks, query_order, query_offsets, query_partial, GRANULES
+    )
     group = head // GROUP
     q0 = origin + block * 128
 
