@@ -119,9 +119,9 @@ def shown_number(value: float) -> str:
     """Return a number for readers: 12,345 or 0.01234; 0 for what rounding left of it."""
     if not math.isfinite(value):
         return "-"
-    return (
-        f"{value:,.0f}" if abs(value) >= 1000 or value == int(value) else f"{value:.4g}" if abs(value) > ZERO else "0"
-    )
+    if abs(value) < ZERO:
+        return "0"
+    return f"{value:,.0f}" if abs(value) >= 1000 or value == int(value) else f"{value:.4g}"
 
 
 def shown_duration(seconds: float) -> str:
