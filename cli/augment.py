@@ -88,13 +88,14 @@ def augment(
     # A file with these columns is an output of this command, so --overwrite may replace it.
     columns = {"query_id", "num_reused", "prompt_token_ids"}
     reserve_table(out, [trie, packed, signals], columns=columns, overwrite=overwrite)
+    directory = local_copy(trie)
+    manifest = read_manifest(directory, schema.TRIE_FORMAT)
     if packed is None and signals is None:
         raise TreepackError(
             f"{trie}: there are no entropies to cut by; pack the trie, run treepack logprobs --entropies and give its "
             "output with --packed, or give a file of entropies with --signals"
         )
-    directory, packed = local_copy(trie), None if packed is None else local_copy(packed)
-    manifest, read = read_manifest(directory, schema.TRIE_FORMAT), read_trie(directory)
+    packed, read = None if packed is None else local_copy(packed), read_trie(directory)
     recorded = None if signals is None else read_signals(signals, read)
     entropies, values = _inputs(directory, read, packed, recorded)
     result = augmentation.augment(read, entropies, values=values, boundary=boundary, success_above=success_above)

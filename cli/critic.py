@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -46,6 +47,9 @@ def critic(trie: AnyPath, model: str, out: AnyPath, options: CriticOptions, over
     """
     import numpy as np
 
+    from treepack.errors import TreepackError
+    from treepack.files.model_source import VALUE_FILE
+    from treepack.model.accept.vocabulary import ADAPTER_FILE, NO_CRITIC
     from treepack.train.early_checks import check_trie_model
     from treepack.train.input_checks import refuse_ranks
 
@@ -53,6 +57,8 @@ def critic(trie: AnyPath, model: str, out: AnyPath, options: CriticOptions, over
     reserve_directory(out, [trie, model], overwrite=overwrite)
     check_device(options.device, options.attention)
     check_trie_model(trie, model)
+    if Path(model).exists() and not any((Path(model) / name).exists() for name in (VALUE_FILE, ADAPTER_FILE)):
+        raise TreepackError(f"{model}: {NO_CRITIC}")
     import_torch()
     from treepack.train.critic import write_values
 

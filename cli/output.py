@@ -54,7 +54,8 @@ def next_training(packed: AnyPath, trie: AnyPath) -> str:
     from treepack.files.manifest import read_manifest
 
     # The default, sft, would train good and bad rollouts alike.
-    loss = "--loss grpo " if "advantages" in read_manifest(trie) else ""
+    made = read_manifest(trie).get("advantages")
+    loss = "" if made is None else f"--loss {'dr_grpo' if made['estimator'] == 'dr-grpo' else 'grpo'} "
     return f"treepack train {quoted(packed)} --model MODEL {loss}--out TRAINED"
 
 

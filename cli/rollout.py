@@ -74,16 +74,19 @@ def rollout(
     import orjson
 
     from treepack.rollout.output import check_output
+    from treepack.rollout.rewards import as_reward
     from treepack.rollout.user_code import load_callable
 
     sampler, options = tree
     lock_until_end(check_output(out, resume=run.resume))  # before a model is loaded, which may take minutes
     _check_engine(engine)
+    function = None if world.function is None else load_callable(world.function)
+    if function is not None and world.environment is None:
+        function = as_reward(function)
     tokenizer = _tokenizer(prompt.tokenizer, engine)
     queries = _queries(path, prompt, world, tokenizer, sampler)
     if world.answer is not None:
         options = replace(options, is_answer=_answer(world.answer, tokenizer))
-    function = None if world.function is None else load_callable(world.function)
     sampling = _with_stop_tokens(sampling, engine, tokenizer)  # from here on, a model imports torch
     start = None if function is None else _start(world, function, tokenizer, sampling)
     settings = {"sampler": sampler, "step": prompt.step, **asdict(world)}
@@ -195,7 +198,7 @@ def _queries(path: AnyPath, prompt: PromptOptions, world: WorldOptions, tokenize
 def _start(world: WorldOptions, function: Any, tokenizer: Any, sampling: Sampling) -> StartEpisode:
     """Return the function that starts the episode of a query; `function` is the environment or the reward."""
     from treepack.rollout.environment import start_episode
-    from treepack.rollout.rewards import as_reward, single_turn
+    from treepack.rollout.rewards import single_turn
     from treepack.tokenise.tokenization import load_tokenizer
 
     if world.environment is not None:
@@ -207,10 +210,8 @@ def _start(world: WorldOptions, function: Any, tokenizer: Any, sampling: Samplin
 
         return in_environment
 
-    score = as_reward(function)
-
     async def with_reward(query: Query) -> tuple[Int32, Episode]:
-        return query.prompt, single_turn(score, query, tokenizer)
+        return query.prompt, single_turn(function, query, tokenizer)
 
     return with_reward
 

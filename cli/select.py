@@ -45,7 +45,7 @@ def select() -> None:
     """
 
 
-@select.command()
+@select.command(short_help="Write the K queries whose pass rate is nearest to 0.5.")
 @click.argument("state", type=READ)
 @click.option("--k", type=click.IntRange(min=1), required=True, help="Number of queries.")
 @click.option("--out", type=WRITE, help="JSONL file to write; default: standard output.")

@@ -228,7 +228,7 @@ def _show_comparison(
     name, error = report.worst
     show(
         {
-            "rows": ", ".join(str(run.dataset.row_ids[row]) for row in rows),
+            "compared rows": ", ".join(str(run.dataset.row_ids[row]) for row in rows),
             "trajectories": _part(report.num_trajectories, sum(len(batch.trajectory_ids) for batch in batches)),
             "tokens": _part(*(sum(batch.num_tokens for batch in each) for each in (result.batches, batches))),
             "attention": f"{report.attention} in {report.dtype}",

@@ -241,6 +241,8 @@ def show_plan(packed: tuple[str, ...], model: str, options: TrainOptions, run_op
             names = ("dtype", *PLANNED, *(RANK_OPTIONS if ranks.grouped else ()))
             values = {name: getattr(run.options, name) for name in names}
             shown = {name.replace("_", " "): "off" if value is None else value for name, value in values.items()}
+            if run.options.pass_tokens == 1:
+                shown["pass tokens"] = "each row alone"
             if run.memory is None:
                 shown["memory and time"] = "no forecast: torch counts no memory on a CPU, so no pass is measured"
             show(

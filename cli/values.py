@@ -68,7 +68,7 @@ def values() -> None:
     """Predict how likely success is from a prompt, or from a prefix of a rollout (TRACE)."""
 
 
-@values.command()
+@values.command(short_help="Fit a predictor of success on the rollouts in TRIE.")
 @click.argument("trie", type=TRIE)
 @click.option(
     "--model",

@@ -32,7 +32,7 @@ def install_hint(extra: str) -> str:
 
 def torch_hint() -> str:
     """Return the remedy for a missing torch, whose build depends on the machine."""
-    return f"install torch for this machine first (https://pytorch.org), then {install_hint('train')}"
+    return f"{install_hint('train')}, with the index that https://pytorch.org names for this machine"
 
 
 MAX_SHOWN = 60  # characters of a value in an error

@@ -86,7 +86,7 @@ RIGHT = [
     "train data --model m.json --out x",
     "train data --model m.json --verify",
     "logprobs data --model m.json --out x",
-    "critic data --model m.json --out x",
+    "critic data --model critic --out x",
     "values fit data --model m.json --out x",
     "rollout rollouts.jsonl --engine m.json --sampler independent --out x.jsonl",
 ]

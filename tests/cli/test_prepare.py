@@ -132,6 +132,13 @@ PART_OF_COMMAND = {
 }
 
 
+def test_the_next_command_names_the_loss_of_the_advantages(tmp_path: Path, treepack: Run) -> None:
+    rollouts = write_rollouts(tmp_path / "rollouts.jsonl")
+    for estimator, loss in (("dr_grpo", "dr_grpo"), ("rloo", "grpo")):
+        done = treepack("prepare", rollouts, "--advantages", estimator, "--out", tmp_path / "d", "--overwrite")
+        assert done.err.endswith(f"--model MODEL --loss {loss} --out TRAINED\n"), done.err
+
+
 def test_an_output_stands_for_the_directory_in_it_that_is_meant(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, treepack: Run
 ) -> None:

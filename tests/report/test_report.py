@@ -235,11 +235,18 @@ def test_an_outline_has_the_tokens_of_its_rollouts_and_a_row_for_each_line(made:
 def test_the_summary_has_the_numbers_of_the_rollouts() -> None:
     page = page_of(build_trie(rollouts())).replace("\N{NO-BREAK SPACE}", " ")
     assert "6 trajectories of token ids or plain text" in page
-    assert "6 samples of 2 groups have 25 tokens." in page
+    assert "6 trajectories of 2 groups have 25 tokens." in page
     # 1 - 12 / 25 = 52 %
     assert "12 are left: 52.0 % of the tokens are repeats (POR)." in page
     assert "The pass rate of the rollouts is 33.3 %. In 1 of 2 groups all rollouts have the same reward" in page
     assert re.search(r"Tree training pays \d\.\dx in rows of 16,384 tokens\.", page)
+
+
+def test_names_with_controls_of_direction_cannot_turn_the_words_after_them() -> None:
+    page = page_of(build_trie([make("r\u202e0", [1, 2], group="a\u2066\x1b[1m")]))
+    names = [json.loads(block(page, name)) for name in ("sample-ids", "groups-names", "rollout-labels")]
+    assert names[:2] == [["r 0"], ["a  [1m"]]
+    assert all(each.isprintable() for name in names for each in name)
 
 
 def test_the_explorer_gets_the_trie_and_the_groups_as_they_are() -> None:

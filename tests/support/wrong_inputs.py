@@ -18,7 +18,9 @@ from pathlib import Path
 
 from treepack.data.packed_header import read_header
 from treepack.files.directory import RUN
+from treepack.files.model_source import VALUE_FILE
 from treepack.ingest.options import BuildOptions
+from treepack.model.accept.vocabulary import CONFIG_FILE
 from treepack.objectives.objective import choose_objective
 from treepack.pack.directory import pack_trie
 from treepack.pack.options import PackOptions
@@ -44,6 +46,7 @@ CUT = "cut.json: malformed JSON (Expecting ',' delimiter: line 1 column 23 (char
 CUT += "save_pretrained wrote"
 SMALL = "small.json: the data holds the token id 7 and the vocabulary ends at 3; use the model whose tokenizer "
 SMALL += "made the data"
+UNTYPED = "untyped.json: has no model_type; expected the config.json of a causal language model"
 
 ALONE = "--sequence-ranks is 2 and this process is alone; start the ranks with torchrun --nproc-per-node 2 --no-python "
 ALONE += "treepack ..."
@@ -67,6 +70,7 @@ WRONG_INPUTS = {
     "train data --model cut.json --out x": CUT,
     "train data --model mamba.json --out x": "mamba.json: its layers compute a selective scan, which has no form on "
     "trees here; docs/models.md lists the models that treepack trains",
+    "train data --model untyped.json --out x": UNTYPED,
     "train data --model m.json --out x --device cpu --attention triton": NO_KERNELS,
     "train data --model m.json --out x --eval none": MISSING,
     "train data --model m.json --out x --device gpu": NO_DEVICE,
@@ -105,6 +109,8 @@ WRONG_INPUTS = {
     "critic data --model m.json --out data/trie": EXISTS,
     "critic data --model ./none --out x": NO_MODEL,
     "critic data --model small.json --out x": SMALL,
+    "critic data --model m.json --out x": "m.json: has no value_head.safetensors, so it is not a critic; train one "
+    "with `treepack train --loss value` or --value-coef",
     "values fit none --model m.json --out x": MISSING,
     "values fit data --model m.json --out data/trie": EXISTS,
     "values fit data --model ./none --out x": NO_MODEL,
@@ -115,6 +121,9 @@ WRONG_INPUTS = {
     "(No such file or "
     "directory); restore the file or its permissions",
     "rollout rollouts.jsonl --engine ./none --sampler independent --out x.jsonl": NO_MODEL,
+    "rollout rollouts.jsonl --engine untyped.json --sampler independent --out x.jsonl": UNTYPED,
+    "rollout rollouts.jsonl --engine m.json --sampler independent --out x.jsonl --reward rewards:three": "rewards:three"
+    ": takes (a, b, c); write score(text, fields, *, ids), or TRL's score(completions, **kwargs)",
 }
 if not import_module("treepack_cli.devices").may_have_gpu():
     WRONG_INPUTS |= {
@@ -137,6 +146,11 @@ def write_inputs(folder: Path) -> Path:
     for name, size in (("m.json", 100), ("small.json", 4), ("wide.json", 200)):
         (folder / name).write_text(json.dumps({"model_type": "qwen3", "vocab_size": size}))
     (folder / "mamba.json").write_text(json.dumps({"model_type": "mamba", "vocab_size": 100}))
+    (folder / "critic").mkdir()
+    shutil.copy(folder / "m.json", folder / "critic" / CONFIG_FILE)
+    (folder / "critic" / VALUE_FILE).touch()
+    (folder / "untyped.json").write_text(json.dumps({"vocab_size": 100}))
+    (folder / "rewards.py").write_text("def three(a, b, c):\n    return 1.0\n")
     (folder / "cut.json").write_text('{"model_type": "qwen3"')
     (folder / "run").mkdir()
     options = replace(TrainOptions(), lr=0.5, dtype="fp32", objective=choose_objective("sft"))

@@ -18,8 +18,9 @@ from support.oracle_model import packed_directory, tiny_config, tiny_model
 from support.rank_processes import Case, train_over
 from support.strategies import make
 from treepack.errors import TreepackError
+from treepack.files.model_source import VALUE_FILE
 from treepack.model.adapters.lora_options import LoraOptions
-from treepack.model.head.value_head import VALUE_FILE, read_value_head
+from treepack.model.head.value_head import read_value_head
 from treepack.model.load import load_model
 from treepack.objectives.objective import Objective, choose_objective
 from treepack.train.loop import train

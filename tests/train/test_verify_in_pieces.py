@@ -21,10 +21,10 @@ def test_verification_takes_the_shortest_rows_that_are_cut(treepack: Command, tm
     common = ("train", packed, "--model", config, "--device", "cpu", "--verify", "--verify-rows", 1)
     done = treepack(*common)
     table = table_of(done.out)
-    assert (done.status, table["rows"], "pieces" in table) == (0, str(short[1]), False)
+    assert (done.status, table["compared rows"], "pieces" in table) == (0, str(short[1]), False)
     done = treepack(*common, "--carry", short[0], "--loss", "gspo")
     table = table_of(done.out)
-    assert (done.status, table["rows"]) == (0, str(middle[1]))
+    assert (done.status, table["compared rows"]) == (0, str(middle[1]))
     assert table["pieces"] == f"of at most {short[0]} tokens, in 1 of 1 rows"
     assert float(table["largest gradient error"].split()[0]) < 1e-9
 

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.compiler import disable
 
 from treepack.errors import TreepackError
+from treepack.option_fields import expect_type
 
 # Arguments of tree attention that sdpa does not have.
 _OF_TREES = ("subtree_end", "schedule", "record", "tree_pass")
@@ -55,15 +56,14 @@ def allow_generation(model: nn.Module) -> None:
     """
     from transformers import PreTrainedModel
 
+    expect_type(model, nn.Module, "allow_generation: model", "load_model(...).model or transformers")
     models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
-    allowed = False
-    for module in models:
-        # The configuration of a part (a vision tower) may name another implementation, which stays as it is.
-        name = getattr(module.config, "_attn_implementation", None) or ""
-        if name.startswith("treepack_"):
-            module.config._attn_implementation_internal = _AlsoPlain(name)
-            allowed = True
-    if not allowed:
+    # The configuration of a part (a vision tower) may name another implementation, which stays as it is.
+    named = [(each.config, getattr(each.config, "_attn_implementation", None) or "") for each in models]
+    of_trees = [(config, name) for config, name in named if name.startswith("treepack_")]
+    for config, name in of_trees:
+        config._attn_implementation_internal = _AlsoPlain(name)
+    if not of_trees:
         raise TreepackError(
             f"{type(model).__name__}: no part of it uses treepack's attention; load it with treepack.load_model, or "
             "with attn_implementation='treepack_auto' after treepack.register_attention()"

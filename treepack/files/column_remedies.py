@@ -12,6 +12,6 @@ REMEDIES = {
     "term_teacher_topk_logprobs": "write them with `treepack logprobs --column teacher --top-k 64`, or give --teacher "
     "MODEL",
     "term_edge_factor": "write them with `treepack advantages --estimator treerpo --edges` and pack again",
-    "term_return": "run `treepack critic`, then `treepack advantages --estimator gae`, and pack again",
+    "term_return": "run `treepack advantages --estimator gae` (without a critic: --values zero), and pack again",
     "term_old_value": "compute all of them with `treepack advantages --estimator gae`, or give --value-clip 0",
 }

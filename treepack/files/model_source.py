@@ -10,7 +10,7 @@ from treepack.files.remote import object_store
 from treepack.files.remote.address import READ_ONLY, as_path, is_address
 from treepack.files.remote.cache import copies_below, local_copy
 
-_FINISHED = "train.json"
+_FINISHED, VALUE_FILE = "train.json", "value_head.safetensors"
 # Files that `train` writes beside the model.
 NOT_THE_MODEL = {RUN, _FINISHED, "owner.json", "metrics.jsonl", "tracker.json"}
 

@@ -15,7 +15,6 @@ weight is read, and `probe.probe` by a small forward pass. The forward passes of
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -29,10 +28,11 @@ from torch import Tensor
 from treepack.attention import IMPLEMENTATIONS, register, resolve, takes_chains
 from treepack.errors import TreepackError
 from treepack.files.model_source import local_source
-from treepack.files.remote.hub import is_offline, load_fault, refuse_missing
+from treepack.files.remote.hub import is_offline, load_fault
 from treepack.model.accept.compatibility import check_config
 from treepack.model.accept.first_batch import mark_checked
 from treepack.model.accept.probe import probe
+from treepack.model.accept.vocabulary import find_config
 from treepack.model.adapters.adapter import assign, base_of, put_adapter
 from treepack.model.adapters.four_bits import quantization
 from treepack.model.adapters.lora_options import LoraOptions
@@ -204,11 +204,8 @@ def _parse_config(source: str | Path) -> Any:
         local = local_source(source)
         if not local.endswith(".json"):
             return _config_of(local)
-        refuse_missing(local, kind="model", files=("config.json",))
         # from_pretrained reads directories and no files: for_model builds the class that `model_type` names.
-        fields = json.loads(Path(local).read_text(encoding="utf-8"))
-        if not (isinstance(fields, dict) and isinstance(fields.get("model_type"), str)):
-            raise TreepackError(f"{source}: has no model_type; expected the config.json of a causal language model")
+        fields = dict(find_config(local) or {})
         return AutoConfig.for_model(fields.pop("model_type"), **fields)
 
 

@@ -42,7 +42,7 @@ def tree_logprobs_like(
 
     It is `plan_batch` and `batch_statistics`; their arguments and errors are the same.
     """
-    expect_type(model, nn.Module, "tree_logprobs_like: model", "transformers")
+    expect_type(model, nn.Module, "tree_logprobs_like: model", "load_model(...).model or transformers")
     batch = plan_batch(
         input_ids, attention_mask, scored, options, temperature=temperature, routes=routes, kept_ids=kept_ids
     )
@@ -73,7 +73,7 @@ def batch_statistics(
         TreepackError: as `batch_logprobs`; ids outside the vocabulary; at a second backward pass; or for several rows
             under DeepSpeed with `recompute`.
     """
-    expect_type(model, nn.Module, "batch_statistics: model", "transformers")
+    expect_type(model, nn.Module, "batch_statistics: model", "load_model(...).model or transformers")
     _check_vocabulary(model, batch.max_token_id)
     device = batch.places.device
     run = RowRun.of(model, options, batch.temperature, device)
@@ -133,7 +133,7 @@ def row_statistics(
     Raises:
         TreepackError: as `batch_logprobs`.
     """
-    expect_type(model, nn.Module, "batch_statistics: model", "transformers")
+    expect_type(model, nn.Module, "batch_statistics: model", "load_model(...).model or transformers")
     _check_vocabulary(model, batch.max_token_id)
     device = batch.places.device
     row = batch.rows[i] if i < len(batch.rows) else _padding(device)

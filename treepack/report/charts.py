@@ -57,7 +57,7 @@ def charts(figures: ReportFigures) -> list[ReportChart]:
     result = [
         *rewards,
         _depths(figures),
-        _histogram("lengths", "Length of samples", figures.lengths, "tokens", "samples"),
+        _histogram("lengths", "Length of trajectories", figures.lengths, "tokens", "trajectories"),
         _histogram("group_overlap", "Overlap of groups", figures.group_overlap, "overlap", "groups", share=True),
         _histogram("group_sizes", "Size of groups", figures.group_sizes, "rollouts", "groups"),
         _histogram("fill", fill, figures.fill, "fill", "rows", share=True),
@@ -178,7 +178,7 @@ def _capacities(figures: ReportFigures) -> ReportChart:
 def _note(record: Record) -> str:
     if record["measured"]:
         return "as packed"
-    return f"{record['num_too_long']:,} samples too long" if record["num_too_long"] else ""
+    return f"{record['num_too_long']:,} trajectories too long" if record["num_too_long"] else ""
 
 
 def _rewards(figures: ReportFigures) -> ReportChart:

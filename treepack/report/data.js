@@ -265,7 +265,8 @@ function withoutHeader({ text, kind }) {
 
 // Numbers for readers.
 const count = (value) => Math.round(value).toLocaleString("en-US");
-const plural = (value, noun) => `${count(value)} ${noun}${value === 1 ? "" : noun.endsWith("ch") ? "es" : "s"}`;
+const plural = (value, noun) =>
+  `${count(value)} ${value === 1 ? noun : noun.endsWith("ch") ? `${noun}es` : `${noun.replace(/y$/, "ie")}s`}`;
 const percent = (value) => `${(100 * value).toFixed(1)}\u00a0%`;
 const short = (value) => {
   if (Number.isNaN(value)) return "-";

@@ -193,7 +193,7 @@ class PartList {
     byId("hits").replaceChildren(...items);
     byId("hits").hidden = !items.length;
     const more = hits.length > MAX_HITS ? `, ${MAX_HITS} shown` : "";
-    byId("hit-count").textContent = this.query ? `${plural(hits.length, "sample")} with this id${more}` : "";
+    byId("hit-count").textContent = this.query ? `${plural(hits.length, "trajectory")} with this id${more}` : "";
     this.show();
   }
 
@@ -204,7 +204,7 @@ class PartList {
     byId("part-name").textContent = parts.names[part];
     byId("part-facts").textContent = [
       plural(parts.rollouts[part], "rollout"),
-      page.samplesAreRollouts ? null : plural(parts.members[part].length, "sample"),
+      page.samplesAreRollouts ? null : plural(parts.members[part].length, "trajectory"),
       `${count(parts.flat[part])} tokens one by one`, `${count(parts.tree[part])} shared once`,
       `${percent(VALUES.overlap(parts, part))} repeats`,
     ].filter(Boolean).join(" \u00b7 ");

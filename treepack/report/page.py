@@ -184,7 +184,7 @@ def _tiles(subject: ReportSubject, figures: ReportFigures) -> list[tuple[str, st
     totals, packed = figures.totals, subject.packed
     tiles = [
         ("rollouts", f"{len(figures.rollouts.names):,}"),
-        ("samples", f"{totals['num_trajectories']:,}"),
+        ("trajectories", f"{totals['num_trajectories']:,}"),
         ("groups", f"{totals['num_groups']:,}"),
         ("trees", f"{totals['num_trees']:,}"),
         ("nodes", f"{totals['num_nodes']:,}"),

@@ -24,6 +24,7 @@ from treepack.report.contents import PageContents
 from treepack.report.parts import SharedParts, rewards_of
 from treepack.report.roles import ROLES
 from treepack.report.rollouts import ExplorerParts, PartOutcomes
+from treepack.report.words import printable
 from treepack.trajectory import Float64
 from treepack.trie.trie import Trie
 
@@ -43,8 +44,8 @@ def payload(trie: Trie, lists: ExplorerParts, contents: PageContents) -> dict[st
         "sample-number": _array(rollouts.number, "<u4"),
         "sample-reward": _array(rewards_of(trie), "<f4"),
         "sample-advantage": _array(mean_advantages(trie), "<f4"),
-        "sample-ids": _json(trie.trajectories["trajectory_id"].to_pylist()),
-        "rollout-labels": _json(rollouts.labels),
+        "sample-ids": _json([*map(printable, trie.trajectories["trajectory_id"].to_pylist())]),
+        "rollout-labels": _json([*map(printable, rollouts.labels)]),
     }
     pairs = (("groups", lists.groups, lists.group_outcomes), ("trees", lists.trees, lists.tree_outcomes))
     for name, parts, outcomes in pairs:
@@ -85,7 +86,7 @@ def mean_advantages(trie: Trie) -> Float64:
 
 def _parts(parts: SharedParts, outcomes: PartOutcomes) -> dict[str, str]:
     return {
-        "names": _json(parts.names),
+        "names": _json([*map(printable, parts.names)]),
         "of": _array(parts.of, "<u4"),
         "flat": _array(parts.flat, "<f8"),  # JavaScript reads 64-bit integers only as BigInt; floats are exact to 2**53
         "tree": _array(parts.tree, "<f8"),

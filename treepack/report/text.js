@@ -125,7 +125,7 @@ class TextView {
     byId("text-facts").textContent = [
       `tokens ${count(node.start)} to ${count(node.start + node.size)}`,
       plural(node.size, "token"),
-      page.samplesAreRollouts ? null : plural(node.count, "sample"),
+      page.samplesAreRollouts ? null : plural(node.count, "trajectory"),
       plural(node.rollouts, "rollout"),
       Number.isNaN(reward) ? null : `mean reward ${short(reward)}`,
       Number.isNaN(advantage) ? null : `mean advantage ${short(advantage)}`,

@@ -25,8 +25,8 @@ function labelOf(item, forest) {
   if (item.stub) return `${plural(item.stub, "more branch")}, Enter opens them`;
   const reward = meanOf(node, "reward");
   return [
-    node.parts.length ? `${plural(node.size, "token")} from ${count(node.start)} on` : "samples that share nothing",
-    page.samplesAreRollouts ? null : plural(node.count, "sample"),
+    node.parts.length ? `${plural(node.size, "token")} from ${count(node.start)} on` : "trajectories that share nothing",
+    page.samplesAreRollouts ? null : plural(node.count, "trajectory"),
     plural(node.rollouts, "rollout"),
     Number.isNaN(reward) ? null : `mean reward ${short(reward)}`,
     node.children.length ? plural(node.children.length, "branch") : forest.ids[node.ends[0]],

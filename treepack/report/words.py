@@ -31,19 +31,19 @@ CAUSES = {
 
 
 def lost_sentence(sharing: LostSharing, tokens_tree: int) -> str:
-    """Return the number of stored tokens that should have been shared, and of samples that were not compared."""
+    """Return the number of stored tokens that should have been shared, and of trajectories that were not compared."""
     lost, places = sharing.reasons["lost"], sum(cause.num_places for cause in sharing.causes)
     if lost:
         text = (
             f"{lost:,} of {tokens_tree:,} stored tokens ({percent(lost / tokens_tree)}) should have been shared with "
-            f"another sample of the group, at {quantity(places, 'place')}."
+            f"another trajectory of the group, at {quantity(places, 'place')}."
         )
         if behind := sharing.reasons["behind"]:
             text += f" After these places are {behind:,} more tokens, which could not be shared either."
     else:
-        text = "Nothing is lost: samples of a group share their whole prompts, and calls continue each other."
+        text = "Nothing is lost: trajectories of a group share their whole prompts, and calls continue each other."
     if sharing.num_alone:
-        alone = f"{sharing.num_alone:,} samples are" if sharing.num_alone > 1 else "1 sample is"
+        alone = f"{quantity(sharing.num_alone, 'trajectory')} {'is' if sharing.num_alone == 1 else 'are'}"
         text += f" {alone} alone in the group, and compared with none."
     return text
 
@@ -84,7 +84,7 @@ def report_summary(subject: ReportSubject, figures: ReportFigures) -> list[str]:
 def _sharing(totals: dict[str, Any]) -> str:
     flat, tree = totals["tokens_flat"], totals["tokens_tree"]
     return (
-        f"{quantity(totals['num_trajectories'], 'sample')} of {quantity(totals['num_groups'], 'group')} have "
+        f"{quantity(totals['num_trajectories'], 'trajectory')} of {quantity(totals['num_groups'], 'group')} have "
         f"{flat:,} tokens. If every shared prefix is computed once, {tree:,} are left: "
         f"{percent(totals['por'])} of the tokens are repeats (POR)."
     )
@@ -118,7 +118,7 @@ def _groups(figures: ReportFigures) -> str:
     groups, trees = figures.groups, figures.trees
     overlap = np.sort(groups.overlap)
     if len(overlap) == 1:
-        return f"All samples belong to one group: {percent(float(overlap[0]))} of its tokens are repeats."
+        return f"All trajectories belong to one group: {percent(float(overlap[0]))} of its tokens are repeats."
     low, middle, high = (percent(float(np.quantile(overlap, q))) for q in (0, 0.5, 1))
     inside = 1 - groups.tree.sum() / groups.flat.sum()
     text = f"Inside the groups, {percent(float(inside))} are repeats ({low} to {high}, median {middle})"
@@ -148,16 +148,16 @@ def captions(subject: ReportSubject, figures: ReportFigures) -> dict[str, str]:
     planned = f"planned by the method {figures.method}"
     fill = "as packed" if subject.packed is not None else f"if packed at {figures.fill_capacity:,} tokens, {planned}"
     too_long = max(point["num_too_long"] for point in figures.capacities)
-    left_out = f"; up to {quantity(too_long, 'sample')} longer than a row left out" if too_long else ""
+    left_out = f"; up to {quantity(too_long, 'trajectory')} longer than a row left out" if too_long else ""
     return {
         "depths": "Share of repeated tokens by distance from the root; each range is twice as long as the one before.",
-        "lengths": f"Tokens of a sample: {_range(lengths)}.",
+        "lengths": f"Tokens of a trajectory: {_range(lengths)}.",
         "group_overlap": "Groups by the share of repeats among their own tokens.",
         "group_sizes": f"Rollouts in a group: {_range(sizes)}.",
         "capacities": "ERR, the share of tokens saved in rows of a given capacity, and POR (dashed), the share saved "
         f"in rows without a limit; {planned}{left_out}.",
         "fill": f"Rows by how full they are, {fill}.",
-        "rewards": "Nodes by the depth of their first token and by the mean reward of the samples through them; a "
+        "rewards": "Nodes by the depth of their first token and by the mean reward of the trajectories through them; a "
         "stronger colour means more tokens. If the middle is empty from some depth on, outcomes are decided there.",
         "reward_counts": "Rollouts by their reward.",
         "pass_rates": f"Groups in the order of their {'pass rate' if figures.is_pass_or_fail else 'mean reward'}. Pale "

@@ -39,9 +39,10 @@ from treepack.files.remote.address import AnyPath, as_output, as_path
 from treepack.files.remote.cache import local_copy, naming_addresses
 from treepack.memory.shortage import LOADING, memory_errors
 from treepack.model.accept.compatibility import check_fits
+from treepack.model.accept.vocabulary import NO_CRITIC
 from treepack.model.adapters.adapter import base_of
 from treepack.model.experts.replay import check_routes
-from treepack.model.head.value_head import VALUE_FILE, read_value_head
+from treepack.model.head.value_head import read_value_head
 from treepack.model.load import load_model, read_config
 from treepack.model.loaded import LoadedModel
 from treepack.pack.capacity import usual_capacities
@@ -105,10 +106,7 @@ def open_critic(trie: Trie, model: str | Path, options: CriticOptions, *, tokeni
     base = base_of(model, None)[0]
     if all(read_value_head(source) is None for source in (model, base)):
         read_config(base)  # refuses a directory that is not a model
-        raise TreepackError(
-            f"{model}: has no {VALUE_FILE}, so it is not a critic; train one with `treepack train --loss value` or "
-            "--value-coef"
-        )
+        raise TreepackError(f"{model}: {NO_CRITIC}")
     members = plan_rows(trie, capacity=_capacity(trie, options), method="contiguous").members()
     with memory_errors(*LOADING):
         loaded = load_model(

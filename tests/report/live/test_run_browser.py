@@ -45,9 +45,9 @@ def quick_polls(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def served(folder: Path) -> Iterator[RunServer]:
+def served(folder: Path, earlier: str = "") -> Iterator[RunServer]:
     """A server of the run in `folder`, in this process."""
-    server = RunServer(RunWatch(RunFolder(folder), text_limit=100_000))
+    server = RunServer(RunWatch(RunFolder(folder), text_limit=100_000), earlier=earlier)
     thread = threading.Thread(target=server.serve)
     thread.start()
     try:
@@ -117,6 +117,21 @@ def test_the_page_follows_a_run_that_dies_and_resumes(driver: WebDriver, packed:
         (folder / "train.json").write_text(json.dumps({"num_steps": 2}))
         wait(driver, "document.getElementById('dot').className === 'dot finished'")
     assert console(driver) == []
+
+
+@pytest.mark.slow
+def test_a_page_whose_server_ended_follows_the_run_that_resumes(
+    driver: WebDriver, packed: Path, tmp_path: Path
+) -> None:
+    folder = run_folder(tmp_path / "run", packed=packed, options={"epochs": 20})
+    write_lines(folder, records_of(folder, range(1, 4)))
+    with served(folder) as server:
+        driver.get(server.url)
+        wait(driver, "document.getElementById('state').textContent === 'stopped after step 3; continue with --resume'")
+    with lock(folder), served(folder, server.url) as again:
+        assert again.url == server.url
+        wait(driver, "document.getElementById('state').textContent === 'running, step 3 done'")
+    console(driver)  # the browser names its attempts while no server was there
 
 
 @pytest.mark.slow

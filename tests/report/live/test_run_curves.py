@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from support.run_folder import step_record
 from treepack.report.charts import Spec
 from treepack.report.live.curves import CurveView, whole_charts
+from treepack.report.live.facts import shown_number
 from treepack.report.live.run_series import RunSeries, thin_points, trailing_mean
 from treepack.report.pictures import light_colours, printed_spec
 
@@ -161,3 +162,10 @@ def test_the_charts_of_the_page_are_the_ones_that_are_printed() -> None:
     printed = printed_spec(chart, light_colours())
     assert "var(" not in str(printed)
     assert printed["title"]["text"] == "Loss"
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"), [(-8.1e-17, "0"), (1e-9, "1e-09"), (0.01234, "0.01234"), (12345.6, "12,346")]
+)
+def test_what_rounding_left_of_zero_is_zero(value: float, shown: str) -> None:
+    assert shown_number(value) == shown

@@ -219,6 +219,7 @@ def test_the_command_says_in_one_sentence_what_it_cannot_do(treepack: Run, tmp_p
     assert treepack("pack", trie, "--capacity", 64, "--out", packed_rows).status == 0
     signals = write_lines(tmp_path / "s.jsonl", [{"id": f"r{i}", "entropies": [0.5] * 12} for i in range(7)])
     calls: list[tuple[tuple[object, ...], str]] = [
+        ((tmp_path / "nothing",), "nothing: no such directory; check the path"),
         ((trie,), "there are no entropies to cut by; pack the trie, run treepack logprobs --entropies and give"),
         ((trie, "--packed", packed_rows), "its rows have no term_entropy; run treepack logprobs --entropies on it"),
         ((tmp_path / "b", "--packed", packed_rows), "was packed from another trie than"),

@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from treepack.errors import TreepackError
+from treepack.files.model_source import VALUE_FILE
 from treepack.files.remote.address import is_address
 from treepack.files.remote.hub import download_snapshot, refuse_missing, snapshot
 
 CONFIG_FILE, ADAPTER_FILE = "config.json", "adapter_config.json"
+NO_CRITIC = f"has no {VALUE_FILE}, so it is not a critic; train one with `treepack train --loss value` or --value-coef"
 
 
 def check_vocabulary(source: str, max_token_id: int, size: int) -> None:
@@ -48,13 +50,17 @@ def find_config(source: str) -> dict[str, Any] | None:
     Of a model of the hub this file is downloaded, if there is no cached copy. Of an adapter this is the base model.
 
     Raises:
-        TreepackError: `source` is a path without a model, or a name that the hub does not have; or a file is no JSON.
+        TreepackError: `source` is a path without a model, or a name that the hub does not have; or a file is not JSON
+            or has no type.
     """
     path = _find(source)
     base = {} if path is None else _read_fields(path / ADAPTER_FILE)
     if path is not None and isinstance(name := base.get("base_model_name_or_path"), str):
         path = _find(name)
-    return None if path is None else _read_fields(path / CONFIG_FILE if path.is_dir() else path) or None
+    fields = {} if path is None else _read_fields(path / CONFIG_FILE if path.is_dir() else path)
+    if (fields or (path and path.is_file())) and not isinstance(fields.get("model_type"), str):
+        raise TreepackError(f"{source}: has no model_type; expected the config.json of a causal language model")
+    return fields or None
 
 
 def _find(source: str) -> Path | None:

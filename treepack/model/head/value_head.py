@@ -25,11 +25,10 @@ from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
 from treepack.errors import TreepackError
-from treepack.files.model_source import local_source
+from treepack.files.model_source import VALUE_FILE, local_source
 from treepack.files.remote.hub import is_offline
 from treepack.model.head.output_head import find_head
 
-VALUE_FILE = "value_head.safetensors"
 _NAME = "value_head"
 # States of which a copy in float32 exists at a time: 0.5 GB with 8,192 numbers each.
 _STATES = 16384

@@ -27,7 +27,12 @@ FEW_POINTS = 40  # up to this many points have a dot each, because one point alo
 MIN_LOG_RANGE = 100  # largest over smallest value: from two decades on, a linear axis hides the small values
 # After this many new steps, or a quarter of all, a view is made again: its lines are thinned and its means are longer.
 MAX_NEW, NEW_SHARE = 2000, 4
-NUMBER = "abs(datum.value) < 1000 ? format(datum.value, '~g') : format(datum.value, '~s')"  # 0.25, 12k
+ZERO = 1e-12  # smaller numbers are what rounding left of 0, such as the loss of a policy
+# 0.25, 12k, 0; eight digits, so that the labels of a curve that hardly moves differ
+NUMBER = (
+    f"abs(datum.value) < {ZERO} ? '0' : abs(datum.value) < 1000 ? format(datum.value, '.8~g') : "
+    "format(datum.value, '~s')"
+)
 
 # Numbers about the input of a step, which have no chart.
 INPUT_COLUMNS = set("step epoch num_rows tokens tokens_flat total_weight seconds wait_seconds eval_seconds".split())

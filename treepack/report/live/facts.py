@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from treepack.errors import TreepackError
-from treepack.report.live.curves import TITLES_AND_UNITS, title_of
+from treepack.report.live.curves import TITLES_AND_UNITS, ZERO, title_of
 from treepack.report.live.run_series import RunSeries
 from treepack.report.live.run_state import RunFolder, RunState
 from treepack.report.live.step_rows import ScheduledRows
@@ -116,9 +116,11 @@ def shown_text(value: object) -> str:
 
 
 def shown_number(value: float) -> str:
-    """Return a number for readers: 12,345 or 0.01234."""
+    """Return a number for readers: 12,345 or 0.01234; 0 for what rounding left of it."""
     if not math.isfinite(value):
         return "-"
+    if abs(value) < ZERO:
+        return "0"
     return f"{value:,.0f}" if abs(value) >= 1000 or value == int(value) else f"{value:.4g}"
 
 

@@ -188,9 +188,10 @@ function listen() {
   const parsed = (show) => (event) => show(JSON.parse(event.data));
   for (const name of ["snapshot", "reset"]) source.addEventListener(name, parsed(showSnapshot));
   source.addEventListener("steps", parsed(showSteps));
-  source.addEventListener("end", () => source.close());
+  // After any end but the last one the browser asks again, because a resumed run has the same address.
+  source.addEventListener("end", () => byId("dot").matches(".finished") && source.close());
   source.addEventListener("error", () => {
-    if (source.readyState !== EventSource.CLOSED) byId("state").textContent = "the page has lost its connection, and tries again";
+    if (byId("dot").matches(".running, .starting, .waiting")) byId("state").textContent = "the page has lost its connection, and tries again";
   });
   document.addEventListener("visibilitychange", draw);
   byId("newest").addEventListener("click", () => showRollouts(null));

@@ -226,6 +226,8 @@ def read_state(path: AnyPath) -> QueryCounts:
         TreepackError: no such file, another format or version, or damaged content.
     """
     path = local_copy(path)
+    if not path.exists():
+        raise TreepackError(f"{path}: no such file; make a state with treepack select update")
     try:
         with pq.ParquetFile(path, page_checksum_verification=True) as file:
             about = json.loads((file.schema_arrow.metadata or {}).get(b"treepack", b"{}"))

@@ -14,6 +14,7 @@ from treepack.attention import row_multiple
 from treepack.data.mixture import AnyDataset, sources_of
 from treepack.errors import TreepackError
 from treepack.files.manifest import TokenizerEntry
+from treepack.files.model_source import VALUE_FILE
 from treepack.memory.shortage import memory_errors
 from treepack.model.accept.compatibility import check_fits, position_limit
 from treepack.model.accept.saved_tokenizer import saved_tokenizer
@@ -21,7 +22,7 @@ from treepack.model.adapters.adapter import adapter_base, is_adapted
 from treepack.model.experts.active import num_weights
 from treepack.model.experts.replay import check_routes
 from treepack.model.experts.router_balance import RouterBalance
-from treepack.model.head.value_head import VALUE_FILE, has_saved_head, without_value_head
+from treepack.model.head.value_head import has_saved_head, without_value_head
 from treepack.model.load import load_model
 from treepack.model.loaded import LoadedModel
 from treepack.model.weights.whole_checkpoint import check_savable, has_rest
