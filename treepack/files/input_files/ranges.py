@@ -2,10 +2,10 @@
 
     plan_ranges    rollouts.jsonl   bytes 0 ..      bytes 65,610 ..     LineRange, LineRange, ...
                    part.parquet     row groups 0-3  row groups 4-7      RowGroups, RowGroups, ...
-    range.blocks() -> Lines | TableRows | Damaged                      in the other process
+    range.blocks() -> LineBlock | TableRows | DamagedBlock                      in the other process
 
 This process reads JSONL only to find the ends of lines and to number them, and of Parquet only the footer. A thread
-hashes each file meanwhile. All other files are read by `files.read_blocks` and sent to the other process.
+hashes each file meanwhile. All other files are read by `record_files.read_blocks` and sent to the other process.
 """
 
 from __future__ import annotations

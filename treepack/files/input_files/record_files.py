@@ -1,6 +1,6 @@
 """Files to blocks: decompress a file, recognise its kind, and hash its bytes on the way.
 
-    path --read_blocks--> Lines | Values | TableRows | Damaged, ...
+    path --read_blocks--> LineBlock | ValueBlock | TableRows | DamagedBlock, ...
 
 The bytes of a file decide how it is read, not its name: the magic number of gzip, zstd, Parquet, Arrow and torch, or
 else the first line with text. Only YAML is recognised by its name; the search of a folder skips it. No code seeks, so

@@ -1,6 +1,6 @@
 """Raw records, and the blocks of files that contain them: values that are cheap to send to another process.
 
-    file --files.read_blocks--> Lines | Values | TableRows | Damaged --records()--> Record(source, path, value: dict)
+    file --read_blocks--> LineBlock | ValueBlock | TableRows | DamagedBlock --records()--> Record(source, path, value)
 
     JSONL            one record per line, split at b"\\n" only       source "rollouts.jsonl:17"      Lines, unparsed
     JSON array       one record per element                         source "rollouts.json[3]"      Values

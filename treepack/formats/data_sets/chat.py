@@ -1,4 +1,4 @@
-"""Conversations in the message form of OpenAI, which `readers.chat_records` reads."""
+"""Conversations in the message form of OpenAI, which `calls.chat_records` reads."""
 
 from __future__ import annotations
 
