@@ -33,6 +33,8 @@ PACK = "pack it with: treepack pack TRIE --out PACKED"
         ("pack rollouts.jsonl --out x", f"rollouts.jsonl: is no trie; {BUILD}"),
         ("advantages rollouts.jsonl --estimator grpo --out x", f"rollouts.jsonl: is no trie; {BUILD}"),
         ("pack none --out x", "none: no such directory; check the path"),
+        ("stats packed --tokenizer none", "packed: its rollouts are read already; leave out --tokenizer"),
+        ("stats trie --skip-bad --expand turns", "trie: its rollouts are read already; leave out --expand, --skip-bad"),
         ("pack packed --out x", "packed: is packed already; give the trie that it was packed from, trie"),
         (
             "advantages packed --estimator grpo --out x",

@@ -180,8 +180,8 @@ def test_the_command_mixes_and_resumes_bit_for_bit(treepack: Run, directories: l
 @pytest.mark.parametrize(
     ("mix", "complaint"),
     [
-        ((1.0,), "mix has 1 shares for 2 directories; give one for each"),
-        ((1.0, 2.0, 3.0), "mix has 3 shares for 2 directories"),
+        ((1.0,), "mix has 1 of 2 shares; give one for each packed directory"),
+        ((1.0, 2.0, 3.0), "mix has 3 of 2 shares"),
     ],
 )
 def test_shares_that_do_not_fit_are_refused(directories: list[Path], mix: tuple[float, ...], complaint: str) -> None:

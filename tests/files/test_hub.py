@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from treepack.files.remote.hub import is_offline, load_fault
+from treepack.errors import TreepackError
+from treepack.files.remote.hub import is_offline, load_fault, refuse_missing
 
 FILES = ("tokenizer.json", "tokenizer_config.json")
 
@@ -23,12 +24,18 @@ def no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def fault(name: str) -> str:
-    return str(load_fault(name, ValueError("Repo id must be\n in the form"), kind="tokenizer", files=FILES))
+    return str(load_fault(name, ValueError("Repo id must be\n in the form"), kind="tokenizer"))
+
+
+def refusal(name: str) -> str:
+    with pytest.raises(TreepackError) as caught:
+        refuse_missing(name, kind="tokenizer", files=FILES)
+    return str(caught.value)
 
 
 def test_a_folder_without_the_files_is_told_what_they_are(tmp_path: Path) -> None:
     expected = "contains no tokenizer; give a folder with tokenizer.json or tokenizer_config.json, or a hub name"
-    assert fault(str(tmp_path)) == f"{tmp_path}: {expected}"
+    assert refusal(str(tmp_path)) == f"{tmp_path}: {expected}"
 
 
 def test_a_damaged_folder_has_the_reason_in_one_line(tmp_path: Path) -> None:
@@ -41,7 +48,7 @@ def test_a_damaged_folder_has_the_reason_in_one_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["./none", "/none", "a/b/c", "none.json", "none/"])
 def test_a_path_that_does_not_exist_never_goes_to_the_hub(name: str) -> None:
     assert not is_offline(name)
-    assert fault(name) == (f"{name}: no such file or folder; give the folder of a tokenizer, or its name on the hub")
+    assert refusal(name) == (f"{name}: no such file or folder; give the folder of a tokenizer, or its name on the hub")
 
 
 @pytest.mark.parametrize("name", ["Qwen/Qwen3-0.6B", "gpt2"])

@@ -212,7 +212,9 @@ def test_images_are_refused(refused: Callable[..., Any]) -> None:
 
 
 def test_another_trainer_is_refused(runs: Any) -> None:
-    from trl import RewardTrainer
+    from trl import GRPOTrainer, RewardTrainer
 
     with pytest.raises(TreepackError, match="RewardTrainer is not supported; expected GRPOTrainer"):
         runs.tree_trainer(RewardTrainer)
+    with pytest.raises(TreepackError, match="TreeGRPOTrainer shares prefixes already"):
+        runs.tree_trainer(runs.tree_trainer(GRPOTrainer))

@@ -74,7 +74,7 @@ WRONG_INPUTS = {
     "train data --model m.json --out x --device cpu --attention triton": NO_KERNELS,
     "train data --model m.json --out x --eval none": MISSING,
     "train data --model m.json --out x --device gpu": NO_DEVICE,
-    "train data --model m.json --out x --mix 1,1": "--mix has 2 shares for 1 directories; give one for each",
+    "train data --model m.json --out x --mix 1,1": "--mix has 2 of 1 shares; give one for each packed directory",
     "train data --model m.json --out x --init-from ./none": NO_MODEL,
     "train data --model m.json --out x --loss grpo": "data/packed: has no term_advantage, which the loss grpo needs; "
     "compute them with `treepack advantages`, or give every rollout an advantage, and pack again",
@@ -120,6 +120,10 @@ WRONG_INPUTS = {
     "rollout none.jsonl --engine m.json --sampler independent --out x.jsonl": "none.jsonl: cannot be read "
     "(No such file or "
     "directory); restore the file or its permissions",
+    "rollout data --engine m.json --sampler independent --out x.jsonl": "data: cannot be read (Is a directory); give "
+    "a file",
+    "build-trie rollouts.jsonl --tokenizer ./none --out x": "./none: no such file or folder; give the folder of a "
+    "tokenizer, or its name on the hub",
     "rollout rollouts.jsonl --engine ./none --sampler independent --out x.jsonl": NO_MODEL,
     "rollout rollouts.jsonl --engine untyped.json --sampler independent --out x.jsonl": UNTYPED,
     "rollout rollouts.jsonl --engine m.json --sampler independent --out x.jsonl --reward rewards:three": "rewards:three"

@@ -147,7 +147,7 @@ def test_two_processes_print_their_common_refusal_once(arguments: list[str]) -> 
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
     done = subprocess.run([*launch, str(TREEPACK), *arguments, "--mix", "1,1"], capture_output=True, text=True)
     assert done.returncode == 1
-    assert done.stderr.count("treepack: --mix has 2 shares for 1 directories") == 1
+    assert done.stderr.count("treepack: --mix has 2 of 1 shares") == 1
     # Wrong usage has lines of its own.
     done = subprocess.run([*launch, str(TREEPACK), *arguments, "--lora-rank", "0"], capture_output=True, text=True)
     assert (done.returncode, done.stderr.count("Error: Invalid value for '--lora-rank'")) == (1, 1)

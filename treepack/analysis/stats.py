@@ -8,7 +8,7 @@ docs/cli.md describes the command. Without capacities, one is chosen by expected
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from treepack.files.parts import refuse_links
 from treepack.files.remote.address import Paths
 from treepack.files.remote.cache import naming_addresses
 from treepack.ingest.conversations import conversations_of_log, conversations_of_manifest
+from treepack.ingest.options import BuildOptions
 from treepack.pack.check import checked_rows
 from treepack.pack.files import read_rows
 from treepack.processes import Progress, ReportProgress, with_progress
@@ -68,6 +69,8 @@ def stats(
     target = read_target(options.model, options.device, ranks=options.pack.balance, carry=options.carry)
     paths = local_paths(paths)
     directory, manifest = Path(paths[0]), manifest_of(paths)
+    if manifest:
+        _refuse_reading(directory, manifest, options.build)
     if manifest and options.check:
         refuse_links(directory, manifest)
     if manifest and manifest["format"] == schema.PACKED_FORMAT:
@@ -108,6 +111,18 @@ def stats(
         progress(Progress("explaining lost sharing", 0, None, ""))
     report["sharing"] = _sharing(trie, manifest, options.build.tokenizer)
     return report
+
+
+def _refuse_reading(directory: Path, manifest: Manifest, given: BuildOptions) -> None:
+    """Refuse options of how rollouts are read; with a trie, a tokenizer distinguishes the causes of lost sharing."""
+    unread = BuildOptions(workers=given.workers)
+    if manifest["format"] == schema.TRIE_FORMAT:
+        unread = replace(unread, tokenizer=given.tokenizer)
+    names = [
+        each.name.replace("_", "-") for each in fields(given) if getattr(given, each.name) != getattr(unread, each.name)
+    ]
+    if names:
+        raise TreepackError(f"{directory}: its rollouts are read already; leave out --{', --'.join(names)}")
 
 
 def _packed_stats(

@@ -56,6 +56,8 @@ def tree_trainer(
         raise TreepackError(
             f"tree_trainer: expected a class, and got an object of {kind}; make the trainer with tree_trainer({named})"
         )
+    if any(kind.__module__.startswith("treepack.") for kind in base.__mro__):
+        raise TreepackError(f"tree_trainer: {base.__name__} shares prefixes already; use it as it is")
     names = {kind.__name__ for kind in base.__mro__}
     if names & _DISTILLATION:  # first, because some are subclasses of SFTTrainer
         raise TreepackError(

@@ -28,7 +28,7 @@ from torch import Tensor
 from treepack.attention import IMPLEMENTATIONS, register, resolve, takes_chains
 from treepack.errors import TreepackError
 from treepack.files.model_source import local_source
-from treepack.files.remote.hub import is_offline, load_fault
+from treepack.files.remote.hub import is_offline, load_fault, refuse_missing
 from treepack.model.accept.compatibility import check_config
 from treepack.model.accept.first_batch import mark_checked
 from treepack.model.accept.probe import probe
@@ -202,29 +202,15 @@ def _parse_config(source: str | Path) -> Any:
 
     with translate_load_errors(source):
         local = local_source(source)
-        if not local.endswith(".json"):
-            return _config_of(local)
-        # from_pretrained reads directories and no files: for_model builds the class that `model_type` names.
-        fields = dict(find_config(local) or {})
-        return AutoConfig.for_model(fields.pop("model_type"), **fields)
-
-
-def _config_of(source: str) -> Any:
-    """Return the configuration of a folder or a model of the hub.
-
-    Raises:
-        TreepackError: there is none; the message names the fault of the folder or of the hub.
-    """
-    from transformers import AutoConfig
-
-    try:
-        return AutoConfig.from_pretrained(source, local_files_only=is_offline(source))
-    except Exception as error:
-        # An OSError is about files; other exceptions are about their content, unless there is no file at all.
-        is_empty = Path(source).is_dir() and not (Path(source) / "config.json").exists()
-        if not is_empty and not isinstance(error, OSError):
-            raise
-        raise load_fault(source, error, kind="model", files=("config.json",)) from error
+        if local.endswith(".json"):
+            # from_pretrained reads directories and no files: for_model builds the class that `model_type` names.
+            fields = dict(find_config(local) or {})
+            return AutoConfig.for_model(fields.pop("model_type"), **fields)
+        refuse_missing(local, kind="model", files=("config.json",))
+        try:
+            return AutoConfig.from_pretrained(local, local_files_only=is_offline(local))
+        except OSError as error:  # about files; other exceptions are about their content
+            raise load_fault(local, error, kind="model") from error
 
 
 def build_model(

@@ -27,7 +27,7 @@ import numpy as np
 
 from treepack.errors import TreepackError
 from treepack.files.manifest import TokenizerEntry
-from treepack.files.remote.hub import is_offline, load_fault, snapshot
+from treepack.files.remote.hub import is_offline, load_fault, refuse_missing, snapshot
 from treepack.tokenise import append_only, control_tokens
 from treepack.tokenise.append_only import Message, append_only_text, sequence_totals, turn_totals
 from treepack.tokenise.chat_template import ChatTemplate, RenderedTurn
@@ -63,16 +63,17 @@ def load_tokenizer(name: str, *, download: bool = True) -> Any:
     Raises:
         TreepackError: there is no tokenizer, or only a slow one.
     """
+    refuse_missing(name, kind="tokenizer", files=_TOKENIZER_FILES)  # transformers takes seconds to import
     with _quiet():
         from transformers import AutoTokenizer
 
         try:
             tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=not download or is_offline(name))
         except Exception as error:  # whatever a damaged folder makes foreign code raise
-            raise load_fault(name, error, kind="tokenizer", files=_TOKENIZER_FILES) from error
+            raise load_fault(name, error, kind="tokenizer") from error
     # From a folder with a model alone, transformers makes a tokenizer of special tokens, which encodes text to nothing.
     if not tokenizer.get_vocab().keys() - tokenizer.get_added_vocab().keys():
-        raise load_fault(name, ValueError("it has no tokens"), kind="tokenizer", files=_TOKENIZER_FILES)
+        raise load_fault(name, ValueError("it has no tokens"), kind="tokenizer")
     if not tokenizer.is_fast:
         raise TreepackError(
             f"{name}: has only a slow tokenizer; save it as tokenizer.json, the format of fast tokenizers"

@@ -56,7 +56,7 @@ def check_mix(mix: Sequence[float] | None, num_directories: int) -> None:
         TreepackError: with both numbers.
     """
     if mix is not None and len(mix) != num_directories:
-        raise TreepackError(f"mix has {len(mix)} shares for {num_directories} directories; give one for each")
+        raise TreepackError(f"mix has {len(mix)} of {num_directories} shares; give one for each packed directory")
 
 
 def check_terms(source: PackedSource) -> None:

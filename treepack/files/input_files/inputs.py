@@ -174,7 +174,8 @@ def unreadable(path: str, error: OSError | EOFError) -> TreepackError:
     # OSError: "No such file or directory" without the number and the path. EOFError comes from truncated gzip.
     message = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     reason = message.strip().partition("\n")[0]
-    return TreepackError(f"{path}: cannot be read ({reason}); restore the file or its permissions")
+    remedy = "give a file" if isinstance(error, IsADirectoryError) else "restore the file or its permissions"
+    return TreepackError(f"{path}: cannot be read ({reason}); {remedy}")
 
 
 def list_inputs(inputs: Iterable[str | Path], *, copy: bool = True) -> tuple[list[str], list[Skipped], frozenset[str]]:

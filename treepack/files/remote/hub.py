@@ -69,9 +69,9 @@ def download_snapshot(name: str, files: tuple[str, ...], *, kind: str) -> Path:
     try:
         folder = snapshot(name, files)
     except Exception as error:
-        raise load_fault(name, error, kind=kind, files=files) from error
+        raise load_fault(name, error, kind=kind) from error
     if folder is None:
-        raise load_fault(name, OSError(f"it has no {' or '.join(files)}"), kind=kind, files=files)
+        raise load_fault(name, OSError(f"it has no {' or '.join(files)}"), kind=kind)
     return folder
 
 
@@ -103,16 +103,9 @@ def refuse_missing(name: str, *, kind: str, files: tuple[str, ...]) -> None:
         raise TreepackError(f"{name}: no such file or folder; give the folder of a {kind}, or its name on the hub")
 
 
-def load_fault(name: str, error: Exception, *, kind: str, files: tuple[str, ...]) -> TreepackError:
-    """Return the error for a `kind` ("model", "tokenizer") that could not be loaded from `name`.
-
-    A folder of this kind contains at least one of `files`.
-    """
+def load_fault(name: str, error: Exception, *, kind: str) -> TreepackError:
+    """Return the error for a `kind` that `refuse_missing` takes and that could not be loaded from `name`."""
     reason = shorten(str(error), _MAX_REASON, placeholder=" ...") or type(error).__name__
-    try:
-        refuse_missing(name, kind=kind, files=files)
-    except TreepackError as fault:
-        return fault
     if Path(name).exists():
         return TreepackError(f"{name}: its {kind} cannot be loaded ({reason}); save it again with transformers")
     if is_offline(name):
