@@ -169,7 +169,7 @@ def test_products_with_a_stored_inverse_are_those_of_the_forward_pass() -> None:
 @needs_ptxas
 @pytest.mark.slow
 def test_kernels_for_halves_fit_a_hopper_and_keep_their_registers() -> None:
-    for report in compiled("delta_rule_launches", 90, "bf16/128/128", "bf16/256/256", "fp16/96/80", "bf16/64/32"):
+    for report in compiled("delta_rule_launches", 90, "bf16/256/256", "fp16/96/80", "bf16/64/32"):
         assert report.spills <= 16, report
         assert report.shared <= 64 << 10, report  # three programs on a multiprocessor
         assert not any("serialized" in remark for remark in report.remarks), report
@@ -179,9 +179,9 @@ def test_kernels_for_halves_fit_a_hopper_and_keep_their_registers() -> None:
 
 @needs_ptxas
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", [80, 120])
-def test_kernels_for_other_gpus_fit_small_ones(capability: int) -> None:
-    for report in compiled("portable_delta_rule_launches", capability, "bf16/128/128", "fp32/128/128"):
+@pytest.mark.parametrize(("capability", "cases"), [(80, ["bf16/128/128", "fp32/128/128"]), (120, ["bf16/128/128"])])
+def test_kernels_for_other_gpus_fit_small_ones(capability: int, cases: list[str]) -> None:
+    for report in compiled("portable_delta_rule_launches", capability, *cases):
         assert report.spills <= (16 if "bf16" in report.kernel else 1024), report
         assert report.shared <= 99 << 10, report
 
@@ -189,6 +189,6 @@ def test_kernels_for_other_gpus_fit_small_ones(capability: int) -> None:
 @needs_ptxas
 @pytest.mark.slow
 def test_exact_kernels_fit_a_hopper() -> None:
-    for report in compiled("delta_rule_launches", 90, "fp32/128/128", "fp32/256/64"):
+    for report in compiled("delta_rule_launches", 90, "fp32/256/64"):
         assert report.spills <= 1024, report
         assert report.shared <= 99 << 10, report

@@ -224,7 +224,8 @@ def test_the_chosen_implementation_computes_the_convolutions_of_models() -> None
 
 @pytest.mark.slow
 def test_kernels_fit_a_hopper_without_spills() -> None:
-    cases = [f"{dtype}/{width}/8192" for dtype in ("bf16", "fp16", "fp32") for width in (2, 3, 4, 8)]
+    # Tiles have fewer tokens above 4 taps; both limits need more registers than the widths below them.
+    cases = [f"{case}/8192" for case in ("bf16/4", "fp32/4", "fp16/8", "fp32/8")]
     for report in compiled("convolution_launches", 90, *cases):
         assert report.spills == 0, report
         assert report.shared <= 48 << 10, report
