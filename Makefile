@@ -52,7 +52,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PIP := -m pip install --quiet --disable-pip-version-check --no-compile
 install = install() { $(1)/bin/uv pip install --quiet --python $(1)/bin/python "$$@" || $(1)/bin/python $(PIP) "$$@"; }; install
 
-.PHONY: help demo quick test test-slow test-data test-s3 test-integrations test-verifiers test-vllm test-ray test-fla lint types imports \
+.PHONY: help demo quick test suite test-slow test-data test-s3 test-integrations test-verifiers test-vllm test-ray test-fla lint types imports \
 	schemas docs site dist constraints clean $(ROOMS)
 .DEFAULT_GOAL := help
 
@@ -148,7 +148,10 @@ quick: $(VENV)/dev.stamp  ## lint of changed files and the core tests, in about 
 $(ROOMS): $(VENV)/dev.stamp
 	$(BIN)/python -m pytest -n auto tests/$@
 
-test: lint types imports  ## lint, types, import contracts and all tests that need no further packages
+# With --jobs 2, types are checked beside the tests.
+test: lint imports suite types  ## lint, types, import contracts and all tests that need no further packages
+
+suite: $(VENV)/dev.stamp  ## the tests of `make test` alone
 	$(BIN)/python -m pytest -n auto
 
 test-slow: $(VENV)/dev.stamp  ## the tests marked slow, and every property with more examples
