@@ -235,7 +235,7 @@ def test_pieces_are_measured_only_if_they_may_win() -> None:
     assert not may_win(30 * GIB, 2.0), "all tokens of the row would run forward twice"
 
 
-def test_host_memory_for_layers_is_the_last_choice() -> None:
+def test_host_memory_for_layers_is_taken_where_no_whole_row_fits_and_pieces_are_slower() -> None:
     # A hybrid model with 248,320 words: 5.7 GiB of logits in 9.4 GiB, of which 4 GiB are states of branch points.
     hybrid = ModelProbe(True, 32, 128, 12 * 248_320, GIB // 2, 2300 * KIB, 450 * KIB, 6.6e-5, 8.8e-5, 0.1)
     rows = replace(ROWS, cut=lambda limit: replace(twice(1.3), states=40 if limit < 32_768 else 0))
@@ -243,11 +243,18 @@ def test_host_memory_for_layers_is_the_last_choice() -> None:
     room = RunRoom(int(9.4 * GIB), 200 * GIB, 14 * KIB)
     alone = choose_plan([hybrid], rows, room, AUTO)
     assert alone.offload_checkpoints
-    assert pieces_may_win(alone, [hybrid], replace(rows, cut=lambda _: twice(2.0)))
-    plan = choose_plan([hybrid], rows, room, AUTO, (PieceProbe(True, 32, costs),))
+    assert not pieces_may_win(alone, [hybrid], replace(rows, cut=lambda _: twice(2.0)))
+    pieces = (PieceProbe(True, 32, costs),)
+    plan = choose_plan([hybrid], rows, room, AUTO, pieces)
+    assert (plan.offload_checkpoints, plan.carry, plan.seconds) == (True, None, hybrid.seconds_recomputed)
+    # Copies of 4.7 MB of a token take 0.19 ms each way, longer than the passes.
+    slow = choose_plan([hybrid], rows, replace(room, moved=144 * KIB), AUTO)
+    assert slow.seconds == pytest.approx(2 * slow.checkpoint_layers * 144 * KIB / 25e9)
+    assert pieces_may_win(slow, [hybrid], replace(rows, cut=lambda _: twice(2.0)))
+    plan = choose_plan([hybrid], rows, replace(room, moved=144 * KIB), AUTO, pieces)
     assert (plan.offload_checkpoints, plan.loss_chunk) == (False, 1024)
     assert plan.carry is not None
-    # So do whole rows, if their logits fit in smaller chunks.
+    # Whole rows come first, if their logits fit in smaller chunks.
     small = replace(hybrid, recomputed=200 * KIB)
     assert choose_plan([small], rows, room, AUTO).loss_chunk < 2048
     assert not choose_plan([small], rows, room, AUTO).offload_checkpoints

@@ -44,7 +44,7 @@ def choice_lines(
     }
     chosen = [line for name, line in lines.items() if getattr(options, name) == "auto"]
     if options.offload_checkpoints == "auto" and plan.offload_checkpoints:
-        chosen.append("offload-checkpoints on: nothing fits without it")
+        chosen.append("offload-checkpoints on: no whole row fits without it")
     if options.offload_optimizer == "auto" and plan.offload_optimizer:
         moments = gib(update_bytes(given.loaded.model, state_bytes=STATE_BYTES, gradients=False))
         chosen.append(f"offload-optimizer on: the moments of AdamW, {moments}, leave room for a faster plan")
@@ -61,11 +61,9 @@ def expectation(plan: RunPlan, room: RunRoom, given: MemoryInput) -> str:
     """Return the line about memory and time: a rate over all ranks, and the time of the whole run without saving."""
     rate = given.ranks.row_share[1] / max(plan.seconds, 1e-12)
     whole = timedelta(seconds=round(given.tokens * plan.seconds))  # 1:02:00
-    # No probe measures the way to host memory.
-    about = "at most" if plan.offload_checkpoints else "about"
     return (
         f"expected: {gib(plan.num_bytes)} of {gib(room.gpu)} of GPU memory beside weights, gradients and optimiser, "
-        f"{about} {rate:,.0f} tokens/s in {given.compute.dtype}, {whole} for all steps"
+        f"about {rate:,.0f} tokens/s in {given.compute.dtype}, {whole} for all steps"
     )
 
 

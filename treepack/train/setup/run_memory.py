@@ -44,8 +44,6 @@ from treepack.train.sharding import adapt
 
 _log = logging.getLogger("treepack")
 
-# Bytes a second between host memory and the GPU, each way at the same time, cautiously: PCIe 5 has twice as many.
-_HOST_RATE = 25e9
 _NO_ROOM = (
     "while the memory of {} was measured",
     "train with a smaller --loss-chunk, --dtype bf16, --lora-rank, or on more GPUs",
@@ -238,7 +236,7 @@ class _Planner:
         moments = given.ranks.smallest(update_bytes(loaded.model, state_bytes=STATE_BYTES, gradients=False))
         if away != "auto":  # nothing moves, but host memory may have them already
             host, moments = max(0, host - moments) if away else host, 0
-        cost = moments / _HOST_RATE * len(given.data.schedule) / max(1.0, given.tokens)
+        cost = moments / RunRoom.HOST_RATE * len(given.data.schedule) / max(1.0, given.tokens)
         spare = margin if loaded.root is not None else 0
         return RunRoom(given.ranks.smallest(max(0, gpu)), host, moved, moments if moments <= host else 0, cost, spare)
 

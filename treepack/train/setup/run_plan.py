@@ -3,10 +3,11 @@
     measured bytes and seconds, rows, room --choose_plan--> RunPlan          nothing runs here
 
 A plan is whole rows or rows in pieces, a number of recomputed layers, the tokens of a pass, and compilation. The
-candidates are few: all of them are made, and the fastest one that fits is taken. Two more choices cost time that no
-probe measures, so they are tried only if nothing fits without them: smaller chunks of logits, which cost a few percent,
-and then host memory for the inputs of layers, which may cost half of the speed. Host memory for the moments of AdamW
-costs two copies a step, so it is taken where that leaves memory for a faster plan, or for any.
+candidates are few: all of them are made, and the fastest one that fits is taken. Smaller chunks of logits cost a few
+percent, which no probe measures, so they are tried only if nothing fits without them. Host memory for the inputs of
+layers is tried only if no whole row fits without it; its copies count as far as the passes are too short to hide them.
+Host memory for the moments of AdamW costs two copies a step, so it is taken where that leaves memory for a faster plan,
+or for any.
 
     bytes of a pass = fixed + casts of the kept layers + tokens * bytes of a token with n recomputed layers
                       + logits of a chunk, as far as they exceed what the backward pass of a layer needs later
@@ -18,6 +19,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from treepack.carry.limit import LARGEST, CarryCosts, choose_limit
 from treepack.carry.smaller_plan import SMALLEST_PIECE, RunPlan, plan_in_words
@@ -148,6 +150,9 @@ class RunRoom:
     keep their activations, `exchange` bytes stay free for the exchange of weights between ranks.
     """
 
+    # Bytes a second, each way at the same time, cautiously: PCIe 5 has twice as many.
+    HOST_RATE: ClassVar[float] = 25e9
+
     gpu: int
     host: int = 0
     moved: int = 0
@@ -202,16 +207,22 @@ def _fastest(
     probes: Sequence[ModelProbe], rows: RunRows, room: RunRoom, options: TrainOptions, pieces: Sequence[PieceProbe]
 ) -> tuple[RunPlan | None, list[RunPlan]]:
     """Return the fastest plan that fits, or None and all plans."""
-    every: list[RunPlan] = []
+    every, best = list[RunPlan](), list[RunPlan]()
     for offload in (False, True) if options.offload_checkpoints == "auto" else (bool(options.offload_checkpoints),):
         for chunk in CHUNKS if options.loss_chunk == "auto" else (int(options.loss_chunk),):
             plans = list(_plans(probes, rows, room, options, pieces, chunk, offload))
             fitting = [plan for plan in plans if plan.num_bytes <= room.gpu]
             if fitting:
-                # The first one of equal ones.
-                return min(fitting, key=lambda plan: plan.seconds * (1 if plan.pieces is None else _WORTHWHILE)), []
+                best.append(min(fitting, key=_expected_seconds))  # the first one of equal ones
+                break
             every += plans
-    return None, every
+        if best and best[-1].pieces is None:
+            break
+    return min(best, key=_expected_seconds, default=None), every
+
+
+def _expected_seconds(plan: RunPlan) -> float:
+    return plan.seconds * (1 if plan.pieces is None else _WORTHWHILE)
 
 
 def _plans(
@@ -252,6 +263,9 @@ def _whole(
                 continue
             start = probe.launch / max(1, min(tokens, max(rows.step_tokens, rows.longest)))
             seconds = max(probe.seconds(recomputed) + rows.attention * probe.seconds_kept, start)
+            if offload:  # copies away during the forward pass, and back while layers run again and backward
+                copy = recomputed * room.moved / room.HOST_RATE
+                seconds = max(seconds / 4, copy) + max(seconds * 3 / 4, copy)
             yield RunPlan(probe.compiled, recomputed, offload, carry, int(passed), chunk, size, seconds)
 
 
@@ -291,7 +305,7 @@ def pieces_may_win(plan: RunPlan | None, probes: Sequence[ModelProbe], rows: Run
     To measure pieces takes time, because compiled layers are compiled again for them. At best no layer is recomputed
     and a row has two pieces; then only the tokens that run forward twice cost time.
     """
-    if plan is None or plan.offload_checkpoints:  # a plan with host memory has no measured time
+    if plan is None:
         return True
     if plan.checkpoint_layers == 0 or rows.longest_of_all <= 2 * SMALLEST_PIECE:
         return False
