@@ -80,7 +80,9 @@ def test_a_file_of_tools_is_read_only_for_rollouts(tmp_path: Path, treepack: Run
     (tmp_path / "bad.json").write_text("x")
     tools = ("--tools", tmp_path / "bad.json")
     assert treepack("build-trie", SAMPLE_DATA / "tokens.jsonl", "--out", tmp_path / "trie").status == 0
-    assert treepack("stats", tmp_path / "trie", *tools).status == 0
+    assert treepack("stats", tmp_path / "trie", *tools).err.endswith(
+        "its rollouts are read already; leave out --tools\n"
+    )
     assert treepack("build-trie", SAMPLE_DATA / "tokens.jsonl", *tools).status == 2
     refused = treepack("build-trie", SAMPLE_DATA / "tokens.jsonl", *tools, "--out", tmp_path / "other")
     assert (refused.status, "is not JSON" in refused.err) == (1, True)
