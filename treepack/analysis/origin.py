@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import fields
 from pathlib import Path
 
 from treepack.errors import TreepackError
@@ -13,6 +14,7 @@ from treepack.files.manifest import Manifest, file_sha256, read_manifest
 from treepack.files.remote.address import AnyPath, Paths, as_path, is_address, path_names
 from treepack.files.remote.cache import local_copy
 from treepack.files.remote.stored_files import read_stored
+from treepack.ingest.options import BuildOptions
 from treepack.pack.capacity import fit_capacity
 from treepack.pack.leaf_weights import weigh_leaves
 from treepack.pack.plan.planning import packed_trie
@@ -48,6 +50,14 @@ def manifest_of(paths: Sequence[str]) -> Manifest | None:
     except OSError:  # a name too long for the file system, for example; reading it will give the reason
         return None
     return read_manifest(Path(paths[0])) if is_built else None
+
+
+def refuse_reading(directory: Path, given: BuildOptions, *, used: Sequence[str]) -> None:
+    """Refuse options of how rollouts are read, for a directory of rollouts that were read; those of `used` are used."""
+    unread = BuildOptions(workers=given.workers)
+    names = [each.name for each in fields(given) if getattr(given, each.name) != getattr(unread, each.name)]
+    if names := [name.replace("_", "-") for name in names if name not in used]:
+        raise TreepackError(f"{directory}: its rollouts are read already; leave out --{', --'.join(names)}")
 
 
 def origin_of(directory: Path, manifest: Manifest, trie: AnyPath | None) -> Path | None:

@@ -8,7 +8,7 @@ docs/cli.md describes the command. Without capacities, one is chosen by expected
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from treepack.analysis.forecast import RowCounter
 from treepack.analysis.lost_sharing import explain_sharing
 from treepack.analysis.needed_memory import CHECKING, DESCRIBING, refuse_too_large
 from treepack.analysis.options import StatsOptions
-from treepack.analysis.origin import local_paths, manifest_of, read_packed_origin
+from treepack.analysis.origin import local_paths, manifest_of, read_packed_origin, refuse_reading
 from treepack.analysis.summary import conversation_entries
 from treepack.analysis.trie_forecast import ForecastTarget, forecast_packed, forecast_trie, read_target
 from treepack.analysis.verdict import baseline_notes
@@ -32,7 +32,6 @@ from treepack.files.parts import refuse_links
 from treepack.files.remote.address import Paths
 from treepack.files.remote.cache import naming_addresses
 from treepack.ingest.conversations import conversations_of_log, conversations_of_manifest
-from treepack.ingest.options import BuildOptions
 from treepack.pack.check import checked_rows
 from treepack.pack.files import read_rows
 from treepack.processes import Progress, ReportProgress, with_progress
@@ -70,7 +69,8 @@ def stats(
     paths = local_paths(paths)
     directory, manifest = Path(paths[0]), manifest_of(paths)
     if manifest:
-        _refuse_reading(directory, manifest, options.build)
+        # With a trie, a tokenizer distinguishes the causes of lost sharing.
+        refuse_reading(directory, options.build, used=["tokenizer"] if manifest["format"] == schema.TRIE_FORMAT else [])
     if manifest and options.check:
         refuse_links(directory, manifest)
     if manifest and manifest["format"] == schema.PACKED_FORMAT:
@@ -111,18 +111,6 @@ def stats(
         progress(Progress("explaining lost sharing", 0, None, ""))
     report["sharing"] = _sharing(trie, manifest, options.build.tokenizer)
     return report
-
-
-def _refuse_reading(directory: Path, manifest: Manifest, given: BuildOptions) -> None:
-    """Refuse options of how rollouts are read; with a trie, a tokenizer distinguishes the causes of lost sharing."""
-    unread = BuildOptions(workers=given.workers)
-    if manifest["format"] == schema.TRIE_FORMAT:
-        unread = replace(unread, tokenizer=given.tokenizer)
-    names = [
-        each.name.replace("_", "-") for each in fields(given) if getattr(given, each.name) != getattr(unread, each.name)
-    ]
-    if names:
-        raise TreepackError(f"{directory}: its rollouts are read already; leave out --{', --'.join(names)}")
 
 
 def _packed_stats(

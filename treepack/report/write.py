@@ -15,7 +15,7 @@ from treepack.analysis.carried_report import PIECES, packed_rows
 from treepack.analysis.describe import describe_rows
 from treepack.analysis.forecast import RowCounter
 from treepack.analysis.options import ReportOptions
-from treepack.analysis.origin import local_paths, manifest_of, origin_of, read_origin
+from treepack.analysis.origin import local_paths, manifest_of, origin_of, read_origin, refuse_reading
 from treepack.costs.model_cost import read_shape
 from treepack.errors import TreepackError
 from treepack.files import schema
@@ -150,6 +150,7 @@ def _read(
         known, skipped = conversations_of_log(log, trie_totals(trie)), skipped_record(log, trie)
         counts = dict(sorted(log.counts.items()))
         return ReportSubject(title, trie, counts=counts, conversations=known, skipped=skipped), tokenizer
+    refuse_reading(directory, options.build, used=("tokenizer", "chat_template"))
     tokenizer = _tokenizer_of(directory, manifest, name, note)
     title = directory.resolve().name
     if manifest["format"] == schema.TRIE_FORMAT:
