@@ -86,11 +86,13 @@ class _ShownViews:
 
 def _find(paths: tuple[str, ...], build: BuildOptions, wanted: _ShowRequest, *, text: bool) -> _ShownViews:
     refuse_missing(paths)
-    from treepack.analysis.origin import local_paths, manifest_of
+    from treepack.analysis.origin import local_paths, manifest_of, refuse_reading
     from treepack.analysis.show import selection
 
     local = local_paths(paths)
     directory, manifest = Path(local[0]), manifest_of(local)
+    if manifest:
+        refuse_reading(directory, build, used=("tokenizer",))
     if manifest and selection.is_packed(manifest):
         if wanted.group is not None:
             raise TreepackError(f"{directory}: is packed; give --row or --trajectory, or --group with its trie")

@@ -35,6 +35,7 @@ PACK = "pack it with: treepack pack TRIE --out PACKED"
         ("pack none --out x", "none: no such directory; check the path"),
         ("stats packed --tokenizer none", "packed: its rollouts are read already; leave out --tokenizer"),
         ("report packed --out x.html --format chat", "packed: its rollouts are read already; leave out --format"),
+        ("show trie --format chat", "trie: its rollouts are read already; leave out --format"),
         ("stats trie --skip-bad --expand turns", "trie: its rollouts are read already; leave out --expand, --skip-bad"),
         ("pack packed --out x", "packed: is packed already; give the trie that it was packed from, trie"),
         (

@@ -53,7 +53,7 @@ def manifest_of(paths: Sequence[str]) -> Manifest | None:
 
 
 def refuse_reading(directory: Path, given: BuildOptions, *, used: Sequence[str]) -> None:
-    """Refuse options of how rollouts are read, for a directory of rollouts that were read; those of `used` are used."""
+    """Refuse options of reading rollouts with a trie or packed directory, except the options `used`."""
     unread = BuildOptions(workers=given.workers)
     names = [each.name for each in fields(given) if getattr(given, each.name) != getattr(unread, each.name)]
     if names := [name.replace("_", "-") for name in names if name not in used]:
