@@ -101,7 +101,7 @@ def test_wrong_types_are_sentences() -> None:
         (lambda: treepack.plan_packing(trie, 8), "plan_packing: options is of type int; expected PackOptions"),  # type: ignore[arg-type]
         (lambda: treepack.build_trie("x"), "build_trie: a trajectory is of type str; expected Trajectory"),  # type: ignore[arg-type]
         (lambda: treepack.make_batch(packing), "make_batch: row is of type Packing; expected a Row"),  # type: ignore[arg-type]
-        (lambda: treepack.allow_generation(trie), "allow_generation: model is of type Trie; expected Module, which"),  # type: ignore[arg-type]
+        (lambda: treepack.allow_generation(trie), "allow_generation: model is of type Trie; expected Module; use"),  # type: ignore[arg-type]
         (lambda: treepack.row_loss(None, None), "row_loss: loaded is of type NoneType; expected LoadedModel"),  # type: ignore[arg-type]
     ]
     for call, message in calls:

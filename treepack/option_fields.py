@@ -80,7 +80,7 @@ def expect_type(value: object, kind: type, name: str, source: str) -> None:
     """
     if not isinstance(value, kind):
         given = type(value).__name__
-        raise TreepackError(f"{name} is of type {given}; expected {kind.__name__}, which {source} makes")
+        raise TreepackError(f"{name} is of type {given}; expected {kind.__name__}; use {source}")
 
 
 def as_count(value: Any, name: str) -> int:
