@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from treepack.errors import TreepackError
-from treepack.files.input_files.limits import DEFAULT_LIMITS
 from treepack.files.input_files.records import Record
 from treepack.ingest.column_map import ColumnMap
 from treepack.ingest.readers.columns import aliases
@@ -59,7 +58,8 @@ def read_columns(record: Record, options: ReadOptions) -> Iterator[Trajectory | 
 def _read_one(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     for target in _targets():
         if target.matches(record.value):
-            yield from target.trajectories([record], replace(options, columns=None, limits=DEFAULT_LIMITS))
+            limits = replace(options.limits, skip_bad=False)
+            yield from target.trajectories([record], replace(options, columns=None, limits=limits))
             return
     if options.columns is not None and not options.columns.content and aliases.matches(record.value):
         yield from read_columns(record, replace(options, columns=None))
