@@ -82,13 +82,7 @@ def _first_scores(q, k_ring, lists, q0, rows, start, columns, WINDOWED: gl.const
 
 @gluon.jit
 def _consume(
-    shared,
-    lists,
-    work,
-    STAGES: gl.constexpr,
-    WINDOWED: gl.constexpr,
-    SINKS: gl.constexpr,
-    FIRST_ROW: gl.constexpr,
+    shared, lists, work, STAGES: gl.constexpr, WINDOWED: gl.constexpr, SINKS: gl.constexpr, FIRST_ROW: gl.constexpr
 ):
     q_tile, q_full, k_ring, v_ring = shared
     tiles = work.tiles

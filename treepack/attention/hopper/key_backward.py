@@ -155,13 +155,7 @@ def _produce(shared, sources, pointers, work, GROUP: gl.constexpr, STAGES: gl.co
 
 @gluon.jit
 def _consume(
-    shared,
-    pointers,
-    work,
-    GROUP: gl.constexpr,
-    STAGES: gl.constexpr,
-    WINDOWED: gl.constexpr,
-    FIRST_ROW: gl.constexpr,
+    shared, pointers, work, GROUP: gl.constexpr, STAGES: gl.constexpr, WINDOWED: gl.constexpr, FIRST_ROW: gl.constexpr
 ):
     QUERIES: gl.constexpr = shared.q.tiles.shape[1]
     D: gl.constexpr = shared.q.tiles.shape[2]

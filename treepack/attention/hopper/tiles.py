@@ -195,7 +195,7 @@ def read_keys(granules, ends, columns):
 
 @gluon.jit
 def is_seen(query, start, key, end, WINDOWED: gl.constexpr):
-    """Return the mask of pairs of queries, each with the first token that it sees, and keys, which spread over it."""
+    """Return which queries see which keys, broadcast; `start` is the first token that each query sees."""
     seen = (key <= query) & (query < end)
     if WINDOWED:
         seen = seen & (start <= key)
