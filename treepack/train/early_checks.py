@@ -121,6 +121,7 @@ def _check_model(model: str, max_token_id: int, *, expert_ranks: int = 1) -> int
     if expert_ranks > 1 and (experts := num_experts(fields)):
         check_share(experts, expert_ranks, model)
     size = fields.get("vocab_size")
-    if type(size) is int:
-        check_vocabulary(model, max_token_id, size)
-    return size if type(size) is int else None
+    if type(size) is not int:
+        return None
+    check_vocabulary(model, max_token_id, size)
+    return size

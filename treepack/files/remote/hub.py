@@ -104,7 +104,7 @@ def refuse_missing(name: str, *, kind: str, files: tuple[str, ...]) -> None:
 
 
 def load_fault(name: str, error: Exception, *, kind: str) -> TreepackError:
-    """Return the error for a `kind` that `refuse_missing` takes and that could not be loaded from `name`."""
+    """Return the error for a `kind` ("model", "tokenizer") that could not be loaded; `refuse_missing` comes first."""
     reason = shorten(str(error), _MAX_REASON, placeholder=" ...") or type(error).__name__
     if Path(name).exists():
         return TreepackError(f"{name}: its {kind} cannot be loaded ({reason}); save it again with transformers")

@@ -263,7 +263,7 @@ def _whole(
                 continue
             start = probe.launch / max(1, min(tokens, max(rows.step_tokens, rows.longest)))
             seconds = max(probe.seconds(recomputed) + rows.attention * probe.seconds_kept, start)
-            if offload:  # copies away during the forward pass, and back while layers run again and backward
+            if offload:  # copies away in the forward pass, a quarter of the time; back in the rest
                 copy = recomputed * room.moved / room.HOST_RATE
                 seconds = max(seconds / 4, copy) + max(seconds * 3 / 4, copy)
             yield RunPlan(probe.compiled, recomputed, offload, carry, int(passed), chunk, size, seconds)
