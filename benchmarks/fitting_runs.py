@@ -2,17 +2,18 @@
 
     python benchmarks/fitting_runs.py make DATA                   packed directories; needs polars
     python benchmarks/fitting_runs.py run DATA [--model qwen3-1.7b,...] [--rows 8k,32k,256k,path] [--seconds N]
-        [--lora-rank N] [--layers N] [--limit-gib N] [--budget SECONDS] [--json FILE]
+        [--lora-rank N] [--layers N] [--limit-gib N] [--budget SECONDS] [--json FILE] [--plan OPTIONS] [--only-given]
     torchrun --nproc-per-node N benchmarks/fitting_runs.py run DATA ...
     python benchmarks/fitting_runs.py run DATA --dry-run          a tiny model on the CPU, after make DATA --dry-run
 
 For each model, its shape with random weights, and each kind of rows, the run is planned without options, as `treepack
 train` plans it, and its first steps are timed. Then the same rows run with the plans of `CANDIDATES`, each as given by
-hand. The learning rate is 0, so all losses must agree. Steps include the update; the first one, which compiles, is not
-timed. --seconds ends the candidates of a model and rows early, --limit-gib makes the GPU smaller. Nothing starts after
---budget seconds; every record is written to --json at once. Over ranks the model is divided as a run divides it, each
-has as many rows as one GPU alone, and candidates that do not fit by the measurements of the chosen plan are not run: a
-rank without memory would leave the others waiting.
+hand, and before them with those of --plan, each in JSON: '{"compile": true, "checkpoint_layers": 14}'. The learning
+rate is 0, so all losses must agree. Steps include the update; the first one, which compiles, is not timed. --seconds
+ends the candidates of a model and rows early, --limit-gib makes the GPU smaller. Nothing starts after --budget seconds;
+every record is written to --json at once. Over ranks the model is divided as a run divides it, each has as many rows as
+one GPU alone, and candidates that do not fit by the measurements of the chosen plan are not run: a rank without memory
+would leave the others waiting.
 
 plan       chosen, or the options of a candidate
 tokens/s   of the fastest timed step
@@ -326,6 +327,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=120)
     parser.add_argument("--without", default="", help="candidates to leave out, separated by ;")
+    parser.add_argument("--plan", action="append", type=json.loads, default=[], help="options of another candidate")
+    parser.add_argument("--only-given", action="store_true", help="only the chosen plan and those of --plan")
     parser.add_argument("--again", action="store_true", help="plan and run the chosen plan a second time")
     parser.add_argument("--take-gib", type=float, default=0, help="taken by another tensor before the last step")
     parser.add_argument("--lora-rank", type=int)
@@ -340,6 +343,9 @@ def main() -> None:
         ROWS.clear()
         ROWS["tiny"] = (1024, 100, 8, 4, (0.2, 0.9))
         args.rows = "tiny"
+    others = {} if args.only_given else dict(CANDIDATES)
+    CANDIDATES.clear()
+    CANDIDATES.update({", ".join(f"{k} {v}" for k, v in plan.items()): plan for plan in args.plan} | others)
     if args.what == "make":
         make(args.data)
         return
