@@ -5,7 +5,7 @@
 
 A pass over n tokens has a peak of fixed + n * (kept or recomputed) bytes, and takes launch + n * seconds. The last
 layer that is recomputed has its activations for a moment, so it saves nothing. With `layer`, layers keep and free bytes
-as those of a real pass (`LayerBytes`).
+as those of a real pass (`LayerBytes`), which has its second peak after the gradients have gone through a layer.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from treepack.memory.device_memory import MemoryMeter
-from treepack.model.layers import adapted_layers
+from treepack.model.layers import adapted_layers, find_layers
 from treepack.train.setup.model_probe import LENGTHS
 
 
@@ -32,10 +32,18 @@ class LayerBytes:
     end: float
     again: float
 
-    def peak(self, recomputed: int, layers: int) -> float:
-        """Return the bytes of a token before the backward pass or, if more, in the first layer that runs again."""
+    def forward(self, recomputed: int, layers: int) -> float:
+        """Return the bytes of a token when the gradients reach the last layer."""
+        return recomputed * self.input + (layers - recomputed) * self.kept + self.end
+
+    def backward(self, recomputed: int, layers: int) -> float:
+        """Return the bytes of a token while the first layer runs again, or before that if it is more."""
         inputs = recomputed * self.input
-        return inputs + max((layers - recomputed) * self.kept + self.end, self.again if recomputed else 0)
+        return inputs + max((layers - recomputed) * self.kept, self.again if recomputed else 0)
+
+    def peak(self, recomputed: int, layers: int) -> float:
+        """Return the bytes of a token of the whole pass."""
+        return max(self.forward(recomputed, layers), self.backward(recomputed, layers))
 
 
 @dataclass
@@ -54,10 +62,11 @@ class SimulatedDevice:
     passes: int = 0
     longest: int = 0  # tokens of a pass
     layer: LayerBytes | None = None
+    head: int = 0  # more bytes beside the tokens until the gradients reach the last layer
 
     def __post_init__(self) -> None:
         """Start the clock."""
-        self._now, self._peak = 0.0, 0
+        self._now, self._peak, self._later = 0.0, 0, 0
 
     @property
     def meter(self) -> MemoryMeter:
@@ -76,16 +85,22 @@ class SimulatedDevice:
         adapted = adapted_layers(causal)
         share = 0.0 if adapted is None else adapted.recomputed / len(adapted.modules)
         saves = 0.0 if adapted is None else min(1.0, adapted.recomputed / max(1, len(adapted.modules) - 1))
-        per_token = self.kept + saves * (self.recomputed - self.kept)
+        forward = backward = self.kept + saves * (self.recomputed - self.kept)
         if self.layer is not None and adapted is not None:
-            per_token = self.layer.peak(adapted.recomputed, len(adapted.modules))
-        num_bytes = int(self.fixed + tokens * per_token)
-        if num_bytes > self.free:
+            numbers = adapted.recomputed, len(adapted.modules)
+            forward, backward = self.layer.forward(*numbers), self.layer.backward(*numbers)
+        num_bytes, self._later = (int(self.fixed + tokens * each) for each in (forward, backward))
+        num_bytes += self.head
+        if max(num_bytes, self._later) > self.free:
             raise torch.OutOfMemoryError(f"{num_bytes} bytes for {tokens} tokens")
         self._peak = max(self._peak, num_bytes)
         self._now += max(self.launch, tokens * self.seconds * (1 + share * (self.again - 1)))
         self.passes += 1
         self.longest = max(self.longest, tokens)
+
+    def go_back(self) -> None:
+        """Count the peak of the backward pass through the layers."""
+        self._peak = max(self._peak, self._later)
 
     def _reset(self) -> None:
         self._peak = 0
@@ -113,13 +128,13 @@ class ScriptedMemory:
         def peak() -> int:
             if done:
                 return 0  # of a step
-            # Of each length two passes with every layer recomputed, and two with none; three of the first length. The
-            # last pass recomputes half of the layers.
-            number = next(peaks)
-            place = max(0, number - 2) if number > 5 else number // 3 * 2
-            if place >= 4 * len(LENGTHS):
+            # Of each length a pass with every layer recomputed and one with none, each with two peaks; before those of
+            # the first length another pass. The last pass recomputes half of the layers.
+            number = max(0, next(peaks) // 2 - 1)  # the very first pass compiles
+            place = number - 2 if number > 3 else number // 2
+            if place >= 2 * len(LENGTHS):
                 return int(LENGTHS[-1] * (self.recomputed + self.kept) / 2)
-            return int(LENGTHS[place // 4] * (self.recomputed if place % 4 < 2 else self.kept))
+            return int(LENGTHS[place // 2] * (self.kept if place % 2 else self.recomputed))
 
         def free() -> int:
             return self.free[rank] - (self.taken[rank] if self.taken and len(done) >= self.steps else 0)
@@ -165,10 +180,18 @@ def simulated(device: SimulatedDevice, causal: Any) -> Iterator[None]:
     handle = layers.register_forward_pre_hook(
         lambda _, arguments, options: device.run(causal, _tokens(arguments, options)), with_kwargs=True
     )
+
+    def watch(_layer: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+        states = arguments[0] if arguments else options["hidden_states"]
+        if states.requires_grad:
+            states.register_hook(lambda _: device.go_back())  # the gradients have gone through the last layer
+
+    last = find_layers(causal)[-1].register_forward_pre_hook(watch, with_kwargs=True)
     try:
         yield
     finally:
         handle.remove()
+        last.remove()
 
 
 def _tokens(arguments: tuple[Any, ...], options: dict[str, Any]) -> int:

@@ -26,13 +26,15 @@ from treepack.train.setup.compute import choose_compute
 from treepack.train.setup.memory_input import MemoryInput
 from treepack.train.setup.piece_probe import measured_pieces
 from treepack.train.setup.probe_record import ProbeRecord, keep_probes, known_probes, pays
+from treepack.train.setup.probes import ModelProbe, PeakBytes
 from treepack.train.setup.run_data import open_data
 from treepack.train.setup.run_memory import MemoryChoices, choose_memory, coming_bytes
 from treepack.train.setup.run_model import check_fit, load_run_model
-from treepack.train.setup.run_plan import ModelProbe, RunRoom, gib
+from treepack.train.setup.run_plan import RunRoom, gib
 
 OPTIONS = TrainOptions(device="cpu", rows_per_step=2, compile=False, loss_chunk=64)
-PLAIN = ModelProbe(False, 4, 64, 12, 1000, 200.0, 100.0, 1e-4, 1.25e-4, 1e-3)
+PEAK = PeakBytes(1000, 200.0, 100.0)
+PLAIN = ModelProbe(False, 4, 12, PEAK, PEAK, 1e-4, 1.25e-4, 1e-3)
 FUSED = replace(PLAIN, compiled=True, seconds_kept=0.5e-4)
 Plan = Callable[..., tuple[MemoryChoices, MemoryInput]]
 
@@ -206,6 +208,15 @@ def test_half_of_the_margin_stays_free_if_all_of_it_cannot(plan: Plan) -> None:
     # 3 layers save 1,410,000 bytes beside 1 layer: less than the margin of 1,600,000, and more than half of it.
     choices, _ = plan(device_for(1, total=20_000_000), carry=None, offload_checkpoints=False)
     assert choices.plan.checkpoint_layers == 3
+
+
+def test_half_of_the_margin_is_taken_for_a_plan_that_is_much_faster(plan: Plan) -> None:
+    # A margin of 1,600,000: all of it leaves room for 2 layers that run again, and half of it for none.
+    roomy = device_for(0, total=20_000_000)
+    options: dict[str, Any] = {"carry": None, "offload_checkpoints": False}
+    for again, layers in ((4.0, 0), (1.25, 2)):  # the time of layers that all run again: 24 % or 2 % more of the row's
+        choices, _ = plan(replace(roomy, free=roomy.free + 800_000, again=again), **options)
+        assert choices.plan.checkpoint_layers == layers
 
 
 def test_a_plan_that_needs_the_margin_is_better_than_none(plan: Plan) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import pairwise
 from typing import Any
 
@@ -14,29 +14,24 @@ from treepack.carry.limit import CarryCosts
 from treepack.carry.smaller_plan import SMALLEST_CHUNK, RunPlan, smaller_plan
 from treepack.errors import TreepackError
 from treepack.train.options import TrainOptions
-from treepack.train.setup.run_plan import (
-    CHUNKS,
-    ModelProbe,
-    PieceProbe,
-    RowCut,
-    RunRoom,
-    RunRows,
-    choose_plan,
-    pieces_may_win,
-)
+from treepack.train.setup.probes import ModelProbe, PeakBytes, PieceProbe
+from treepack.train.setup.run_plan import CHUNKS, RowCut, RunRoom, RunRows, choose_plan, pieces_may_win
 
 GIB, KIB = 1 << 30, 1 << 10
 AUTO = TrainOptions(device="cpu")
 # The shape of Qwen3-1.7B on an H100: 28 layers, 151,936 words, and a chunk of 2,048 targets.
-EAGER = ModelProbe(
-    False, 28, 2048, 12 * 151_936, 6 * GIB, 3000 * KIB, 450 * KIB, 3.2e-5, 4.3e-5, 0.06, spared=2550 * KIB / 27
-)
+PEAK = PeakBytes(5 * GIB // 2, 3000 * KIB, 450 * KIB, 2550 * KIB / 27)
+EAGER = ModelProbe(False, 28, 12 * 151_936, PEAK, PEAK, 3.2e-5, 4.3e-5, 0.06)
+
+
+def with_peaks(probe: ModelProbe, **changes: Any) -> ModelProbe:
+    """Return the probe with other bytes of both peaks."""
+    return replace(probe, forward=replace(probe.forward, **changes), backward=replace(probe.backward, **changes))
+
+
 FUSED = replace(
-    EAGER,
+    with_peaks(EAGER, kept=2000 * KIB, recomputed=400 * KIB, spared=1600 * KIB / 27),
     compiled=True,
-    kept=2000 * KIB,
-    recomputed=400 * KIB,
-    spared=1600 * KIB / 27,
     seconds_kept=2.1e-5,
     seconds_recomputed=2.8e-5,
 )
@@ -52,23 +47,21 @@ def twice(forward: float) -> RowCut:
 def probes() -> st.SearchStrategy[ModelProbe]:
     """Probes of models, whose recomputed layers need less memory and more time."""
     return st.builds(
-        lambda layers, fixed, kept, share, seconds, more, launch: ModelProbe(
+        lambda layers, fixed, more_fixed, kept, share, seconds, more, launch: ModelProbe(
             False,
             layers,
-            2048,
             1_800_000,
-            fixed,
-            kept,
-            kept * share,
+            PeakBytes(fixed + more_fixed, kept, kept * share, kept * (1 - share) / layers),
+            PeakBytes(fixed, kept * 1.1, kept * share * 1.5, kept * (1.1 - share * 1.5) / layers),
             seconds,
             seconds * more,
             launch,
-            kept * (1 - share) / layers,
         ),
         st.integers(1, 40),
         st.integers(0, 20 * GIB),
+        st.integers(0, 5 * GIB),
         st.floats(1e3, 4e6),
-        st.floats(0.05, 1),
+        st.floats(0.05, 0.7),
         st.floats(1e-6, 1e-3),
         st.floats(1, 1.5),
         st.floats(0, 0.5),
@@ -87,7 +80,8 @@ def test_the_fastest_plan_that_fits_is_chosen(
 ) -> None:
     every = [probe]
     if compiled is not None:
-        every.append(replace(probe, compiled=True, seconds_kept=probe.seconds_kept * compiled, kept=probe.kept / 2))
+        half = with_peaks(probe, kept=probe.forward.kept / 2)
+        every.append(replace(half, compiled=True, seconds_kept=probe.seconds_kept * compiled))
     rows = RunRows(longest, longest, longest, int(longest * step))
     options = replace(AUTO, offload_checkpoints=False)
     # The oracle: every number of layers with every multiple of 128 tokens, and the largest chunk that any of them fits.
@@ -184,7 +178,7 @@ def test_moments_wait_in_host_memory_where_that_is_faster(gpu: int, seconds: flo
 
 
 def test_moments_make_room_for_longer_passes_of_layers_that_are_not_recomputed() -> None:
-    fixed, rows = replace(FUSED, num_layers=0, spared=0), RunRows(1024, 1024, 1024, 32_768)
+    fixed, rows = replace(with_peaks(FUSED, spared=0.0), num_layers=0), RunRows(1024, 1024, 1024, 32_768)
     plan = choose_plan([fixed], rows, RunRoom(9 * GIB, 100 * GIB, 0, 60 * GIB, 1e-9), AUTO)
     assert (plan.offload_optimizer, plan.checkpoint_layers, plan.pass_tokens) == (True, 0, 32_768)
 
@@ -237,7 +231,8 @@ def test_pieces_are_measured_only_if_they_may_win() -> None:
 
 def test_host_memory_for_layers_is_taken_where_no_whole_row_fits_and_pieces_are_slower() -> None:
     # A hybrid model with 248,320 words: 5.7 GiB of logits in 9.4 GiB, of which 4 GiB are states of branch points.
-    hybrid = ModelProbe(True, 32, 128, 12 * 248_320, GIB // 2, 2300 * KIB, 450 * KIB, 6.6e-5, 8.8e-5, 0.1)
+    peak = PeakBytes(GIB // 5, 2300 * KIB, 450 * KIB)
+    hybrid = ModelProbe(True, 32, 12 * 248_320, peak, peak, 6.6e-5, 8.8e-5, 0.1)
     rows = replace(ROWS, cut=lambda limit: replace(twice(1.3), states=40 if limit < 32_768 else 0))
     costs = replace(COSTS, fixed=GIB // 2, piece=300 * KIB, state=100 << 20)
     room = RunRoom(int(9.4 * GIB), 200 * GIB, 14 * KIB)
@@ -255,7 +250,7 @@ def test_host_memory_for_layers_is_taken_where_no_whole_row_fits_and_pieces_are_
     assert (plan.offload_checkpoints, plan.loss_chunk) == (False, 1024)
     assert plan.carry is not None
     # Whole rows come first, if their logits fit in smaller chunks.
-    small = replace(hybrid, recomputed=200 * KIB)
+    small = with_peaks(hybrid, recomputed=200 * KIB)
     assert choose_plan([small], rows, room, AUTO).loss_chunk < 2048
     assert not choose_plan([small], rows, room, AUTO).offload_checkpoints
 
@@ -273,15 +268,23 @@ def test_kept_layers_keep_the_casts_of_their_weights() -> None:
     assert sizes == pytest.approx([10 * GIB, 10 * GIB * 19 / 28, 10 * GIB / 28, 0], abs=1)
 
 
-def test_logits_count_as_far_as_they_exceed_what_a_layer_needs_later() -> None:
-    probe = replace(FUSED, chunk=128, covered=64 * KIB)
-    excess = [probe.pass_bytes(n, 14, 2048) - probe.pass_bytes(n, 14, 128) for n in (0, 4096, 100_000)]
-    assert excess == pytest.approx([1920 * probe.logits, 1920 * probe.logits - 4096 * 64 * KIB, 0], abs=1)
+def test_logits_are_free_when_the_layers_run_backward() -> None:
+    later = replace(FUSED.backward, fixed=FUSED.forward.fixed + GIB)
+    probe = replace(FUSED, backward=later)
+    first = [FUSED.pass_bytes(4096, 14, chunk) for chunk in (128, 2048, 8192)]
+    assert [b - a for a, b in pairwise(first)] == [1920 * probe.logits, 2048 * probe.logits], "of 4,096 targets"
+    assert probe.pass_bytes(4096, 14, 128) == FUSED.pass_bytes(4096, 14, 0) + GIB
+    assert probe.pass_bytes(4096, 14, 2048) == FUSED.pass_bytes(4096, 14, 2048), "3.5 GiB of logits"
 
 
 def test_the_last_layers_to_run_again_save_nothing() -> None:
-    probe = replace(FUSED, num_layers=4, fixed=0, kept=40.0, spared=10.0, recomputed=15.0)
-    assert [probe.pass_bytes(10, n, 2048) for n in range(5)] == [400, 300, 200, 150, 150]
+    probe = replace(with_peaks(FUSED, fixed=0, kept=40.0, spared=10.0, recomputed=15.0), num_layers=4)
+    assert [probe.pass_bytes(10, n, 0) for n in range(5)] == [400, 300, 200, 150, 150]
+
+
+def test_a_record_of_a_probe_is_read_back() -> None:
+    probe = replace(FUSED, backward=replace(FUSED.backward, fixed=7), casts=9)
+    assert ModelProbe.from_record(asdict(probe)) == probe
 
 
 def test_short_pieces_take_as_long_as_the_processor_starts_them() -> None:

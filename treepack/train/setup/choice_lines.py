@@ -8,7 +8,8 @@ from treepack.carry.smaller_plan import RunPlan
 from treepack.memory.device_memory import update_bytes
 from treepack.train.options import CHUNK, STATE_BYTES
 from treepack.train.setup.memory_input import MemoryInput
-from treepack.train.setup.run_plan import ModelProbe, RunRoom, RunRows, gib
+from treepack.train.setup.probes import ModelProbe
+from treepack.train.setup.run_plan import RunRoom, RunRows, gib
 
 
 def choice_lines(
@@ -33,7 +34,11 @@ def choice_lines(
         pieces: True if rows in pieces were measured too.
     """
     options = given.options
-    kept, recomputed = (f"{value / 1024:,.0f} KiB" for value in (probe.kept, probe.recomputed))
+    peaks = (probe.forward, probe.backward)
+    kept, recomputed = (
+        f"{max(each.of_token(count, probe.num_layers) for each in peaks) / 1024:,.0f} KiB"
+        for count in (0, probe.num_layers)
+    )
     lines = {
         "compile": f"compile {'on: ' if plan.compile else ''}{compilation}",
         "checkpoint_layers": f"checkpoint-layers {plan.checkpoint_layers} of {probe.num_layers}: a token needs {kept} "

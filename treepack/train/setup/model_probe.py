@@ -3,22 +3,21 @@
 model, a row --probe_model--> ModelProbe        whole rows, with every layer recomputed, half of them, and none
 ModelProbe --agreed--> ModelProbe               the cautious numbers of all ranks, so that all of them choose one plan
 
-Each length runs twice: with few logits at a time for its memory, then with a chunk of them for its time. Logits would
-hide the memory of layers in such short passes, and hardly matter in long ones. Before them one pass compiles, kernels
-in threads. A longer pass runs only if the shorter ones took hardly longer than the processor needs to start them, and
-if it fits by them: ranks of a sharded model meet in every layer, so a rank that runs out of memory inside a pass would
-leave the others waiting.
+Each pass has two peaks, until the gradients reach the last layer and after that (`probes`). Before the passes one
+compiles, kernels in threads. A longer pass runs only if the shorter ones took hardly longer than the processor needs to
+start them, and if it fits by them: ranks of a sharded model meet in every layer, so a rank that runs out of memory
+inside a pass would leave the others waiting.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import fields, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from treepack.data.batch import Batch, empty_batch
 from treepack.memory.device_memory import MemoryMeter
@@ -26,12 +25,11 @@ from treepack.model.experts.weights import cast_once
 from treepack.model.forward import WholeRows
 from treepack.model.layers import adapted_layers, find_layers, recomputed_layers
 from treepack.model.loaded import LoadedModel
+from treepack.train.options import CHUNK
 from treepack.train.ranks import Ranks
 from treepack.train.setup.kernel_threads import compile_in_threads
-from treepack.train.setup.run_plan import ModelProbe
+from treepack.train.setup.probes import ModelProbe, PeakBytes
 
-# Targets whose logits are in memory in passes that measure memory.
-FEW_LOGITS = 128
 # Tokens of the passes. From the two longest, a straight line gives the bytes of a token. None is the size of a layer
 # (64, 2048, ...), for which torch.compile would make code of its own.
 LENGTHS = (192, 2176, 4736, 9344, 18560)
@@ -41,9 +39,7 @@ _CHAIN = 64  # tokens of each of their sequences: every model has these position
 # Logits of a target, their softmax and their gradient, in float32.
 _LOGIT_BYTES = 12
 # Ranks compare integers of 64 bits: seconds in picoseconds, and bytes of a token in parts of 1,024.
-_UNITS = {"seconds_kept": 1e12, "seconds_recomputed": 1e12, "launch": 1e12, "kept": 1024.0, "recomputed": 1024.0}
-# Of these the smallest number promises least.
-_SAVINGS = ("spared", "covered")
+_SECONDS, _BYTES = 1e12, 1024.0
 
 
 def probe_model(
@@ -70,7 +66,7 @@ def probe_model(
         loaded: the model, whose layers `adapt_layers` has adapted if it can recompute them.
         batch: any row, whose tokens are used again and again.
         compiled: True if the layers are compiled.
-        chunk: targets whose logits are in memory at a time.
+        chunk: targets whose logits are in memory at a time; no more than `CHUNK` are measured.
         autocast: makes the context of a forward pass.
         meter: memory and clock.
         fits: returns True if so many bytes are free, on all ranks.
@@ -85,20 +81,21 @@ def probe_model(
     """
     adapted = adapted_layers(loaded.causal)
     count = 0 if adapted is None else len(adapted.modules)
-    known = {number: _Passes() for number in counts or (count, 0)}  # of each number of recomputed layers
+    chunk = min(chunk, CHUNK)
+    logits = _LOGIT_BYTES * int(loaded.causal.get_input_embeddings().weight.shape[0])
+    # of each number of recomputed layers
+    known = {number: _Passes(chunk, logits) for number in counts or (count, 0)}
     chosen = {number: lengths if plain is None else _longest(lengths, plain, number, fits) for number in known}
     if plain is not None and len(known) > 1:
         chosen[0] = chosen[0][-1:]  # one pass beside the line of recomputed ones
-    few, training = min(chunk, FEW_LOGITS), loaded.model.training
-    logits = _LOGIT_BYTES * int(loaded.causal.get_input_embeddings().weight.shape[0])
-    runners = [WholeRows(loaded, targets, autocast) for targets in (few, chunk)]
+    runner, training = WholeRows(loaded, chunk, autocast), loaded.model.training
     loaded.model.train()
     devices = [loaded.device] if loaded.device.type == "cuda" else []
     try:
         with torch.random.fork_rng(devices=devices):
             if plain is None:
                 tree = star(batch, lengths[0])
-                compile_in_threads(loaded.device, lambda: _measured(runners[-1], tree, meter))
+                compile_in_threads(loaded.device, lambda: _measured(runner, tree, meter))
                 loaded.model.zero_grad(set_to_none=True)
             for number, length in enumerate(lengths):
                 if number > 2 and plain is None and not on_any(known[count].waits):
@@ -106,60 +103,84 @@ def probe_model(
                 for recomputed, passes in known.items():
                     if length not in chosen[recomputed]:
                         continue
-                    more = (min(chunk, length) - few) * logits
-                    if plain is None and len(passes.bytes) > 1 and not fits(passes.predicted(length) + more):
+                    if plain is None and len(passes.seconds) > 1 and not fits(passes.predicted(length)):
                         continue
                     with recomputed_layers(loaded.causal, recomputed):
-                        passes.measure(runners, batch, length, meter)
-            between = 0
+                        passes.measure(runner, batch, length, meter)
+            half = _Passes(chunk, logits)
             if len(known) > 1 and count > 1:
                 with recomputed_layers(loaded.causal, count // 2):
-                    between, _ = _measured(runners[0], chains(batch, known[0].longest), meter)
+                    half.measure(runner, batch, max(known[0].seconds), meter, compiles=False)
     finally:
         loaded.model.train(training)
+
+    def peak(name: str) -> PeakBytes:
+        measured = {number: getattr(each, name) for number, each in known.items()}
+        return _peak(measured, getattr(half, name), count, casts, None if plain is None else getattr(plain, name))
+
+    kept, recomputed = _seconds(known, count, plain)
     return ModelProbe(
         compiled=compiled,
         num_layers=count,
-        chunk=few,
         logits=logits,
-        covered=min(each.covered((min(chunk, each.longest) - few) * logits) for each in known.values()),
+        forward=peak("forward"),
+        backward=peak("backward"),
+        seconds_kept=kept,
+        seconds_recomputed=recomputed,
+        launch=known[0].start if plain is None else plain.launch,
         casts=casts,
-        **_numbers_of(known, count, between, casts, plain),
     )
 
 
-def _numbers_of(
-    known: dict[int, _Passes], count: int, between: int, casts: int, plain: ModelProbe | None
-) -> dict[str, Any]:
-    """Return the bytes and seconds of a probe; `between` is the peak with half of the layers recomputed, or 0."""
-    first, half = next(iter(known)), count // 2
-    fixed = max(0, known[first].line[0] - (0 if first else casts))  # only layers that keep activations keep casts
+def _peak(
+    measured: dict[int, dict[int, int]], half: dict[int, int], count: int, casts: int, plain: PeakBytes | None
+) -> PeakBytes:
+    """Return the line of a peak: the first number of recomputed layers gives the bytes beside the tokens.
+
+    Args:
+        measured: bytes of passes by number of recomputed layers and by tokens.
+        half: the same of a pass with half of the layers recomputed; empty if there was none.
+        count: number of layers.
+        casts: as in `ModelProbe`; only layers that keep activations keep casts.
+        plain: the peak of layers without compilation.
+    """
+    first = next(iter(measured))
+    fixed = max(0, _line(measured[first])[0] - (0 if first else casts))
     rates = {count: 1.0, 0: 1.0} if plain is None else {count: plain.recomputed, 0: plain.kept}
-    for number, each in known.items():
-        rates[number] = max(1.0, (each.bytes[each.longest] - fixed - (0 if number else casts)) / each.longest)
-    spared = rates[0] - rates[count] if plain is None or len(known) > 1 else plain.spared
-    if between:  # without the casts of half of the layers
-        spared = (known[0].bytes[known[0].longest] - between - casts * half / count) / known[0].longest / half
+    for number, sizes in measured.items():
+        longest = max(sizes)
+        rates[number] = max(1.0, (sizes[longest] - fixed - (0 if number else casts)) / longest)
+    spared = rates[0] - rates[count] if plain is None or len(measured) > 1 else plain.spared
+    for length, num_bytes in half.items():  # of the longest pass that kept all; without the casts of half of the layers
+        saved = measured[0][length] - num_bytes - casts * (count // 2) / count
+        spared = saved / length / (count // 2)
+    return PeakBytes(fixed, rates[0], rates[count], max(0.0, spared))
+
+
+def _seconds(known: dict[int, _Passes], count: int, plain: ModelProbe | None) -> tuple[float, float]:
+    """Return the seconds of a token if all layers keep their activations, and if all run again."""
     best = {number: min(time / length for length, time in each.seconds.items()) for number, each in known.items()}
     again = 1.0 if plain is None else plain.seconds_recomputed / plain.seconds_kept
-    return {
-        "fixed": fixed,
-        "kept": rates[0],
-        "spared": max(0.0, spared),
-        "recomputed": rates[count],
-        # Memory may be too small for a pass of many tokens that are kept.
-        "seconds_kept": min(best.values()) if 0 in best else best[count] / again,
-        "seconds_recomputed": best[count] if count in best else best[0] * again,
-        "launch": known[0].start if plain is None else plain.launch,
-    }
+    # Memory may be too small for a pass of many tokens that are kept.
+    kept = min(best.values()) if 0 in best else best[count] / again
+    return kept, best[count] if count in best else best[0] * again
+
+
+def _line(sizes: Mapping[int, float]) -> tuple[int, float]:
+    """Return the bytes without tokens and the bytes of each token, from the peaks of the two longest passes."""
+    # {1024: 2_048_000, 3072: 4_096_000} -> 1000 for each token, and 1_024_000 without tokens
+    short, long = sorted(sizes)[-2:]
+    per_token = max(1.0, (sizes[long] - sizes[short]) / (long - short))
+    return max(0, int(sizes[short] - short * per_token)), per_token
 
 
 class _Passes:
-    """Peaks and times of passes with one number of recomputed layers, by tokens: `bytes` with few logits at a time."""
+    """Peaks and times of passes with one number of recomputed layers, by tokens; `forward` is beside the logits."""
 
-    def __init__(self) -> None:
-        self.bytes, self.seconds = dict[int, int](), dict[int, float]()
-        self.with_logits = 0  # peak of the last pass with a chunk of logits
+    def __init__(self, chunk: int, logits: int) -> None:
+        """Start without passes; a pass has the logits of `chunk` targets, each of `logits` bytes, at a time."""
+        self.chunk, self.logits = chunk, logits
+        self.forward, self.backward, self.seconds = dict[int, int](), dict[int, int](), dict[int, float]()
 
     @property
     def start(self) -> float:
@@ -171,43 +192,58 @@ class _Passes:
         """True if the passes so far took hardly longer than a start."""
         return max(self.seconds.values()) < _BUSY * self.start
 
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest pass."""
-        return max(self.bytes)
-
-    @property
-    def line(self) -> tuple[int, float]:
-        """Bytes without tokens and bytes of each token, from the peaks of the two longest passes."""
-        # {1024: 2_048_000, 3072: 4_096_000} -> 1000 for each token, and 1_024_000 without tokens
-        short, long = sorted(self.bytes)[-2:]
-        per_token = max(1.0, (self.bytes[long] - self.bytes[short]) / (long - short))
-        return max(0, int(self.bytes[short] - short * per_token)), per_token
-
     def predicted(self, length: int) -> int:
         """Return the peak of a pass by the shorter ones."""
-        return int(self.line[0] + length * self.line[1])
+        forward, backward = (
+            fixed + length * per_token for fixed, per_token in (_line(self.forward), _line(self.backward))
+        )
+        return int(max(forward + min(self.chunk, length) * self.logits, backward))
 
-    def measure(self, runners: Sequence[WholeRows], batch: Batch, length: int, meter: MemoryMeter) -> None:
-        """Run passes of `length` tokens; `runners` have few logits in memory, and a chunk of them."""
+    def measure(
+        self, runner: WholeRows, batch: Batch, length: int, meter: MemoryMeter, *, compiles: bool = True
+    ) -> None:
+        """Run a pass of `length` tokens; before the first one, the same pass `compiles`."""
         row = chains(batch, length)
-        if not self.bytes:  # this pass compiles
-            _measured(runners[-1], row, meter)
-        self.bytes[length], _ = _measured(runners[0], row, meter)
-        self.with_logits, self.seconds[length] = _measured(runners[-1], row, meter)
-
-    def covered(self, logits: int) -> float:
-        """Return how many of the bytes of more logits are free again when a layer needs most, per token."""
-        return max(0.0, (logits - max(0, self.with_logits - self.bytes[self.longest])) / self.longest)
+        if compiles and not self.seconds:
+            _measured(runner, row, meter)
+        forward, self.backward[length], self.seconds[length] = _measured(runner, row, meter)
+        self.forward[length] = max(0, forward - min(self.chunk, length) * self.logits)
 
 
-def _measured(runner: WholeRows, row: Batch, meter: MemoryMeter) -> tuple[int, float]:
-    """Run a pass over a row; return its peak in bytes and its seconds."""
+class _MeasuredPass(NamedTuple):
+    """The two peaks of a pass in bytes, as in `ModelProbe`, and its seconds."""
+
+    forward: int
+    backward: int
+    seconds: float
+
+
+def _measured(runner: WholeRows, row: Batch, meter: MemoryMeter) -> _MeasuredPass:
+    """Run a pass over a row, and measure it; without layers, both peaks are that of the whole pass."""
+    peaks = list[int]()
+
+    def reached(_: Tensor) -> None:
+        if not peaks:
+            peaks.append(meter.peak())
+            meter.reset()
+
+    def watch(_layer: nn.Module, _arguments: Any, output: Any) -> None:
+        states = output if isinstance(output, Tensor) else output[0]
+        if states.requires_grad:
+            states.register_hook(reached)
+
+    layers = find_layers(runner.loaded.causal)
+    handles = [layer.register_forward_hook(watch) for layer in layers[-1:]]
     start, before = meter.clock(), meter.allocated()
     meter.reset()
-    with cast_once(keep=runner.loaded.root is None):
-        runner.backward(row)
-    return max(0, meter.peak() - before), meter.clock() - start
+    try:
+        with cast_once(keep=runner.loaded.root is None):
+            runner.backward(row)
+    finally:
+        for handle in handles:
+            handle.remove()
+    peaks.append(meter.peak())
+    return _MeasuredPass(max(0, peaks[0] - before), max(0, peaks[-1] - before), meter.clock() - start)
 
 
 def cast_bytes(causal: Any) -> int:
@@ -223,7 +259,7 @@ def _longest(lengths: Sequence[int], plain: ModelProbe, recomputed: int, fits: C
     """Return the two longest passes that fit by an earlier probe, and are not too long; else the two shortest."""
     long = _LONG * plain.launch / plain.seconds(recomputed)
     few = [length for length in lengths if length <= long]
-    fitting = [length for length in few if fits(plain.pass_bytes(length, recomputed, plain.chunk))]
+    fitting = [length for length in few if fits(plain.pass_bytes(length, recomputed, CHUNK))]
     return (fitting if len(fitting) > 1 else lengths[:2])[-2:]
 
 
@@ -262,13 +298,21 @@ def star(batch: Batch, length: int) -> Batch:
 
 def agreed(probe: ModelProbe, ranks: Ranks) -> ModelProbe:
     """Return the most cautious number of any rank for each measured number; all ranks must call this."""
-    values: dict[str, Any] = {}
-    for each in fields(probe):
-        value = getattr(probe, each.name)
-        if each.name in _SAVINGS:
-            values[each.name] = ranks.smallest(int(value * 1024)) / 1024
-        elif each.name in _UNITS:
-            values[each.name] = -ranks.smallest(-int(value * _UNITS[each.name])) / _UNITS[each.name]
-        elif each.name in ("fixed", "casts"):
-            values[each.name] = -ranks.smallest(-value)
-    return replace(probe, **values)
+
+    def largest(value: float, unit: float) -> float:
+        return -ranks.smallest(-int(value * unit)) / unit
+
+    def cautious(peak: PeakBytes) -> PeakBytes:
+        kept, recomputed = (largest(each, _BYTES) for each in (peak.kept, peak.recomputed))
+        spared = ranks.smallest(int(peak.spared * _BYTES)) / _BYTES  # the smallest number promises least
+        return PeakBytes(-ranks.smallest(-peak.fixed), kept, recomputed, spared)
+
+    return replace(
+        probe,
+        forward=cautious(probe.forward),
+        backward=cautious(probe.backward),
+        casts=-ranks.smallest(-probe.casts),
+        seconds_kept=largest(probe.seconds_kept, _SECONDS),
+        seconds_recomputed=largest(probe.seconds_recomputed, _SECONDS),
+        launch=largest(probe.launch, _SECONDS),
+    )

@@ -14,7 +14,7 @@ from treepack.memory.shortage import is_memory_error
 from treepack.model.forward import WholeRows
 from treepack.model.loaded import LoadedModel
 from treepack.train.setup.memory_input import MemoryInput
-from treepack.train.setup.model_probe import FEW_LOGITS
+from treepack.train.setup.probes import PIECE_LOGITS
 from treepack.train.sharding import summing_gradients, whole_weights
 
 
@@ -23,7 +23,7 @@ def measured_pieces(given: MemoryInput, batch: Batch, chunk: int) -> CarryCosts 
     loaded, ranks, training = given.loaded, given.ranks, given.loaded.model.training
     loaded.model.train()  # transformers recomputes layers only in this mode
     costs = None
-    carry = CarryOptions(1, chunk=min(chunk, FEW_LOGITS), autocast=given.compute.lower_precision)
+    carry = CarryOptions(1, chunk=min(chunk, PIECE_LOGITS), autocast=given.compute.lower_precision)
     with whole_weights(loaded):
         try:
             costs = measure_costs(loaded, batch, carry, meter=given.meter)

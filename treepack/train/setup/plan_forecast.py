@@ -9,7 +9,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from treepack.carry.smaller_plan import RunPlan
-from treepack.train.setup.run_plan import ModelProbe, RunRows, pass_sizes
+from treepack.train.setup.probes import ModelProbe
+from treepack.train.setup.run_plan import RunRows, pass_sizes
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ import torch
 from treepack import __version__
 from treepack.carry.limit import CarryCosts
 from treepack.train.setup.memory_input import MemoryInput
-from treepack.train.setup.run_plan import ModelProbe
+from treepack.train.setup.probes import ModelProbe
 
 # Seconds that the first steps of a model take longer with compiled layers, without cached code and with it.
 COLD, WARM = 45.0, 15.0
@@ -59,9 +59,9 @@ def known_probes(given: MemoryInput, chunk: int) -> ProbeRecord | None:
     with suppress(OSError, ValueError, TypeError, KeyError):
         if path is not None:
             record = json.loads(path.read_text())
-            fused = None if record["fused"] is None else ModelProbe(**record["fused"])
+            fused = None if record["fused"] is None else ModelProbe.from_record(record["fused"])
             pieces = {count: CarryCosts(**costs) for count, costs in record["pieces"].items()}
-            return ProbeRecord(ModelProbe(**record["plain"]), fused, record["only"], pieces)
+            return ProbeRecord(ModelProbe.from_record(record["plain"]), fused, record["only"], pieces)
     return None
 
 

@@ -39,7 +39,8 @@ from treepack.train.setup.model_probe import agreed, cast_bytes, probe_model
 from treepack.train.setup.piece_probe import measured_pieces, whole_bytes
 from treepack.train.setup.plan_forecast import PlanForecast
 from treepack.train.setup.probe_record import ProbeRecord, keep_probes, known_probes, pays
-from treepack.train.setup.run_plan import ModelProbe, PieceProbe, RunRoom, RunRows, choose_plan, pieces_may_win
+from treepack.train.setup.probes import ModelProbe, PieceProbe
+from treepack.train.setup.run_plan import WORTHWHILE, RunRoom, RunRows, choose_plan, pieces_may_win
 from treepack.train.sharding import adapt
 
 _log = logging.getLogger("treepack")
@@ -133,7 +134,7 @@ def _with_recorded(given: MemoryInput, plan: RunPlan, memory: StepMemory) -> Ste
     """Return the memory with the forecast of the run that this one continues, if there is one."""
     record = given.recorded
     with suppress(KeyError, TypeError):  # no forecast, or a different version of it
-        forecast = PlanForecast(ModelProbe(**record["probe"]), given.rows(), record["moved"], record["whole"])
+        forecast = PlanForecast(ModelProbe.from_record(record["probe"]), given.rows(), record["moved"], record["whole"])
         needed = forecast.num_bytes(plan) or 0
         memory = replace(memory, needed=needed, record=forecast.as_record(), forecast=forecast.num_bytes)
     return replace(memory, excess=record.get("excess", 0))
@@ -202,21 +203,39 @@ class _Planner:
         # Ranks that meet in every layer cannot repeat a step that lacks memory, so as much as possible stays free.
         for part in (1, 0.5, 0.25):
             with suppress(TreepackError):
-                return self._choose_within(self._room(int(part * self.memory.margin)), probes)
-        return self._choose_within(self._room(0), probes)
+                return self._choose_within(int(part * self.memory.margin), probes)
+        return self._choose_within(0, probes)
 
-    def _choose_within(
-        self, room: RunRoom, probes: list[ModelProbe]
-    ) -> tuple[RunPlan, RunRoom, tuple[PieceProbe, ...]]:
-        options, plan, pieces = self.given.options, None, tuple[PieceProbe, ...]()
-        with suppress(TreepackError):
-            plan = choose_plan(probes, self.rows, room, options)
+    def _choose_within(self, margin: int, probes: list[ModelProbe]) -> tuple[RunPlan, RunRoom, tuple[PieceProbe, ...]]:
+        """Return the plan, its room, and the measured pieces, with so much memory left.
+
+        One process can repeat a step, so half of that may be left for a plan that is much faster.
+        """
+        options, pieces = self.given.options, tuple[PieceProbe, ...]()
+        rooms = [self._room(each) for each in ((margin,) if self.given.ranks.grouped else (margin, margin // 2))]
+        found = self._fastest(probes, rooms)
         wanted = isinstance(options.carry, int) and self.rows.longest_of_all > options.carry
-        if wanted or (options.carry == "auto" and pieces_may_win(plan, probes, self.rows) and self._can_carry()):
+        whole = None if found is None else found[0]
+        if wanted or (options.carry == "auto" and pieces_may_win(whole, probes, self.rows) and self._can_carry()):
             self.rows = replace(self.rows, longest_path=self.given.longest_path())
-            plan, pieces = None, self._pieces(min(probes, key=lambda probe: probe.seconds_kept))
-        plan = plan or choose_plan(probes, self.rows, room, options, pieces)
+            pieces = self._pieces(min(probes, key=lambda probe: probe.seconds_kept))
+            found = self._fastest(probes, rooms, pieces)
+        if found is None:  # raises
+            found = choose_plan(probes, self.rows, rooms[-1], options, pieces), rooms[-1]
+        plan, room = found
         return plan, room.without_moments() if plan.offload_optimizer else room, pieces
+
+    def _fastest(
+        self, probes: list[ModelProbe], rooms: list[RunRoom], pieces: tuple[PieceProbe, ...] = ()
+    ) -> tuple[RunPlan, RunRoom] | None:
+        """Return the plan for the first room, or a plan for a later one that is much faster; None if none fits."""
+        found: tuple[RunPlan, RunRoom] | None = None
+        for room in rooms:
+            with suppress(TreepackError):
+                plan = choose_plan(probes, self.rows, room, self.given.options, pieces)
+                if found is None or WORTHWHILE * plan.seconds < found[0].seconds:
+                    found = plan, room
+        return found
 
     def _room(self, margin: int) -> RunRoom:
         """Return the free memory of the smallest rank, while gradients exist, without a margin."""

@@ -9,8 +9,6 @@ layers is tried only if no whole row fits without it; its copies count as far as
 Host memory for the moments of AdamW costs two copies a step, so it is taken where that leaves memory for a faster plan,
 or for any.
 
-    bytes of a pass = fixed + casts of the kept layers + tokens * bytes of a token with n recomputed layers
-                      + logits of a chunk, as far as they exceed what the backward pass of a layer needs later
     seconds of a token = max(seconds with n recomputed layers and attention, seconds to start a pass / its tokens)
 """
 
@@ -21,83 +19,20 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from treepack.carry.limit import LARGEST, CarryCosts, choose_limit
+from treepack.carry.limit import LARGEST, choose_limit
 from treepack.carry.smaller_plan import SMALLEST_PIECE, RunPlan, plan_in_words
 from treepack.data.joined import GPU_PASS
 from treepack.errors import TreepackError
 from treepack.train.options import CHUNK, TrainOptions
+from treepack.train.setup.probes import PIECE_LOGITS, ModelProbe, PieceProbe
 
 # Chunks of logits, the first one by default: smaller ones add up the gradient of the output layer more often.
 CHUNKS = (CHUNK, 1024, 512, 256)
 SMALLEST_PASS = 1024
 # Pieces must promise this factor: copies to host memory and the code between pieces are not in their estimates.
-_WORTHWHILE = 1.1
+WORTHWHILE = 1.1
 # A forward pass is a third of a forward and backward pass.
 _FORWARD = 1 / 3
-
-
-@dataclass(frozen=True)
-class ModelProbe:
-    """Measured bytes on the GPU, and seconds, of forward and backward passes over whole rows.
-
-    Attributes:
-        compiled: True if the layers were compiled.
-        num_layers: layers that can be recomputed; 0 if the model has none.
-        chunk: targets whose logits were in memory.
-        logits: bytes of a target's logits.
-        fixed: bytes of a pass beside its tokens, with the logits of `chunk` targets.
-        kept: bytes of a token if every layer keeps its activations.
-        recomputed: bytes of a token if every layer runs again in the backward pass.
-        seconds_kept: of a token.
-        seconds_recomputed: of a token.
-        launch: seconds of a pass of few tokens, in which the processor starts kernels and ranks exchange weights.
-        spared: bytes of a token that one more recomputed layer does not keep.
-        covered: bytes of a token that the backward pass of a layer needs when logits are free again.
-        casts: bytes of weights that layers cast, and keep for the backward pass unless they run again.
-    """
-
-    compiled: bool
-    num_layers: int
-    chunk: int
-    logits: int
-    fixed: int
-    kept: float
-    recomputed: float
-    seconds_kept: float
-    seconds_recomputed: float
-    launch: float
-    spared: float = 0.0
-    covered: float = 0.0
-    casts: int = 0
-
-    def pass_bytes(self, tokens: int, recomputed: int, chunk: int, *, moved: int = 0) -> int:
-        """Return the bytes of a pass of `tokens` tokens if the first `recomputed` layers run again.
-
-        Each of these layers moves `moved` bytes of a token to host memory; the tensors of two layers are on the GPU.
-        """
-        # The peak is before the backward pass, with all that layers keep, or in the recomputed layer that runs backward
-        # first, when the kept layers after it are free: 4 layers, kept 40, spared 10, recomputed 15 -> 40 30 20 15 15
-        per_token = max(self.recomputed, self.kept - recomputed * self.spared)
-        if recomputed and recomputed == self.num_layers:
-            per_token = self.recomputed
-        per_token -= max(0, recomputed - 2) * moved
-        logits = max(0.0, (chunk - self.chunk) * self.logits - self.covered * tokens)
-        casts = self.casts * (1 - recomputed / max(1, self.num_layers))
-        return int(self.fixed + casts + logits + tokens * per_token)
-
-    def seconds(self, recomputed: int) -> float:
-        """Return the seconds of a token in a long pass."""
-        share = recomputed / max(1, self.num_layers)
-        return self.seconds_kept + share * (self.seconds_recomputed - self.seconds_kept)
-
-
-@dataclass(frozen=True)
-class PieceProbe:
-    """Measured bytes of rows in pieces, with all layers recomputed or none."""
-
-    compiled: bool
-    recomputed: int
-    costs: CarryCosts
 
 
 @dataclass(frozen=True)
@@ -190,7 +125,7 @@ def choose_plan(
         plan, every = _fastest(probes, rows, room, options, pieces)
         if plan is not None:
             plan = replace(plan, offload_optimizer=away, seconds=plan.seconds + (room.moments_seconds if away else 0))
-            found = plan if found is None or _WORTHWHILE * plan.seconds < found.seconds else found
+            found = plan if found is None or WORTHWHILE * plan.seconds < found.seconds else found
     if found is not None:
         return found
     if not every and pieces:
@@ -222,7 +157,7 @@ def _fastest(
 
 
 def _expected_seconds(plan: RunPlan) -> float:
-    return plan.seconds * (1 if plan.pieces is None else _WORTHWHILE)
+    return plan.seconds * (1 if plan.pieces is None else WORTHWHILE)
 
 
 def _plans(
@@ -276,7 +211,7 @@ def _in_pieces(
     counts = layer_counts(options, probe.num_layers, (piece.recomputed,))
     limit = options.carry if isinstance(options.carry, int) else None
     states, plan = 0, None
-    fixed = piece.costs.fixed + max(0, chunk - probe.chunk) * probe.logits
+    fixed = piece.costs.fixed + max(0, chunk - PIECE_LOGITS) * probe.logits
     while piece.recomputed in counts:
         costs = replace(piece.costs, fixed=fixed + states)
         try:
@@ -311,7 +246,7 @@ def pieces_may_win(plan: RunPlan | None, probes: Sequence[ModelProbe], rows: Run
         return False
     probe = next(each for each in probes if each.compiled == plan.compile)
     half = min(LARGEST, _aligned(rows.longest_of_all // 2))
-    return plan.seconds > _WORTHWHILE * rows.cut(half).seconds((1 + rows.attention) * probe.seconds_kept, probe.launch)
+    return plan.seconds > WORTHWHILE * rows.cut(half).seconds((1 + rows.attention) * probe.seconds_kept, probe.launch)
 
 
 def pass_sizes(rows: RunRows, wanted: int | str) -> list[int]:
