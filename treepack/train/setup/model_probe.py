@@ -118,15 +118,15 @@ def probe_model(
         measured = {number: getattr(each, name) for number, each in known.items()}
         return _peak(measured, getattr(half, name), count, casts, None if plain is None else getattr(plain, name))
 
-    kept, recomputed = _seconds(known, count, plain)
+    seconds_kept, seconds_recomputed = _seconds(known, count, plain)
     return ModelProbe(
         compiled=compiled,
         num_layers=count,
         logits=logits,
         forward=peak("forward"),
         backward=peak("backward"),
-        seconds_kept=kept,
-        seconds_recomputed=recomputed,
+        seconds_kept=seconds_kept,
+        seconds_recomputed=seconds_recomputed,
         launch=known[0].start if plain is None else plain.launch,
         casts=casts,
     )
