@@ -30,13 +30,14 @@ from treepack.train.setup.probes import ModelProbe, PeakBytes
 from treepack.train.setup.run_data import open_data
 from treepack.train.setup.run_memory import MemoryChoices, choose_memory, coming_bytes
 from treepack.train.setup.run_model import check_fit, load_run_model
-from treepack.train.setup.run_plan import RunRoom, gib
+from treepack.train.setup.run_plan import RowCut, RunRoom, gib
 
 OPTIONS = TrainOptions(device="cpu", rows_per_step=2, compile=False, loss_chunk=64)
 PEAK = PeakBytes(1000, 200.0, 100.0)
 PLAIN = ModelProbe(False, 4, 12, PEAK, PEAK, 1e-4, 1.25e-4, 1e-3)
 FUSED = replace(PLAIN, compiled=True, seconds_kept=0.5e-4)
 Plan = Callable[..., tuple[MemoryChoices, MemoryInput]]
+_rows = MemoryInput.rows
 
 
 @pytest.fixture
@@ -207,23 +208,35 @@ def test_options_with_values_measure_nothing(plan: Plan) -> None:
 def test_half_of_the_margin_stays_free_if_all_of_it_cannot(plan: Plan) -> None:
     # 3 layers save 1,410,000 bytes beside 1 layer: less than the margin of 1,600,000, and more than half of it.
     choices, _ = plan(device_for(1, total=20_000_000), carry=None, offload_checkpoints=False)
-    assert choices.plan.checkpoint_layers == 3
+    assert choices.plan.checkpoint_layers == 4
 
 
-def test_half_of_the_margin_is_taken_for_a_plan_that_is_much_faster(plan: Plan) -> None:
-    # A margin of 1,600,000: all of it leaves room for 2 layers that run again, and half of it for none.
+def test_half_of_the_margin_is_taken_for_a_much_faster_plan_that_recomputes_all_layers(
+    plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A margin of 1,600,000: half of it leaves room for the row if all layers run again. Pieces fit beside all of it.
+    monkeypatch.setattr(run_memory, "pieces_may_win", lambda *_: True)
+    monkeypatch.setattr(run_memory, "measured_pieces", lambda *_: CarryCosts(4, 1000, 730, 8, 8, 4, 1))
+    tight = device_for(4, total=20_000_000, again=4.0)  # 1.5 times as long as a row whose layers keep their activations
+    tight = replace(tight, free=tight.free + 800_000)
+    for forward, pieces in ((3 * 1408, False), (0, True)):  # pieces that take 2 times as long, and as long
+        cut = RowCut(((forward, False), (1408, True)))
+        monkeypatch.setattr(MemoryInput, "rows", lambda given, cut=cut: replace(_rows(given), cut=lambda _: cut))
+        choices, _ = plan(tight, offload_checkpoints=False)
+        assert (choices.plan.carry is not None) == pieces
+        assert pieces or choices.plan.checkpoint_layers == 4
+    # Layers that keep their activations have all of the margin beside them.
     roomy = device_for(0, total=20_000_000)
-    options: dict[str, Any] = {"carry": None, "offload_checkpoints": False}
-    for again, layers in ((4.0, 0), (1.25, 2)):  # the time of layers that all run again: 24 % or 2 % more of the row's
-        choices, _ = plan(replace(roomy, free=roomy.free + 800_000, again=again), **options)
-        assert choices.plan.checkpoint_layers == layers
+    roomy = replace(roomy, free=roomy.free + 800_000, again=4.0)
+    choices, _ = plan(roomy, carry=None, offload_checkpoints=False, offload_optimizer=False)
+    assert choices.plan.checkpoint_layers == 2
 
 
 def test_a_plan_that_needs_the_margin_is_better_than_none(plan: Plan) -> None:
-    options: dict[str, Any] = {"carry": None, "offload_checkpoints": False}
+    options: dict[str, Any] = {"carry": None, "offload_checkpoints": False, "offload_optimizer": False}
     device = device_for(3, total=4_000_000)  # a margin of 320,000 bytes
     choices, _ = plan(device, **options)
-    assert choices.plan.checkpoint_layers == 3
+    assert choices.plan.checkpoint_layers == 4
     assert device.free - 320_000 < choices.plan.num_bytes <= device.free
     with pytest.raises(TreepackError, match=r"^a row of 1,408 tokens needs at least .* of GPU memory"):
         plan(replace(device, free=device.free - 400_000), **options)

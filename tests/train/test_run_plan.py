@@ -139,9 +139,9 @@ def test_an_h100_keeps_as_many_layers_as_fit_and_compiles() -> None:
     assert choose_plan([EAGER, FUSED], ROWS, RunRoom(90 * GIB), AUTO).checkpoint_layers == 0
 
 
-def test_kept_layers_leave_the_memory_in_which_ranks_exchange_weights() -> None:
-    def layers(gpu: int, exchange: int, **changes: object) -> int:
-        room = RunRoom(gpu * GIB, exchange=exchange * GIB)
+def test_kept_layers_leave_more_memory_free() -> None:
+    def layers(gpu: int, spare: int, **changes: object) -> int:
+        room = RunRoom(gpu * GIB, spare=spare * GIB)
         options = replace(AUTO, loss_chunk=2048, offload_checkpoints=False, **changes)  # type: ignore[arg-type]
         return choose_plan([FUSED], ROWS, room, options).checkpoint_layers
 

@@ -209,10 +209,13 @@ class _Planner:
     def _choose_within(self, margin: int, probes: list[ModelProbe]) -> tuple[RunPlan, RunRoom, tuple[PieceProbe, ...]]:
         """Return the plan, its room, and the measured pieces, with so much memory left.
 
-        One process can repeat a step, so half of that may be left for a plan that is much faster.
+        One process can repeat a step, so half of that may be left for a plan that is much faster and recomputes all
+        layers.
         """
         options, pieces = self.given.options, tuple[PieceProbe, ...]()
-        rooms = [self._room(each) for each in ((margin,) if self.given.ranks.grouped else (margin, margin // 2))]
+        rooms = [self._room(margin)]
+        if not self.given.ranks.grouped:
+            rooms.append(replace(self._room(margin // 2), spare=margin - margin // 2))
         found = self._fastest(probes, rooms)
         wanted = isinstance(options.carry, int) and self.rows.longest_of_all > options.carry
         whole = None if found is None else found[0]

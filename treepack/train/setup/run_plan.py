@@ -82,7 +82,7 @@ class RunRoom:
     """Free bytes: `gpu` beside weights, gradients and optimiser, and `host`; bytes that a layer's token moves there.
 
     The `moments` bytes of AdamW may move to host memory too, which costs `moments_seconds` of a token. If some layers
-    keep their activations, `exchange` bytes stay free for the exchange of weights between ranks.
+    keep their activations, `spare` more bytes stay free.
     """
 
     # Bytes a second, each way at the same time, cautiously: PCIe 5 has twice as many.
@@ -93,7 +93,7 @@ class RunRoom:
     moved: int = 0
     moments: int = 0
     moments_seconds: float = 0.0
-    exchange: int = 0
+    spare: int = 0
 
     def without_moments(self) -> RunRoom:
         """Return the room when the moments are in host memory."""
@@ -192,9 +192,10 @@ def _whole(
             size = probe.pass_bytes(tokens, recomputed, chunk, moved=room.moved if offload else 0)
             if offload and recomputed * room.moved * tokens > room.host:
                 continue
-            # FSDP2 gathers in streams of its own; with less room the allocator moves memory between streams each step.
+            # Kept activations are of many sizes, and FSDP2 gathers in streams of its own: with less room the allocator
+            # gives all that is free back to the GPU in every step.
             keeps = options.checkpoint_layers == "auto" and recomputed < probe.num_layers
-            if keeps and room.gpu - room.exchange < size <= room.gpu:
+            if keeps and room.gpu - room.spare < size <= room.gpu:
                 continue
             start = probe.launch / max(1, min(tokens, max(rows.step_tokens, rows.longest)))
             seconds = max(probe.seconds(recomputed) + rows.attention * probe.seconds_kept, start)
