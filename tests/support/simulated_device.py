@@ -3,9 +3,9 @@
     with simulated(device, causal):      counts the tokens of every pass of the model
         ... device.meter                 the MemoryMeter that a planner reads
 
-A pass over n tokens has a peak of fixed + n * (kept or recomputed) bytes, and takes launch + n * seconds. The last
-layer that is recomputed has its activations for a moment, so it saves nothing. With `layer`, layers keep and free bytes
-as those of a real pass (`LayerBytes`), which has its second peak after the gradients have gone through a layer.
+A pass over n tokens has a peak of fixed + n * (kept or recomputed) bytes, and takes launch + n * seconds. With `layer`,
+layers keep and free bytes as those of a real pass (`LayerBytes`), which has its second peak after the gradients have
+gone through a layer.
 """
 
 from __future__ import annotations
@@ -84,8 +84,7 @@ class SimulatedDevice:
         """Count a pass."""
         adapted = adapted_layers(causal)
         share = 0.0 if adapted is None else adapted.recomputed / len(adapted.modules)
-        saves = 0.0 if adapted is None else min(1.0, adapted.recomputed / max(1, len(adapted.modules) - 1))
-        forward = backward = self.kept + saves * (self.recomputed - self.kept)
+        forward = backward = self.kept + share * (self.recomputed - self.kept)
         if self.layer is not None and adapted is not None:
             numbers = adapted.recomputed, len(adapted.modules)
             forward, backward = self.layer.forward(*numbers), self.layer.backward(*numbers)
@@ -129,11 +128,9 @@ class ScriptedMemory:
             if done:
                 return 0  # of a step
             # Of each length a pass with every layer recomputed and one with none, each with two peaks; before those of
-            # the first length another pass. The last pass recomputes half of the layers.
+            # the first length another pass.
             number = max(0, next(peaks) // 2 - 1)  # the very first pass compiles
             place = number - 2 if number > 3 else number // 2
-            if place >= 2 * len(LENGTHS):
-                return int(LENGTHS[-1] * (self.recomputed + self.kept) / 2)
             return int(LENGTHS[place // 2] * (self.kept if place % 2 else self.recomputed))
 
         def free() -> int:

@@ -13,12 +13,12 @@ import torch
 from support.oracle_model import Sample, make_row, tiny_config
 from support.simulated_device import LayerBytes, SimulatedDevice, simulated
 from treepack.data.batch import Batch, make_batch
+from treepack.memory.pass_memory import ModelProbe
 from treepack.model.layers import adapt_layers, adapted_layers
 from treepack.model.load import load_model
 from treepack.model.loaded import LoadedModel
 from treepack.train.ranks import Ranks
 from treepack.train.setup.model_probe import agreed, cast_bytes, chains, probe_model
-from treepack.train.setup.probes import ModelProbe
 
 LAYERS = 3
 
@@ -52,7 +52,6 @@ def test_peaks_and_times_give_the_bytes_and_seconds_of_a_token(loaded: LoadedMod
         "fixed": device.fixed,
         "kept": pytest.approx(device.kept),
         "recomputed": pytest.approx(device.recomputed),
-        "spared": pytest.approx((device.kept - device.recomputed) / (LAYERS - 1)),
     }
     logits = 12 * vocabulary
     expected = {
@@ -67,8 +66,8 @@ def test_peaks_and_times_give_the_bytes_and_seconds_of_a_token(loaded: LoadedMod
         "casts": 0,
     }
     assert asdict(result) == expected
-    # 128 tokens take 12.8 starts. One pass of each kind compiles, and one recomputes half of the layers.
-    assert device.passes == 3 * 2 + 2 + 1
+    # 128 tokens take 12.8 starts. One pass of each kind compiles.
+    assert device.passes == 3 * 2 + 2
     # The model is as before, except that gradients exist.
     adapted = adapted_layers(loaded.causal)
     assert adapted is not None
@@ -109,7 +108,7 @@ def test_longer_passes_run_until_the_processor_is_not_what_they_wait_for(loaded:
     # A start takes 1,000 us and a token 10: passes of 64 tokens or fewer show nothing of the GPU.
     device = SimulatedDevice(free=10**9, launch=0.001, seconds=1e-5)
     result = probe(loaded, device, lengths=(16, 64, 128, 256, 512, 1024))
-    assert device.passes == 3 * 2 + 3  # 128 recomputed tokens take 1.6 starts
+    assert device.passes == 3 * 2 + 2  # 128 recomputed tokens take 1.6 starts
     assert result.seconds_kept == pytest.approx(device.seconds)
     assert result.launch == pytest.approx(device.launch)
 
@@ -119,7 +118,7 @@ def test_compiled_layers_run_only_the_longest_passes_that_fit(loaded: LoadedMode
     # 128 kept tokens fit, and 256 recomputed ones.
     device = SimulatedDevice(free=1_000_000 + 300_000)
     result = probe(loaded, device, compiled=True, plain=plain)
-    assert device.passes == 2 + 1 + 3
+    assert device.passes == 2 + 1 + 2
     assert result.backward.kept == pytest.approx(device.kept)
     assert result.backward.recomputed == pytest.approx(device.recomputed)
     assert result.launch == plain.launch
@@ -149,7 +148,7 @@ def test_a_pass_that_does_not_fit_by_the_shorter_ones_is_not_run(loaded: LoadedM
     # 128 tokens fit, and 256 only if layers are recomputed; a pass that does not fit would raise an error.
     device = SimulatedDevice(free=1_000_000 + 300_000, launch=0.02)
     result = probe(loaded, device)
-    assert device.passes == 4 * 2 - 1 + 3
+    assert device.passes == 4 * 2 - 1 + 2
     assert result.backward.kept == pytest.approx(device.kept)
     assert result.backward.recomputed == pytest.approx(device.recomputed)
 
@@ -194,7 +193,6 @@ def test_ranks_agree_on_the_largest_numbers(loaded: LoadedModel) -> None:
         assert (peak.fixed, peak.kept, peak.recomputed) == pytest.approx(
             (2 * mine.fixed, 2 * mine.kept, 2 * mine.recomputed)
         )
-        assert peak.spared == pytest.approx(mine.spared, abs=1 / 1024)
     assert result.seconds_recomputed == pytest.approx(2 * own.seconds_recomputed)
     assert (result.num_layers, result.logits, result.casts) == (own.num_layers, own.logits, own.casts)
 

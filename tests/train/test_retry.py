@@ -19,6 +19,7 @@ from support.strategies import make
 from treepack.carry import smaller_plan
 from treepack.errors import TreepackError
 from treepack.memory.device_memory import MemoryMeter, StepMemory
+from treepack.memory.pass_memory import ModelProbe, PeakBytes
 from treepack.model.layers import adapted_layers
 from treepack.train.loop import train
 from treepack.train.optimiser import make_optimiser, prepare_states
@@ -30,7 +31,6 @@ from treepack.train.saving.choices import recorded_memory, with_recorded
 from treepack.train.saving.run_directory import begin, record_plan
 from treepack.train.setup.opening import open_run, resume_run
 from treepack.train.setup.plan_forecast import PlanForecast
-from treepack.train.setup.probes import ModelProbe, PeakBytes
 from treepack.train.setup.run_plan import RunRows
 from treepack.train.step import StepMetrics
 
@@ -237,7 +237,7 @@ def measured(run: TrainingRun, device: Device, *, kept: float, recomputed: float
     """Return the run as if passes over its longest row had been measured: GiB with and without activations."""
     longest = 128  # rows are padded
     kept, recomputed = kept * 2**30 / longest, recomputed * 2**30 / longest
-    peak = PeakBytes(0, kept, recomputed, kept - recomputed)
+    peak = PeakBytes(0, kept, recomputed)
     probe = ModelProbe(False, LAYERS, 0, peak, peak, 1, 1, 0)
     forecast = PlanForecast(probe, RunRows(longest, longest, longest, step_tokens=longest), moved=0)
     memory = StepMemory(device.meter, int(kept * longest), record=forecast.as_record(), forecast=forecast.num_bytes)

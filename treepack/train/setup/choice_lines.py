@@ -6,9 +6,9 @@ from datetime import timedelta
 
 from treepack.carry.smaller_plan import RunPlan
 from treepack.memory.device_memory import update_bytes
+from treepack.memory.pass_memory import ModelProbe
 from treepack.train.options import CHUNK, STATE_BYTES
 from treepack.train.setup.memory_input import MemoryInput
-from treepack.train.setup.probes import ModelProbe
 from treepack.train.setup.run_plan import RunRoom, RunRows, gib
 
 
@@ -34,9 +34,8 @@ def choice_lines(
         pieces: True if rows in pieces were measured too.
     """
     options = given.options
-    peaks = (probe.forward, probe.backward)
     kept, recomputed = (
-        f"{max(each.of_token(count, probe.num_layers) for each in peaks) / 1024:,.0f} KiB"
+        f"{max(probe.token_bytes(peak, count) for peak in (probe.forward, probe.backward)) / 1024:,.0f} KiB"
         for count in (0, probe.num_layers)
     )
     lines = {

@@ -1,12 +1,12 @@
 """Measurement of a model before its first step: bytes and seconds of passes over a few made-up sequences.
 
-model, a row --probe_model--> ModelProbe        whole rows, with every layer recomputed, half of them, and none
+model, a row --probe_model--> ModelProbe        whole rows, with every layer recomputed and with none
 ModelProbe --agreed--> ModelProbe               the cautious numbers of all ranks, so that all of them choose one plan
 
-Each pass has two peaks, until the gradients reach the last layer and after that (`probes`). Before the passes one
-compiles, kernels in threads. A longer pass runs only if the shorter ones took hardly longer than the processor needs to
-start them, and if it fits by them: ranks of a sharded model meet in every layer, so a rank that runs out of memory
-inside a pass would leave the others waiting.
+Each pass has two peaks, until the gradients reach the last layer and after that (`memory.pass_memory`). Before them one
+pass compiles, kernels in threads. A longer pass runs only if the shorter ones took hardly longer than the processor
+needs to start them, and if it fits by them: ranks of a sharded model meet in every layer, so a rank that runs out of
+memory inside a pass would leave the others waiting.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from treepack.data.batch import Batch, empty_batch
 from treepack.memory.device_memory import MemoryMeter
+from treepack.memory.pass_memory import ModelProbe, PeakBytes
 from treepack.model.experts.weights import cast_once
 from treepack.model.forward import WholeRows
 from treepack.model.layers import adapted_layers, find_layers, recomputed_layers
@@ -28,7 +29,6 @@ from treepack.model.loaded import LoadedModel
 from treepack.train.options import CHUNK
 from treepack.train.ranks import Ranks
 from treepack.train.setup.kernel_threads import compile_in_threads
-from treepack.train.setup.probes import ModelProbe, PeakBytes
 
 # Tokens of the passes. From the two longest, a straight line gives the bytes of a token. None is the size of a layer
 # (64, 2048, ...), for which torch.compile would make code of its own.
@@ -57,7 +57,7 @@ def probe_model(
     counts: Sequence[int] | None = None,
     casts: int = 0,
 ) -> ModelProbe:
-    """Measure forward and backward passes with every layer recomputed, with half of them, and with none.
+    """Measure forward and backward passes with every layer recomputed and with none.
 
     All ranks of a sharded model must call this. Gradients of parameters exist in the end; weights and random generators
     are as before.
@@ -107,16 +107,12 @@ def probe_model(
                         continue
                     with recomputed_layers(loaded.causal, recomputed):
                         passes.measure(runner, batch, length, meter)
-            half = _Passes(chunk, logits)
-            if len(known) > 1 and count > 1:
-                with recomputed_layers(loaded.causal, count // 2):
-                    half.measure(runner, batch, max(known[0].seconds), meter, compiles=False)
     finally:
         loaded.model.train(training)
 
     def peak(name: str) -> PeakBytes:
         measured = {number: getattr(each, name) for number, each in known.items()}
-        return _peak(measured, getattr(half, name), count, casts, None if plain is None else getattr(plain, name))
+        return _peak(measured, count, casts, None if plain is None else getattr(plain, name))
 
     seconds_kept, seconds_recomputed = _seconds(known, count, plain)
     return ModelProbe(
@@ -132,14 +128,11 @@ def probe_model(
     )
 
 
-def _peak(
-    measured: dict[int, dict[int, int]], half: dict[int, int], count: int, casts: int, plain: PeakBytes | None
-) -> PeakBytes:
+def _peak(measured: dict[int, dict[int, int]], count: int, casts: int, plain: PeakBytes | None) -> PeakBytes:
     """Return the line of a peak: the first number of recomputed layers gives the bytes beside the tokens.
 
     Args:
         measured: bytes of passes by number of recomputed layers and by tokens.
-        half: the same of a pass with half of the layers recomputed; empty if there was none.
         count: number of layers.
         casts: as in `ModelProbe`; only layers that keep activations keep casts.
         plain: the peak of layers without compilation.
@@ -150,11 +143,7 @@ def _peak(
     for number, sizes in measured.items():
         longest = max(sizes)
         rates[number] = max(1.0, (sizes[longest] - fixed - (0 if number else casts)) / longest)
-    spared = rates[0] - rates[count] if plain is None or len(measured) > 1 else plain.spared
-    for length, num_bytes in half.items():  # of the longest pass that kept all; without the casts of half of the layers
-        saved = measured[0][length] - num_bytes - casts * (count // 2) / count
-        spared = saved / length / (count // 2)
-    return PeakBytes(fixed, rates[0], rates[count], max(0.0, spared))
+    return PeakBytes(fixed, rates[0], rates[count])
 
 
 def _seconds(known: dict[int, _Passes], count: int, plain: ModelProbe | None) -> tuple[float, float]:
@@ -199,12 +188,10 @@ class _Passes:
         )
         return int(max(forward + min(self.chunk, length) * self.logits, backward))
 
-    def measure(
-        self, runner: WholeRows, batch: Batch, length: int, meter: MemoryMeter, *, compiles: bool = True
-    ) -> None:
-        """Run a pass of `length` tokens; before the first one, the same pass `compiles`."""
+    def measure(self, runner: WholeRows, batch: Batch, length: int, meter: MemoryMeter) -> None:
+        """Run a pass of `length` tokens; before the first one, the same pass compiles."""
         row = chains(batch, length)
-        if compiles and not self.seconds:
+        if not self.seconds:
             _measured(runner, row, meter)
         forward, self.backward[length], self.seconds[length] = _measured(runner, row, meter)
         self.forward[length] = max(0, forward - min(self.chunk, length) * self.logits)
@@ -304,8 +291,7 @@ def agreed(probe: ModelProbe, ranks: Ranks) -> ModelProbe:
 
     def cautious(peak: PeakBytes) -> PeakBytes:
         kept, recomputed = (largest(each, _BYTES) for each in (peak.kept, peak.recomputed))
-        spared = ranks.smallest(int(peak.spared * _BYTES)) / _BYTES  # the smallest number promises least
-        return PeakBytes(-ranks.smallest(-peak.fixed), kept, recomputed, spared)
+        return PeakBytes(-ranks.smallest(-peak.fixed), kept, recomputed)
 
     return replace(
         probe,

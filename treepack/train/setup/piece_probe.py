@@ -14,7 +14,7 @@ from treepack.memory.shortage import is_memory_error
 from treepack.model.forward import WholeRows
 from treepack.model.loaded import LoadedModel
 from treepack.train.setup.memory_input import MemoryInput
-from treepack.train.setup.probes import PIECE_LOGITS
+from treepack.train.setup.run_plan import PIECE_LOGITS
 from treepack.train.sharding import summing_gradients, whole_weights
 
 

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from treepack.carry.smaller_plan import RunPlan
-from treepack.train.setup.probes import ModelProbe
+from treepack.memory.pass_memory import ModelProbe
 from treepack.train.setup.run_plan import RunRows, pass_sizes
 
 

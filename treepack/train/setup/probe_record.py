@@ -19,8 +19,8 @@ import torch
 
 from treepack import __version__
 from treepack.carry.limit import CarryCosts
+from treepack.memory.pass_memory import ModelProbe
 from treepack.train.setup.memory_input import MemoryInput
-from treepack.train.setup.probes import ModelProbe
 
 # Seconds that the first steps of a model take longer with compiled layers, without cached code and with it.
 COLD, WARM = 45.0, 15.0

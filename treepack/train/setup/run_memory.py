@@ -28,6 +28,7 @@ from treepack.data.joined import usual_pass
 from treepack.errors import TreepackError
 from treepack.memory.device_memory import StepMemory, update_bytes
 from treepack.memory.offload import LayerOffload
+from treepack.memory.pass_memory import ModelProbe
 from treepack.memory.shortage import memory_errors
 from treepack.model.layers import adapted_layers, compiler_errors, find_layers, has_compiled_layers, set_recomputed
 from treepack.model.loaded import LoadedModel
@@ -39,8 +40,7 @@ from treepack.train.setup.model_probe import agreed, cast_bytes, probe_model
 from treepack.train.setup.piece_probe import measured_pieces, whole_bytes
 from treepack.train.setup.plan_forecast import PlanForecast
 from treepack.train.setup.probe_record import ProbeRecord, keep_probes, known_probes, pays
-from treepack.train.setup.probes import ModelProbe, PieceProbe
-from treepack.train.setup.run_plan import WORTHWHILE, RunRoom, RunRows, choose_plan, pieces_may_win
+from treepack.train.setup.run_plan import PieceProbe, RunRoom, RunRows, choose_plan, choose_room, pieces_may_win
 from treepack.train.sharding import adapt
 
 _log = logging.getLogger("treepack")
@@ -216,29 +216,16 @@ class _Planner:
         rooms = [self._room(margin)]
         if not self.given.ranks.grouped:
             rooms.append(replace(self._room(margin // 2), spare=margin - margin // 2))
-        found = self._fastest(probes, rooms)
-        wanted = isinstance(options.carry, int) and self.rows.longest_of_all > options.carry
+        found = None
+        with suppress(TreepackError):
+            found = choose_room(probes, self.rows, rooms, options)
         whole = None if found is None else found[0]
+        wanted = isinstance(options.carry, int) and self.rows.longest_of_all > options.carry
         if wanted or (options.carry == "auto" and pieces_may_win(whole, probes, self.rows) and self._can_carry()):
             self.rows = replace(self.rows, longest_path=self.given.longest_path())
-            pieces = self._pieces(min(probes, key=lambda probe: probe.seconds_kept))
-            found = self._fastest(probes, rooms, pieces)
-        if found is None:  # raises
-            found = choose_plan(probes, self.rows, rooms[-1], options, pieces), rooms[-1]
-        plan, room = found
+            found, pieces = None, self._pieces(min(probes, key=lambda probe: probe.seconds_kept))
+        plan, room = found or choose_room(probes, self.rows, rooms, options, pieces)
         return plan, room.without_moments() if plan.offload_optimizer else room, pieces
-
-    def _fastest(
-        self, probes: list[ModelProbe], rooms: list[RunRoom], pieces: tuple[PieceProbe, ...] = ()
-    ) -> tuple[RunPlan, RunRoom] | None:
-        """Return the plan for the first room, or a plan for a later one that is much faster; None if none fits."""
-        found: tuple[RunPlan, RunRoom] | None = None
-        for room in rooms:
-            with suppress(TreepackError):
-                plan = choose_plan(probes, self.rows, room, self.given.options, pieces)
-                if found is None or WORTHWHILE * plan.seconds < found[0].seconds:
-                    found = plan, room
-        return found
 
     def _room(self, margin: int) -> RunRoom:
         """Return the free memory of the smallest rank, while gradients exist, without a margin."""

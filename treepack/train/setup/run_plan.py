@@ -16,23 +16,35 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from treepack.carry.limit import LARGEST, choose_limit
+from treepack.carry.limit import LARGEST, CarryCosts, choose_limit
 from treepack.carry.smaller_plan import SMALLEST_PIECE, RunPlan, plan_in_words
 from treepack.data.joined import GPU_PASS
 from treepack.errors import TreepackError
+from treepack.memory.pass_memory import ModelProbe
 from treepack.train.options import CHUNK, TrainOptions
-from treepack.train.setup.probes import PIECE_LOGITS, ModelProbe, PieceProbe
 
 # Chunks of logits, the first one by default: smaller ones add up the gradient of the output layer more often.
 CHUNKS = (CHUNK, 1024, 512, 256)
 SMALLEST_PASS = 1024
+# Targets whose logits are in memory while pieces are measured: more would hide the memory of layers in short pieces.
+PIECE_LOGITS = 128
 # Pieces must promise this factor: copies to host memory and the code between pieces are not in their estimates.
-WORTHWHILE = 1.1
+_WORTHWHILE = 1.1
 # A forward pass is a third of a forward and backward pass.
 _FORWARD = 1 / 3
+
+
+@dataclass(frozen=True)
+class PieceProbe:
+    """Measured bytes of rows in pieces, with all layers recomputed or none."""
+
+    compiled: bool
+    recomputed: int
+    costs: CarryCosts
 
 
 @dataclass(frozen=True)
@@ -125,7 +137,7 @@ def choose_plan(
         plan, every = _fastest(probes, rows, room, options, pieces)
         if plan is not None:
             plan = replace(plan, offload_optimizer=away, seconds=plan.seconds + (room.moments_seconds if away else 0))
-            found = plan if found is None or WORTHWHILE * plan.seconds < found.seconds else found
+            found = plan if found is None or _WORTHWHILE * plan.seconds < found.seconds else found
     if found is not None:
         return found
     if not every and pieces:
@@ -136,6 +148,27 @@ def choose_plan(
             rows.longest_of_all, rows.longest_path, costs, gpu_bytes=room.gpu, host_bytes=room.host, limit=limit
         )
     raise _refusal(min(every, key=lambda plan: plan.num_bytes, default=None), probes, rows, room)
+
+
+def choose_room(
+    probes: Sequence[ModelProbe],
+    rows: RunRows,
+    rooms: Sequence[RunRoom],
+    options: TrainOptions,
+    pieces: Sequence[PieceProbe] = (),
+) -> tuple[RunPlan, RunRoom]:
+    """Return the plan for the first room that has one, or for a later one if it is much faster, and the room.
+
+    Raises:
+        TreepackError: as `choose_plan`, for the last room.
+    """
+    found: tuple[RunPlan, RunRoom] | None = None
+    for room in rooms:
+        with suppress(TreepackError):
+            plan = choose_plan(probes, rows, room, options, pieces)
+            if found is None or _WORTHWHILE * plan.seconds < found[0].seconds:
+                found = plan, room
+    return found or (choose_plan(probes, rows, rooms[-1], options, pieces), rooms[-1])
 
 
 def _fastest(
@@ -157,7 +190,7 @@ def _fastest(
 
 
 def _expected_seconds(plan: RunPlan) -> float:
-    return plan.seconds * (1 if plan.pieces is None else WORTHWHILE)
+    return plan.seconds * (1 if plan.pieces is None else _WORTHWHILE)
 
 
 def _plans(
@@ -247,7 +280,7 @@ def pieces_may_win(plan: RunPlan | None, probes: Sequence[ModelProbe], rows: Run
         return False
     probe = next(each for each in probes if each.compiled == plan.compile)
     half = min(LARGEST, _aligned(rows.longest_of_all // 2))
-    return plan.seconds > WORTHWHILE * rows.cut(half).seconds((1 + rows.attention) * probe.seconds_kept, probe.launch)
+    return plan.seconds > _WORTHWHILE * rows.cut(half).seconds((1 + rows.attention) * probe.seconds_kept, probe.launch)
 
 
 def pass_sizes(rows: RunRows, wanted: int | str) -> list[int]:

@@ -1,4 +1,4 @@
-"""Measurements of a model, from which `run_plan` computes the memory and the time of passes that did not run.
+"""Measurements of a model's passes, and the memory and time of passes that did not run.
 
     bytes of a pass = casts of the kept layers + the larger peak of two:
         forward     until the gradients reach the last layer: what layers keep, and the logits of a chunk
@@ -12,11 +12,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from treepack.carry.limit import CarryCosts
-
-# Targets whose logits are in memory while pieces are measured: more would hide the memory of layers in short pieces.
-PIECE_LOGITS = 128
-
 
 @dataclass(frozen=True)
 class PeakBytes:
@@ -26,21 +21,11 @@ class PeakBytes:
         fixed: bytes beside the tokens.
         kept: bytes of a token if every layer keeps its activations.
         recomputed: bytes of a token if every layer runs again in the backward pass.
-        spared: bytes of a token that one more recomputed layer does not keep.
     """
 
     fixed: int
     kept: float
     recomputed: float
-    spared: float = 0.0
-
-    def of_token(self, recomputed: int, num_layers: int) -> float:
-        """Return the bytes of a token if the first `recomputed` of the layers run again."""
-        if recomputed and recomputed == num_layers:
-            return self.recomputed
-        # The peak is before the backward pass, with all that layers keep, or in the recomputed layer that runs backward
-        # first, when the kept layers after it are free: 4 layers, kept 40, spared 10, recomputed 15 -> 40 30 20 15 15
-        return max(self.recomputed, self.kept - recomputed * self.spared)
 
 
 @dataclass(frozen=True)
@@ -79,6 +64,16 @@ class ModelProbe:
         peaks = {name: PeakBytes(**record[name]) for name in ("forward", "backward")}
         return cls(**{**record, **peaks})
 
+    def token_bytes(self, peak: PeakBytes, recomputed: int) -> float:
+        """Return the bytes of a token at a peak if the first `recomputed` layers run again."""
+        if recomputed and recomputed == self.num_layers:
+            return peak.recomputed
+        # What one more recomputed layer does not keep: at the end of the forward pass there is nothing else.
+        spared = (self.forward.kept - self.forward.recomputed) / max(1, self.num_layers)
+        # The peak is while kept layers run backward, or in the recomputed layer that runs backward first, when they are
+        # free: 4 layers, kept 40, spared 8, recomputed 15 -> 40 32 24 16 15
+        return max(peak.recomputed, peak.kept - recomputed * spared)
+
     def pass_bytes(self, tokens: int, recomputed: int, chunk: int, *, moved: int = 0) -> int:
         """Return the bytes of a pass of `tokens` tokens if the first `recomputed` layers run again.
 
@@ -87,8 +82,7 @@ class ModelProbe:
         """
         away = max(0, recomputed - 2) * moved
         forward, backward = (
-            each.fixed + tokens * (each.of_token(recomputed, self.num_layers) - away)
-            for each in (self.forward, self.backward)
+            peak.fixed + tokens * (self.token_bytes(peak, recomputed) - away) for peak in (self.forward, self.backward)
         )
         casts = self.casts * (1 - recomputed / max(1, self.num_layers))
         return int(casts + max(forward + min(chunk, tokens) * self.logits, backward))
@@ -97,12 +91,3 @@ class ModelProbe:
         """Return the seconds of a token in a long pass."""
         share = recomputed / max(1, self.num_layers)
         return self.seconds_kept + share * (self.seconds_recomputed - self.seconds_kept)
-
-
-@dataclass(frozen=True)
-class PieceProbe:
-    """Measured bytes of rows in pieces, with all layers recomputed or none."""
-
-    compiled: bool
-    recomputed: int
-    costs: CarryCosts
