@@ -54,7 +54,8 @@ def stats(
     """Return how much rollouts share, how much of it a packing keeps, and the forecast of the speed-up.
 
     Args:
-        paths: a trie directory, a packed directory, or raw rollouts as for `build_trie_directory`.
+        paths: a trie directory, a packed directory, an output of `treepack prepare`, or raw rollouts as for
+            `build_trie_directory`.
         options: what to add, and how raw rollouts are read.
         memory: bytes to use, None for `usual_memory`; tokens and columns that need more are mapped from temporary
             files. The result does not depend on it.
