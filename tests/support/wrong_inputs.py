@@ -86,6 +86,9 @@ WRONG_INPUTS = {
     "train data --model m.json --out run --resume --rows-per-step 3 --eval data": "run: cannot resume: --eval was not "
     "given when the run started and is given now; --lr was 0.5 when the run started and is 1e-05 now; --rows-per-step "
     "was 8 when the run started and is 3 now; restore them, or start a new --out",
+    "train data --model m.json --out old --resume --lr 0.5": "old: cannot resume: --optimizer was 'adamw-8bit' when "
+    "the run started, and this treepack has no such option; continue with treepack 0.1.0, which started it, or start a new "
+    "--out",
     "train none --model m.json --verify": MISSING,
     "train data --model m.json --out x --loss opd --teacher ./none": NO_MODEL,
     "train data --model m.json --out x --loss opd --teacher wide.json": "wide.json: its output layer has 200 words and "
@@ -186,6 +189,9 @@ def write_inputs(folder: Path) -> Path:
         "options": options.fixed_options,
     }
     (folder / "run" / RUN).write_text(json.dumps(record))
+    (folder / "old").mkdir()
+    removed = {**record, "treepack": "0.1.0", "options": {**options.fixed_options, "optimizer": "adamw-8bit"}}
+    (folder / "old" / RUN).write_text(json.dumps(removed))
     return folder
 
 
