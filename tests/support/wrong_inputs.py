@@ -78,6 +78,8 @@ WRONG_INPUTS = {
     "train data --model m.json --out x --eval none": MISSING,
     "train data --model m.json --out x --device gpu": NO_DEVICE,
     "train data --model m.json --out x --mix 1,1": "--mix has 2 of 1 shares; give one for each packed directory",
+    "train steps steps --mix 1,1 --model m.json --out x": "steps, steps: rows of training steps keep the order of "
+    "these steps and cannot be taken in shares; omit --mix, which trains each step on the rows of all directories",
     "train data --model m.json --out x --init-from ./none": NO_MODEL,
     "train data --model m.json --out x --loss grpo": "data/packed: has no term_advantage, which the loss grpo needs; "
     "compute them with `treepack advantages`, or give every rollout an advantage, and pack again",
@@ -87,8 +89,8 @@ WRONG_INPUTS = {
     "given when the run started and is given now; --lr was 0.5 when the run started and is 1e-05 now; --rows-per-step "
     "was 8 when the run started and is 3 now; restore them, or start a new --out",
     "train data --model m.json --out old --resume --lr 0.5": "old: cannot resume: --optimizer was 'adamw-8bit' when "
-    "the run started, and this treepack has no such option; continue with treepack 0.1.0, which started it, or start a new "
-    "--out",
+    "the run started, and this treepack has no such option; continue with treepack 0.1.0, which started it, or start "
+    "a new --out",
     "train none --model m.json --verify": MISSING,
     "train data --model m.json --out x --loss opd --teacher ./none": NO_MODEL,
     "train data --model m.json --out x --loss opd --teacher wide.json": "wide.json: its output layer has 200 words and "
@@ -162,6 +164,9 @@ def write_inputs(folder: Path) -> Path:
     records = rollouts.read_text().splitlines(keepends=True)
     (folder / "half.jsonl").write_text("".join([records[0], records[1].replace('"reward": 1', '"reward": 0.5')]))
     build_trie_directory([str(folder / "half.jsonl")], folder / "half", BuildOptions())
+    (folder / "steps.jsonl").write_text("".join(record.replace("{", '{"step": 1, ') for record in records))
+    build_trie_directory([str(folder / "steps.jsonl")], folder / "steps-trie", BuildOptions())
+    pack_trie(folder / "steps-trie", folder / "steps", PackOptions(capacity=64))
     shutil.copytree(data / "packed", folder / "torn")
     (folder / "torn" / "part-00000.parquet").unlink()
     for name, size in (("m.json", 100), ("small.json", 4), ("wide.json", 200)):
