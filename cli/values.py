@@ -116,7 +116,6 @@ def fit(
     that continue from there, by the mean squared error. Prefixes are packed into rows, so each is encoded once.
     """
     from treepack.files.remote.cache import local_copy
-    from treepack.research.predictor.fit_data import FitOptions, read_fit_data
     from treepack.train.early_checks import check_trie_model
     from treepack.train.input_checks import refuse_ranks, require_torch
 
@@ -125,6 +124,8 @@ def fit(
     reserve_directory(out, [trie, model], overwrite=overwrite)
     check_device(train.device, train.attention)
     check_trie_model(trie, model)
+    from treepack.research.predictor.fit_data import FitOptions, read_fit_data
+
     options = FitOptions(
         train=train,
         capacity=capacity,
@@ -202,7 +203,6 @@ def predict(
     Rewards are not needed. Prefixes are packed into rows, so each is encoded once.
     """
     from treepack.files.remote.cache import local_copy
-    from treepack.research.predictor.prediction_data import read_prediction_data
     from treepack.research.predictor.record import read_values_record
     from treepack.research.trace.expansion import refuse_name, write_prefix_table
     from treepack.train.early_checks import check_trie_model
@@ -216,6 +216,8 @@ def predict(
     fitted = read_values_record(directory)["options"]
     check_device(compute.device, compute.attention)
     check_trie_model(trie, str(directory))
+    from treepack.research.predictor.prediction_data import read_prediction_data
+
     data = read_prediction_data(
         local_copy(trie), segment=segment or fitted["segment"], capacity=capacity or fitted["capacity"]
     )

@@ -92,6 +92,8 @@ WRONG_INPUTS = {
     "the run started, and this treepack has no such option; continue with treepack 0.1.0, which started it, or start "
     "a new --out",
     "train none --model m.json --verify": MISSING,
+    "train data --model m.json --verify --carry 64": "--verify: no compared row has more than 64 tokens, rows hold 64; "
+    "give a smaller number to --carry",
     "train data --model m.json --out x --loss opd --teacher ./none": NO_MODEL,
     "train data --model m.json --out x --loss opd --teacher wide.json": "wide.json: its output layer has 200 words and "
     "that of m.json 100; write its likeliest words with `treepack logprobs --column teacher --top-k 64`, and omit "
