@@ -95,8 +95,9 @@ def prefixes(trie: AnyPath, predictions: AnyPath, expand: int, segment: str, out
     reserve_table(
         out, [trie, predictions], columns={"group_id", "turn", "num_continuations", "utility"}, overwrite=overwrite
     )
+    predicted = read_predictions(predictions)  # a file that is missing is refused before the trie is read
     read = read_trie(trie)
-    table, num_prefixes = prefix_table(read, read_predictions(predictions), expand=expand, segment=segment)
+    table, num_prefixes = prefix_table(read, predicted, expand=expand, segment=segment)
     write_prefix_table(table, out, overwrite=overwrite)
     count = table["num_continuations"].to_numpy()
     # Groups without prefixes have a row without a trajectory: further rollouts of the prompt instead.

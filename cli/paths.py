@@ -21,6 +21,7 @@ from typing import Any
 import click
 
 from treepack.errors import TreepackError
+from treepack.files import prepared
 from treepack.files.prepared import prepared_part
 from treepack.files.remote.address import AnyPath, as_output, as_path, is_address
 
@@ -30,30 +31,31 @@ from .launch import is_first_process
 class _InputType(click.ParamType[AnyPath]):
     """A path or an address; another scheme is an error of one sentence.
 
-    Of an output of treepack prepare, the first directory of the names `inside` is taken.
+    Of an output of treepack prepare, the first directory of the names `inside` is taken, as Python does.
     """
 
     name = "path"
 
-    def __init__(self, *inside: str) -> None:
+    def __init__(self, inside: tuple[str, ...] = ()) -> None:
         self.inside = inside
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> AnyPath:
         """Parse `value`, which may have been parsed already."""
-        path = as_path(value)
-        return _part(path, self.inside) if isinstance(path, Path) else path
+        return _part(as_path(value), self.inside)
 
 
 class _TextType(_InputType):
     """The same as a string; with `alone`, a folder that has other files too stays as it is."""
 
-    def __init__(self, *inside: str, alone: bool) -> None:
-        super().__init__(*inside)
+    def __init__(self, inside: tuple[str, ...], *, alone: bool) -> None:
+        super().__init__(inside)
         self.alone = alone
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Return `value`, or the directory in it."""
-        return value if is_address(value) else str(_part(Path(value), self.inside, alone=self.alone, given=value))
+        path = Path(value)
+        part = path if is_address(value) else _part(path, self.inside, alone=self.alone)
+        return value if part is path else str(part)
 
 
 class _OutputType(click.ParamType[AnyPath]):
@@ -66,12 +68,10 @@ class _OutputType(click.ParamType[AnyPath]):
         return as_output(value, option=param.opts[0] if param is not None else "--out")
 
 
-def _part(path: Path, names: tuple[str, ...], *, alone: bool = False, given: Any = None) -> Any:
-    """Return the directory of `names` inside `path` with a note, or `given` or `path` itself without one."""
-    part = prepared_part(path, *names, alone=alone)
-    if part is None:
-        return path if given is None else given
-    if is_first_process():
+def _part(path: AnyPath, names: tuple[str, ...], *, alone: bool = False) -> AnyPath:
+    """Return the directory of `names` inside `path` with a note, or `path` itself without one."""
+    part = prepared_part(path, names, alone=alone)
+    if part is not path and is_first_process():
         click.echo(f"note: {path} is an output of treepack prepare; {part} is read", err=True)
     return part
 
@@ -99,19 +99,19 @@ def refuse_missing(paths: Iterable[str]) -> None:
 READ = _InputType()
 """The type of an input that is one file or directory."""
 
-TRIE = _InputType("trie")
+TRIE = _InputType(prepared.TRIE)
 """The type of a trie."""
 
-RATED_TRIE = _InputType("advantages", "trie")
+RATED_TRIE = _InputType(prepared.RATED_TRIE)
 """The type of a trie to pack: with the advantages, if treepack prepare has computed them."""
 
-PACKED = _InputType("packed")
+PACKED = _InputType(prepared.PACKED)
 """The type of a packed directory."""
 
-PACKED_TEXT = _TextType("packed", alone=False)
+PACKED_TEXT = _TextType(prepared.PACKED, alone=False)
 """The type of a packed directory that stays a string."""
 
-LOOK = _TextType("packed", alone=True)
+LOOK = _TextType(prepared.PACKED, alone=True)
 """The type of raw rollouts, a trie or packed rows."""
 
 WRITE = _OutputType()

@@ -151,7 +151,7 @@ def update(
     from dataclasses import replace
 
     from treepack.errors import TreepackError
-    from treepack.files.directory import exists
+    from treepack.files.directory import exists, refuse_inside
     from treepack.research.pros import selection
     from treepack.trie.store.trie_files import read_trie
 
@@ -161,6 +161,7 @@ def update(
         raise click.UsageError("nothing to add; give --queries, --rollouts or both")
     if step is not None and rollouts is None:
         raise click.UsageError("--step is the training step of --rollouts; give both, or neither")
+    refuse_inside(state, option="STATE")
     lock_until_end(state)  # of two updates at once, one would lose the counts of the other
     # Everything is read and checked before write_state, so a failed update leaves the state as it was.
     is_new = not exists(state)

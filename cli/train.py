@@ -25,6 +25,7 @@ from .training import import_torch, row_ranks, show_plan, stage_lines, train_mod
 
 if TYPE_CHECKING:
     from treepack.data.batch import Batch
+    from treepack.errors import TreepackError
     from treepack.model.adapters.lora_options import LoraOptions
     from treepack.objectives.objective import Objective
     from treepack.train.run import TrainingRun
@@ -177,7 +178,10 @@ def _verify(packed: tuple[str, ...], model: str, options: TrainOptions, num_rows
     if options.ranks_of_row == 1:
         refuse_ranks("--verify")
     check_device(options.device, options.attention)
-    check_training(packed, model, options)
+    headers, _ = check_training(packed, model, options)
+    capacity = max(each.manifest["capacity"] for each in headers)
+    if isinstance(options.carry, int) and options.carry >= capacity:
+        raise _none_cut(options.carry, "rows hold", capacity)
     import_torch()
     from treepack.train.setup.opening import open_verification
 
@@ -255,16 +259,21 @@ def _count_cut(batches: Sequence[Batch], limit: int | None) -> int:
     Raises:
         TreepackError: none has, so nothing would be compared in pieces.
     """
-    from treepack.errors import TreepackError
-
     cut = 0 if limit is None else sum(batch.num_tokens > limit for batch in batches)
     if limit is not None and not cut:
         longest = max((batch.num_tokens for batch in batches), default=0)
-        raise TreepackError(
-            f"--verify: no compared row has more than {limit:,} tokens, the longest has {longest:,}; give a smaller "
-            "number to --carry"
-        )
+        raise _none_cut(limit, "the longest has", longest)
     return cut
+
+
+def _none_cut(limit: int, rows: str, longest: int) -> TreepackError:
+    """Return the error about rows of which none would be compared in pieces."""
+    from treepack.errors import TreepackError
+
+    return TreepackError(
+        f"--verify: no compared row has more than {limit:,} tokens, {rows} {longest:,}; give a smaller number to "
+        "--carry"
+    )
 
 
 def _part(count: int, total: int) -> str:

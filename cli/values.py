@@ -124,9 +124,7 @@ def fit(
     reserve_directory(out, [trie, model], overwrite=overwrite)
     check_device(train.device, train.attention)
     check_trie_model(trie, model)
-    require_torch("treepack values fit")
-    from treepack.research.predictor.fit import FitOptions, open_fit
-    from treepack.research.predictor.fit import fit as fit_steps
+    from treepack.research.predictor.fit_data import FitOptions, read_fit_data
 
     options = FitOptions(
         train=train,
@@ -135,23 +133,28 @@ def fit(
         prefix_share=prefix_share,
         freeze=freeze,
     )
-    run = open_fit(local_copy(trie), model, options)
+    data = read_fit_data(local_copy(trie), options)
+    require_torch("treepack values fit")
+    from treepack.research.predictor.fit import fit as fit_steps
+    from treepack.research.predictor.fit import open_fit
+
+    run = open_fit(data, model)
     for note in run.notes:
         click.echo(f"note: {note}", err=True)
     steps = _run_steps(fit_steps(run, out, overwrite=overwrite), total=len(run.schedule))
     show(
         {
-            "prompts": run.num_prompts,
-            "prefixes": run.num_anchors - run.num_prompts,
-            "rows": len(run.rows),
+            "prompts": data.num_prompts,
+            "prefixes": run.num_anchors - data.num_prompts,
+            "rows": len(data.rows),
             "steps": len(steps),
             "attention": run.model.loaded.attention,
             "first loss": steps[0].loss,
             "last loss": steps[-1].loss,
             "loss of the best constant": run.constant_loss,
             # Packing saves the difference between these two numbers in every epoch.
-            "tokens of an epoch": sum(row.row.num_tokens for row in run.rows),
-            "tokens if each prefix is computed alone": run.tokens_alone,
+            "tokens of an epoch": sum(row.row.num_tokens for row in data.rows),
+            "tokens if each prefix is computed alone": data.tokens_alone,
             "saved": str(out),
         }
     )
@@ -210,30 +213,33 @@ def predict(
     # --overwrite replaces only a file with these columns, which treepack wrote.
     reserve_table(out, [trie, predictor], columns={"group_id", "value"}, overwrite=overwrite)
     directory = local_copy(predictor)
-    read_values_record(directory)
+    fitted = read_values_record(directory)["options"]
     check_device(compute.device, compute.attention)
     check_trie_model(trie, str(directory))
+    from treepack.research.predictor.prediction_data import read_prediction_data
+
+    data = read_prediction_data(
+        local_copy(trie), segment=segment or fitted["segment"], capacity=capacity or fitted["capacity"]
+    )
     require_torch("treepack values predict")
     from treepack.research.predictor import model as value_model
 
     model = value_model.load_values(directory, **asdict(compute))
     for note in model.loaded.notes:
         click.echo(f"note: {note}", err=True)
-    predictions = value_model.predict_values(
-        model, local_copy(trie), segment=segment, capacity=capacity, dtype=compute.dtype
-    )
+    table = value_model.predict_values(model, data, dtype=compute.dtype)
     # Written at the end and at once, because allocate and stats refuse a file that lacks prefixes.
-    write_prefix_table(predictions.table, out, overwrite=overwrite)
-    column = predictions.table["value"].to_numpy()
+    write_prefix_table(table, out, overwrite=overwrite)
+    column = table["value"].to_numpy()
     show(
         {
-            "prompts": predictions.num_prompts,
-            "prefixes": predictions.num_prefixes,
-            "lines": predictions.table.num_rows,
+            "prompts": data.num_prompts,
+            "prefixes": data.num_prefixes,
+            "lines": table.num_rows,
             "values": f"{column.min():.4f} to {column.max():.4f}, mean {column.mean():.4f}",
             "attention": model.loaded.attention,
-            "tokens computed": predictions.tokens_computed,
-            "tokens if each prefix is computed alone": predictions.tokens_alone,
+            "tokens computed": data.tokens_computed,
+            "tokens if each prefix is computed alone": data.tokens_alone,
         }
     )
     show_end(

@@ -28,7 +28,8 @@ from tasks import rewards_of, sample_trees
 
 import treepack
 from treepack.research.predictor.fit import accumulate
-from treepack.research.predictor.model import ValueModel, end_states, node_values, prediction_table, start_values
+from treepack.research.predictor.model import ValueModel, end_states, node_values, start_values
+from treepack.research.predictor.prediction_data import prediction_table
 from treepack.research.predictor.rows import AnchorRow, anchor_prefixes, anchor_rows, draw_nodes
 from treepack.research.trace.allocation import allocate_roots
 from treepack.research.trace.expansion import prefix_table

@@ -60,3 +60,30 @@ def test_a_mistake_is_answered_by_what_to_do(treepack: Run, folder: Path, comman
     result = treepack(*command.split())
     assert (result.status, result.err.splitlines()[-1]) == (1, f"treepack: {sentence}")
     assert result.out == ""
+
+
+@pytest.mark.parametrize("given", ["model", "model/config.json", "model/checkpoints"])
+def test_a_saved_model_is_no_folder_of_rollouts(given: str, folder: Path, treepack: Run) -> None:
+    step = folder / "model" / "checkpoints" / "step-00000002"
+    step.mkdir(parents=True)
+    for path in (step, step.parent.parent):
+        (path / "model.safetensors").touch()
+    (step / "checkpoint.json").write_text('{"format": "treepack-checkpoint", "step": 2, "model": "sum", "files": []}')
+    (step.parent.parent / "config.json").write_text('{"model_type": "qwen3", "vocab_size": 100}')
+    (step.parent.parent / "metrics.jsonl").write_text('{"step": 1, "loss": 2.5}\n')
+    done = treepack("build-trie", given, "--out", "x")
+    assert done.status == 1
+    named = "model" if given == "model/config.json" else "model/checkpoints/step-00000002"
+    assert done.err == (
+        f"treepack: {named}: is the directory of a saved model, which has no rollouts; give files of rollouts, and "
+        "this directory as --model or --tokenizer\n"
+    )
+    assert not (folder / "x").exists()
+
+
+def test_rollouts_beside_a_saved_model_are_read(folder: Path, treepack: Run) -> None:
+    (folder / "trained").mkdir()
+    (folder / "trained" / "model.safetensors").touch()
+    (folder / "trained" / "config.json").write_text('{"model_type": "qwen3"}')
+    write_rollouts(folder / "trained" / "rollouts.jsonl")
+    assert treepack("build-trie", "trained", "--out", "x").status == 0

@@ -12,6 +12,7 @@ from pyarrow import parquet
 
 from support.command_line import Run
 from support.paths import SAMPLE_DATA
+from support.wrong_inputs import write_inputs
 from treepack.errors import TreepackError
 
 output = import_module("treepack_cli.output")
@@ -54,6 +55,51 @@ def test_what_others_wrote_is_never_replaced(tmp_path: Path, content: str) -> No
 def test_an_output_inside_an_input_is_refused(tmp_path: Path) -> None:
     assert refusal(tmp_path / "trie" / "a.jsonl", inputs=[tmp_path / "trie"]) is not None
     assert refusal(tmp_path / "a.jsonl", inputs=[tmp_path / "a.jsonl"]) is not None
+
+
+WRITERS = (
+    "build-trie rollouts.jsonl --out OUT",
+    "prepare rollouts.jsonl --out OUT",
+    "advantages data/trie --estimator grpo --out OUT",
+    "pack data/trie --capacity 64 --out OUT",
+    "train data --model m.json --out OUT",
+    "logprobs data --model m.json --out OUT",
+    "critic data --model critic --out OUT",
+    "values fit data --model m.json --out OUT",
+    "values predict data --values elsewhere --out OUT.jsonl",
+    "rollout rollouts.jsonl --engine m.json --sampler independent --out OUT.jsonl",
+    "report rollouts.jsonl --out OUT.html",
+    "report rollouts.jsonl --png OUT",
+    "augment data --packed data --out OUT.jsonl",
+    "allocate prefixes data --predictions rollouts.jsonl --expand 2 --out OUT.jsonl",
+    "allocate roots rollouts.jsonl --budget 2 --out OUT.jsonl",
+    "select update OUT.parquet --queries rollouts.jsonl",
+    "select rollouts.jsonl --k 1 --out OUT.jsonl",
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_inputs(tmp_path_factory.mktemp("writers"))
+
+
+@pytest.mark.parametrize("command", WRITERS)
+@pytest.mark.parametrize("owner", ["torn", "run", "predictor"])
+def test_no_command_writes_into_a_directory_of_another_one(
+    folder: Path, treepack: Run, monkeypatch: pytest.MonkeyPatch, command: str, owner: str
+) -> None:
+    monkeypatch.chdir(folder)
+    before = sorted((folder / owner).rglob("*"))
+    done = treepack(*command.replace("OUT", f"{owner}/inner/new").split())
+    assert done.status == 1
+    assert f"lies inside {folder / owner}, which treepack wrote and which must hold no other files; choose" in done.err
+    assert done.err.count("\n") == 1 + done.err.count("note: ")
+    assert sorted((folder / owner).rglob("*")) == before
+
+
+def test_an_output_of_prepare_may_hold_outputs_beside_its_own(folder: Path, treepack: Run) -> None:
+    done = treepack("pack", folder / "data" / "trie", "--capacity", "64", "--out", folder / "data" / "packed-64")
+    assert done.status == 0, done.err
 
 
 def test_json_lines_do_not_go_into_a_name_of_parquet(tmp_path: Path) -> None:

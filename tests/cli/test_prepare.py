@@ -9,9 +9,18 @@ import pytest
 from support.command_line import Run
 from support.paths import SAMPLE_DATA
 from support.written_rollouts import write_rollouts
+from treepack.analysis.check import check
 from treepack.analysis.glossary import GLOSSARY
+from treepack.analysis.stats import stats
+from treepack.data.dataset import PackedDataset
+from treepack.errors import TreepackError
 from treepack.files.manifest import read_manifest
-from treepack.files.prepared import prepared_part
+from treepack.files.prepared import PACKED, TRIE, prepared_part
+from treepack.pack.directory import pack_trie
+from treepack.pack.options import PackOptions
+from treepack.report.write import write_report
+from treepack.rl.advantages.advantage_options import AdvantageOptions
+from treepack.rl.advantages.directory import write_advantages
 
 CHAT = (SAMPLE_DATA / "chat.jsonl", "--tokenizer", SAMPLE_DATA / "tokenizer")
 TOKENS = (SAMPLE_DATA / "tokens.jsonl",)
@@ -154,8 +163,24 @@ def test_an_output_stands_for_the_directory_in_it_that_is_meant(
 def test_a_folder_that_has_rollouts_too_does_not_stand_for_its_trie(tmp_path: Path, treepack: Run) -> None:
     rollouts = write_rollouts(tmp_path / "rollouts.jsonl")
     assert treepack("build-trie", rollouts, "--out", tmp_path / "trie").status == 0
-    assert prepared_part(tmp_path, "trie", alone=True) is None
-    assert prepared_part(tmp_path, "trie") == tmp_path / "trie"
+    assert prepared_part(tmp_path, TRIE, alone=True) == tmp_path
+    assert prepared_part(tmp_path, TRIE) == tmp_path / "trie"
     rollouts.unlink()
-    assert prepared_part(tmp_path, "packed", "trie", alone=True) == tmp_path / "trie"
-    assert prepared_part(tmp_path / "trie", "trie") is None
+    assert prepared_part(tmp_path, (*PACKED, *TRIE), alone=True) == tmp_path / "trie"
+    assert prepared_part(tmp_path / "trie", TRIE) == tmp_path / "trie"
+
+
+def test_a_function_takes_an_output_as_the_command_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, treepack: Run
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rollouts = write_rollouts(tmp_path / "rollouts.jsonl")
+    assert treepack("prepare", rollouts, "--advantages", "grpo", "--out", "data").status == 0
+    assert stats("data") == stats("data/packed")
+    assert check("data", trie="data/advantages") == check(Path("data/packed")) | {"against_trie": True}
+    assert PackedDataset("data").path == PackedDataset(Path("data")).path == Path("data/packed")
+    assert pack_trie("data", "again", PackOptions(capacity=64)).manifest["trie"]["path"] == "data/advantages"
+    assert write_advantages("data", "rated", AdvantageOptions("rloo")).manifest["trie"]["path"] == "data/trie"
+    assert write_report("data", page="page.html").page == Path("page.html")
+    with pytest.raises(TreepackError, match=r"^data/trie: is not the trie that data/packed was packed from"):
+        check("data", trie="data")

@@ -206,6 +206,14 @@ def test_an_output_is_not_inside_its_input(store: Any) -> None:
         refuse_existing(OUT, overwrite=True, inputs=[OUT / "manifest.json"])
 
 
+def test_an_output_is_not_inside_a_directory_that_treepack_wrote(store: Any) -> None:
+    write(1)
+    inner = as_path("memory://bucket/run/trie/deep/inner")
+    with pytest.raises(TreepackError, match="deep/inner lies inside memory://bucket/run/trie, which treepack wrote"):
+        refuse_existing(inner, overwrite=False)
+    refuse_existing(as_path("memory://bucket/run/inner"), overwrite=False)
+
+
 def test_a_damaged_part_is_named_by_its_address(store: Any) -> None:
     write(1)
     (part,) = (name for name in names(store) if name.startswith("nodes"))

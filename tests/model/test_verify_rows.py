@@ -257,7 +257,8 @@ def test_if_nothing_fits_the_error_is_one_sentence(packed: Path, tmp_path: Path)
     loaded = load(tmp_path)
     fail_above(loaded, 1)
     with pytest.raises(
-        TreepackError, match=r"out of memory for the gradients of .* plan \(\d+ tokens\); verify on a GPU"
+        TreepackError,
+        match=r"out of memory for the gradients of .* plan \(\d+ tokens\), and [\d.]+ GiB are free; verify on a GPU",
     ):
         verify_rows(loaded, list(PackedDataset(packed)))
 

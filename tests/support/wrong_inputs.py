@@ -24,6 +24,9 @@ from treepack.model.accept.vocabulary import CONFIG_FILE
 from treepack.objectives.objective import choose_objective
 from treepack.pack.directory import pack_trie
 from treepack.pack.options import PackOptions
+from treepack.research.predictor.record import FORMAT as VALUES_FORMAT
+from treepack.research.predictor.record import HEAD, RECORD
+from treepack.research.predictor.record import VERSION as VALUES_VERSION
 from treepack.train.options import TrainOptions
 from treepack.train.saving.run_record import FORMAT, VERSION, files_sha256
 from treepack.trie.directory import build_trie_directory
@@ -75,6 +78,8 @@ WRONG_INPUTS = {
     "train data --model m.json --out x --eval none": MISSING,
     "train data --model m.json --out x --device gpu": NO_DEVICE,
     "train data --model m.json --out x --mix 1,1": "--mix has 2 of 1 shares; give one for each packed directory",
+    "train steps steps --mix 1,1 --model m.json --out x": "steps, steps: rows of training steps keep the order of "
+    "these steps and cannot be taken in shares; omit --mix, which trains each step on the rows of all directories",
     "train data --model m.json --out x --init-from ./none": NO_MODEL,
     "train data --model m.json --out x --loss grpo": "data/packed: has no term_advantage, which the loss grpo needs; "
     "compute them with `treepack advantages`, or give every rollout an advantage, and pack again",
@@ -83,7 +88,12 @@ WRONG_INPUTS = {
     "train data --model m.json --out run --resume --rows-per-step 3 --eval data": "run: cannot resume: --eval was not "
     "given when the run started and is given now; --lr was 0.5 when the run started and is 1e-05 now; --rows-per-step "
     "was 8 when the run started and is 3 now; restore them, or start a new --out",
+    "train data --model m.json --out old --resume --lr 0.5": "old: cannot resume: --optimizer was 'adamw-8bit' when "
+    "the run started, and this treepack has no such option; continue with treepack 0.1.0, which started it, or start "
+    "a new --out",
     "train none --model m.json --verify": MISSING,
+    "train data --model m.json --verify --carry 64": "--verify: no compared row has more than 64 tokens, rows hold 64; "
+    "give a smaller number to --carry",
     "train data --model m.json --out x --loss opd --teacher ./none": NO_MODEL,
     "train data --model m.json --out x --loss opd --teacher wide.json": "wide.json: its output layer has 200 words and "
     "that of m.json 100; write its likeliest words with `treepack logprobs --column teacher --top-k 64`, and omit "
@@ -115,6 +125,14 @@ WRONG_INPUTS = {
     "values fit data --model m.json --out data/trie": EXISTS,
     "values fit data --model ./none --out x": NO_MODEL,
     "values fit data --model small.json --out x": SMALL,
+    "values fit half --model m.json --out x": "{folder}/half.jsonl:2: has the reward 0.5; TRACE needs 0 for failure or "
+    "1 for success in every rollout, so write one of them there and build the trie again",
+    "values fit data --model m.json --out x --capacity 1": "a prefix of trajectory 'r0' has 2 tokens and rows hold 1; "
+    "give --capacity 2 or more",
+    "values fit data --model m.json --out x --segment recorded": "no trajectory has 'segments' in its metadata; "
+    "record them or give another --segment",
+    "values predict data --values predictor --out x.jsonl --capacity 1": "a prefix of trajectory 'r0' has 2 tokens and "
+    "rows hold 1; give --capacity 2 or more",
     "values predict data --values none --out x.jsonl": "none/values.json: cannot be read (No such file or directory); "
     "expected a directory that treepack values fit wrote",
     "rollout none.jsonl --engine m.json --sampler independent --out x.jsonl": "none.jsonl: cannot be read "
@@ -145,6 +163,12 @@ def write_inputs(folder: Path) -> Path:
     data = folder / "data"
     build_trie_directory([str(rollouts)], data / "trie", BuildOptions())
     pack_trie(data / "trie", data / "packed", PackOptions(capacity=64))
+    records = rollouts.read_text().splitlines(keepends=True)
+    (folder / "half.jsonl").write_text("".join([records[0], records[1].replace('"reward": 1', '"reward": 0.5')]))
+    build_trie_directory([str(folder / "half.jsonl")], folder / "half", BuildOptions())
+    (folder / "steps.jsonl").write_text("".join(record.replace("{", '{"step": 1, ') for record in records))
+    build_trie_directory([str(folder / "steps.jsonl")], folder / "steps-trie", BuildOptions())
+    pack_trie(folder / "steps-trie", folder / "steps", PackOptions(capacity=64))
     shutil.copytree(data / "packed", folder / "torn")
     (folder / "torn" / "part-00000.parquet").unlink()
     for name, size in (("m.json", 100), ("small.json", 4), ("wide.json", 200)):
@@ -153,6 +177,12 @@ def write_inputs(folder: Path) -> Path:
     (folder / "critic").mkdir()
     shutil.copy(folder / "m.json", folder / "critic" / CONFIG_FILE)
     (folder / "critic" / VALUE_FILE).touch()
+    (folder / "predictor").mkdir()
+    shutil.copy(folder / "m.json", folder / "predictor" / CONFIG_FILE)
+    hashed = [{"name": HEAD, "bytes": 0, "sha256": "0"}]
+    fitted = {"tokenizer": None, "options": {"segment": "turn", "capacity": 64}, "files": hashed}
+    values = {"format": VALUES_FORMAT, "version": VALUES_VERSION, **fitted}
+    (folder / "predictor" / RECORD).write_text(json.dumps(values))
     (folder / "untyped.json").write_text(json.dumps({"vocab_size": 100}))
     (folder / "rewards.py").write_text("def three(a, b, c):\n    return 1.0\n")
     (folder / "cut.json").write_text('{"model_type": "qwen3"')
@@ -166,6 +196,9 @@ def write_inputs(folder: Path) -> Path:
         "options": options.fixed_options,
     }
     (folder / "run" / RUN).write_text(json.dumps(record))
+    (folder / "old").mkdir()
+    removed = {**record, "treepack": "0.1.0", "options": {**options.fixed_options, "optimizer": "adamw-8bit"}}
+    (folder / "old" / RUN).write_text(json.dumps(removed))
     return folder
 
 

@@ -172,7 +172,8 @@ def test_a_lack_of_memory_is_one_sentence(tmp_path: Path) -> None:
     scoring.loaded.model.base_model.layers[1].register_forward_hook(fails)
     with pytest.raises(
         TreepackError,
-        match=r"^out of memory in row 0 of \d+ tokens with the smallest plan \(.* 64 targets\); compute with",
+        match=r"^out of memory in row 0 of \d+ tokens with the smallest plan \(.* 64 targets\)"
+        r", and [\d.]+ GiB are free; compute with",
     ):
         next(scored_rows(scoring))
 

@@ -247,7 +247,7 @@ def test_out_of_memory_names_the_row_and_a_remedy(packed: Path, config: Path, tm
     # The row with most tokens is computed first, so it is the row of the error.
     row = max(run.schedule[0].rows, key=lambda row: int(run.dataset.num_tokens[row]))
     place = f"out of memory in row {run.dataset.row_ids[row]} of {run.dataset.num_tokens[row]} tokens"
-    expected = rf"{place} with the smallest plan \(.*\); pack with a smaller --capacity"
+    expected = rf"{place} with the smallest plan \(.*\), and [\d.]+ GiB are free; pack with a smaller --capacity"
     with pytest.raises(TreepackError, match=expected):
         list(train(run, tmp_path / "out"))
 
@@ -291,7 +291,9 @@ def test_a_model_that_does_not_fit_is_one_sentence(
 
     handle = register_module_module_registration_hook(fails)  # the model is built of modules
     try:
-        with pytest.raises(TreepackError, match=r"^out of memory while the model was loaded; free the memory"):
+        with pytest.raises(
+            TreepackError, match=r"^out of memory while the model was loaded, and [\d.]+ GiB are free; free the memory"
+        ):
             open_run(packed, config, CPU)
     finally:
         handle.remove()

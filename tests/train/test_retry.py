@@ -203,7 +203,8 @@ def test_a_run_ends_if_no_smaller_plan_is_left(opened: Callable[..., TrainingRun
     smallest = "2 layers recomputed, whole rows, not joined, logits of 64 targets"
     with pytest.raises(
         TreepackError,
-        match=rf"^out of memory in row \d+ of \d+ tokens.* with the smallest plan \({smallest}\); pack with",
+        match=rf"^out of memory in row \d+ of \d+ tokens.* with the smallest plan \({smallest}\)"
+        r", and [\d.]+ GiB are free; pack with",
     ):
         go(run, tmp_path / "out", notes)
     assert notes[-1].endswith(smallest)

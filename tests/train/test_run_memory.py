@@ -18,6 +18,7 @@ from treepack.carry.limit import CarryCosts
 from treepack.carry.smaller_plan import RunPlan
 from treepack.errors import TreepackError
 from treepack.memory.pass_memory import ModelProbe, PeakBytes
+from treepack.memory.shortage import gib
 from treepack.model.layers import adapted_layers, has_compiled_layers
 from treepack.train.options import TrainOptions
 from treepack.train.ranks import Ranks
@@ -30,7 +31,7 @@ from treepack.train.setup.probe_record import ProbeRecord, keep_probes, known_pr
 from treepack.train.setup.run_data import open_data
 from treepack.train.setup.run_memory import MemoryChoices, choose_memory, coming_bytes
 from treepack.train.setup.run_model import check_fit, load_run_model
-from treepack.train.setup.run_plan import RowCut, RunRoom, gib
+from treepack.train.setup.run_plan import RowCut, RunRoom
 
 OPTIONS = TrainOptions(device="cpu", rows_per_step=2, compile=False, loss_chunk=64)
 PEAK = PeakBytes(1000, 200.0, 100.0)
@@ -188,7 +189,10 @@ def test_a_plan_for_nothing_is_refused_with_what_would_fit(plan: Plan) -> None:
 
 
 def test_memory_that_is_too_small_for_the_probe_is_a_sentence(plan: Plan) -> None:
-    with pytest.raises(TreepackError, match=r"^out of memory while the memory of a pass was measured; train with a"):
+    with pytest.raises(
+        TreepackError,
+        match=r"^out of memory while the memory of a pass was measured, and [\d.]+ GiB are free; train with a",
+    ):
         plan(SimulatedDevice(free=1000))
 
 

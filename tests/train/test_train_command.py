@@ -54,7 +54,16 @@ def test_a_complete_run_is_left_as_it_is(treepack: Run, arguments: list[str], tm
     assert done.status == 0
     assert "is already finished, with 8 steps" in done.err
     assert "loading the weights" not in done.err
+    assert "opening " not in done.err
     assert (tmp_path / "out" / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_run_with_more_steps_opens_its_rows_once(treepack: Run, arguments: list[str]) -> None:
+    assert treepack(*arguments).status == 0
+    done = treepack(*arguments, "--steps", "9", "--resume")
+    assert done.status == 0, done.err
+    assert "resumed after step 8 of 9" in done.err
+    assert done.err.count("] opening ") == 1
 
 
 def test_the_help_has_every_option_in_a_section(treepack: Run) -> None:

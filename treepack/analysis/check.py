@@ -10,6 +10,7 @@ from treepack.analysis.origin import read_packed_origin
 from treepack.files import schema
 from treepack.files.manifest import Manifest, read_manifest
 from treepack.files.parts import refuse_links
+from treepack.files.prepared import PACKED, prepared_part
 from treepack.files.remote.address import as_path
 from treepack.files.remote.cache import local_copy, naming_addresses
 from treepack.pack.check import check_max_token_id, check_packed, check_totals
@@ -35,7 +36,8 @@ def check(
     """Verify hashes, every invariant and the totals of a trie or packed directory; return its counts.
 
     The rows of a packed directory must also give back its trie: each trajectory exactly once, with its tokens and loss
-    weights. That trie is `trie`, or the one that the manifest names. `against_trie` is False if it cannot be found.
+    weights. That trie is `trie`, or the one that the manifest names. `against_trie` is False if it cannot be found. An
+    output of `treepack prepare` stands for the rows in it.
 
     Tokens and columns that need more than `memory`, in bytes and None for `usual_memory`, are mapped from temporary
     files. The result does not depend on it.
@@ -44,7 +46,7 @@ def check(
         TreepackError: the first fault, naming the file, node, row or trajectory; or a trie whose nodes and trajectories
             do not fit into `memory`.
     """
-    directory = local_copy(as_path(directory))
+    directory = local_copy(prepared_part(as_path(directory), PACKED))
     manifest = read_manifest(directory)
     refuse_links(directory, manifest)
     if manifest["format"] == schema.TRIE_FORMAT:

@@ -11,6 +11,7 @@ from treepack.errors import TreepackError
 from treepack.files import schema
 from treepack.files.directory import MANIFEST
 from treepack.files.manifest import Manifest, file_sha256, read_manifest
+from treepack.files.prepared import PACKED, TRIE, prepared_part
 from treepack.files.remote.address import AnyPath, Paths, as_path, is_address, path_names
 from treepack.files.remote.cache import local_copy
 from treepack.files.remote.stored_files import read_stored
@@ -26,6 +27,8 @@ from treepack.trie.trie import Trie
 def local_paths(paths: Paths) -> list[str]:
     """Return `paths` as text, with a local copy in the place of the address of a trie or packed directory.
 
+    An output of `treepack prepare` stands for the packed directory in it.
+
     Raises:
         TreepackError: there is none, the store cannot be reached, or a part is missing or damaged.
     """
@@ -36,6 +39,10 @@ def local_paths(paths: Paths) -> list[str]:
         path = as_path(names[0])
         if not isinstance(path, Path) and read_stored(path / MANIFEST) is not None:
             return [str(local_copy(path))]
+    if len(names) == 1 and not is_address(names[0]):
+        path = Path(names[0])
+        part = prepared_part(path, PACKED, alone=True)
+        return names if part is path else [str(part)]
     return names
 
 
@@ -69,7 +76,8 @@ def origin_of(directory: Path, manifest: Manifest, trie: AnyPath | None) -> Path
     entry = manifest.get("trie")
     # The stored path is relative to the directory where `treepack pack` ran, which may be the parent of its output.
     candidates = [_copy_of_origin(entry["path"]), directory.parent / entry["path"]] if entry else []
-    chosen = local_copy(trie) if trie else next((path for path in candidates if (path / MANIFEST).is_file()), None)
+    given = local_copy(prepared_part(trie, TRIE)) if trie else None
+    chosen = given or next((path for path in candidates if (path / MANIFEST).is_file()), None)
     if chosen is None:
         return None
     read_manifest(chosen, schema.TRIE_FORMAT)

@@ -54,7 +54,8 @@ def stats(
     """Return how much rollouts share, how much of it a packing keeps, and the forecast of the speed-up.
 
     Args:
-        paths: a trie directory, a packed directory, or raw rollouts as for `build_trie_directory`.
+        paths: a trie directory, a packed directory, an output of `treepack prepare`, or raw rollouts as for
+            `build_trie_directory`.
         options: what to add, and how raw rollouts are read.
         memory: bytes to use, None for `usual_memory`; tokens and columns that need more are mapped from temporary
             files. The result does not depend on it.
@@ -89,6 +90,7 @@ def stats(
         skipped, conversations = skipped_record(log, trie), conversations_of_log(log, trie_totals(trie))
         control = log.control_record()
     refuse_too_large(trie, DESCRIBING, memory=memory)
+    contrasted = {} if contrast is None else contrast(trie)  # its refusals come before the forecast, which may be long
     report = describe_trie(trie, kind=kind) | {"counts": counts} | ({"skipped": skipped} if skipped else {})
     report |= {"control_tokens": control} if control else {}
     report |= conversation_entries(conversations, report)
@@ -105,8 +107,7 @@ def stats(
     )
     if options.capacities:
         report["predicted"] = predicted_totals(planned)
-    if contrast is not None:
-        report |= contrast(trie)
+    report |= contrasted
     if progress is not None:
         progress(Progress("explaining lost sharing", 0, None, ""))
     report["sharing"] = _sharing(trie, manifest, options.build.tokenizer)

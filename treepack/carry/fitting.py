@@ -19,7 +19,7 @@ import torch
 
 from treepack.carry.smaller_plan import plan_in_words
 from treepack.errors import TreepackError
-from treepack.memory.shortage import is_memory_error
+from treepack.memory.shortage import MemoryShortageError, is_memory_error, out_of_memory
 from treepack.model.loaded import LoadedModel
 
 _log = logging.getLogger("treepack")
@@ -28,7 +28,7 @@ P = TypeVar("P")
 T = TypeVar("T")
 
 
-class SharedShortageError(TreepackError):
+class SharedShortageError(MemoryShortageError):
     """A lack of memory on some rank, which all ranks raise, so that they can compute again together."""
 
 
@@ -64,17 +64,20 @@ def until_it_fits(
     """
     random = torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     while True:
+        before = _allocated(device)
         try:
             return attempt(plan), plan
         except (RuntimeError, MemoryError, TreepackError) as error:
             if not is_memory_error(error.__cause__ or error):
                 raise
-            start = str(error).partition(";")[0] if isinstance(error, TreepackError) else f"out of memory {place}"
+            where = error.place if isinstance(error, MemoryShortageError) else place
             others_wait = waits(error)
             less = None if others_wait else smaller(plan, error)
             if less is None:
                 end = f"{words(plan)}, and other ranks wait" if others_wait else f"the smallest plan ({words(plan)})"
-                raise TreepackError(f"{start} with {end}; {remedy}") from (error.__cause__ or error)
+                cause = error.__cause__ or error
+                held = max(0, _allocated(device) - before)  # the error has the frames with the tensors of the attempt
+                raise out_of_memory(where, remedy, cause, plan=f"with {end}", held=held) from cause
         # Here the error is gone, whose frames keep the tensors of the attempt.
         undo()
         release_memory(device)
@@ -82,12 +85,17 @@ def until_it_fits(
         if random[1] is not None:
             torch.cuda.set_rng_state(random[1], device)
         plan = less
-        note(f"{start}; it runs again with a smaller plan: {words(plan)}")
+        note(f"out of memory {where}; it runs again with a smaller plan: {words(plan)}")
 
 
 def ranks_wait(loaded: LoadedModel, error: Exception) -> bool:
     """Return True if other ranks wait inside the pass that failed, so that it cannot run again."""
     return not isinstance(error, SharedShortageError) and (loaded.root is not None or loaded.sequence is not None)
+
+
+def _allocated(device: torch.device) -> int:
+    """Return the bytes of tensors on a GPU; 0 on a CPU, where torch counts none."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
 
 def release_memory(device: torch.device) -> None:

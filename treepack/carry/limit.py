@@ -25,6 +25,7 @@ from treepack.data.batch import Batch
 from treepack.errors import TreepackError
 from treepack.memory.device_memory import MemoryMeter, gpu_meter
 from treepack.memory.host_pages import CarriedBytes
+from treepack.memory.shortage import gib, shortage
 from treepack.model.loaded import LoadedModel
 
 SMALLEST, PREFERRED, LARGEST = 1024, 8192, 65_536
@@ -159,12 +160,11 @@ def _refusal(limit: int, longest_row: int, longest_path: int, costs: CarryCosts,
         gpu += 2 * _layer_bytes(limit, longest_path, costs) + carried * costs.num_layers * costs.lse
         gpu += (carried + align(limit)) * costs.keys_values
         host = costs.num_layers * carried * (costs.keys_values + costs.sums)
-    return TreepackError(
-        f"carry: a row of {longest_row:,} tokens, {longest_path:,} of them on one path, needs at least "
-        f"{gpu / 2**30:.1f} GiB of GPU memory and {host / 2**30:.1f} GiB of host memory in pieces of {limit:,}, and "
-        f"{room.gpu / 2**30:.1f} and {room.host / 2**30:.1f} GiB are free; truncate the longest trajectories, train "
-        "with LoRA, or use a machine with more memory"
-    )
+    subject = f"carry: a row of {longest_row:,} tokens, {longest_path:,} of them on one path,"
+    needed = f"{gib(gpu)} of GPU memory and {gib(host)} of host memory in pieces of {limit:,}"
+    free = f"{gib(max(0, room.gpu))} and {gib(max(0, room.host))}"
+    remedy = "truncate the longest trajectories, train with LoRA, or use a machine with more memory"
+    return TreepackError(shortage(subject, needed, free, remedy))
 
 
 def measure_costs(

@@ -29,6 +29,7 @@ from treepack.files import schema
 from treepack.files.directory import MANIFEST, finished_directory, refuse_existing
 from treepack.files.input_files.inputs import displayed
 from treepack.files.manifest import Provenance, TrieEntry, read_manifest
+from treepack.files.prepared import RATED_TRIE, prepared_part
 from treepack.files.remote.address import AnyPath, as_output, as_path
 from treepack.files.remote.cache import addresses_in, naming_addresses
 from treepack.files.remote.location import DirectoryLocation, locate
@@ -66,7 +67,7 @@ def pack_trie_on(
 
     Args:
         scheduler: the program that runs the tasks; `LocalScheduler()` runs them in this process, one after the other.
-        trie: a trie directory, or the address of one; all machines must see it.
+        trie: a trie directory, an output of `treepack prepare`, or the address of a trie; all machines must see it.
         out: the directory to write, or an address; all machines must see it.
         options: limits, planning and loss weights.
         num_slices: number of slices; None for slices of `SLICE_TOKENS` tokens. A trie may have fewer places for cuts.
@@ -76,7 +77,7 @@ def pack_trie_on(
     Raises:
         TreepackError: as `pack_trie`; or groups that the options need whole, in a trie whose trees mix groups.
     """
-    trie, out = as_path(trie), as_output(out)
+    trie, out = prepared_part(as_path(trie), RATED_TRIE), as_output(out)
     refuse_existing(out, overwrite=overwrite, inputs=[trie])
     shared_trie = trie.resolve() if isinstance(trie, Path) else trie
     location = locate(shared_trie)

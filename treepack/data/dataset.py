@@ -35,6 +35,8 @@ from treepack.data.machine_tables import MachineTables
 from treepack.data.part_reader import PartReader, StoredGroup
 from treepack.errors import TreepackError
 from treepack.files.manifest import read_manifest
+from treepack.files.prepared import PACKED, prepared_part
+from treepack.files.remote.address import as_path
 from treepack.files.remote.location import locate
 from treepack.files.remote.part_copies import PartCopies
 from treepack.files.schema import PACKED_FORMAT, ROUTES, ROWS, TERMS
@@ -107,7 +109,8 @@ class PackedDataset(Dataset[Batch]):
         """Open a packed directory.
 
         Args:
-            path: a local path, an address (s3://, gs://, hf://), or a path inside `filesystem`.
+            path: a local path, also of an output of `treepack prepare`; an address (s3://, gs://, hf://); or a path
+                inside `filesystem`.
             multiple: pad rows to a multiple of this number of tokens.
             terms: read the terms of the rows too.
             routes: read recorded routes too, if the rows have some; the model then replays them.
@@ -129,7 +132,7 @@ class PackedDataset(Dataset[Batch]):
             raise TreepackError(f"{path}: rank is {rank} and world {world}; expected a rank from 0 to world - 1")
         if blocks < 1:
             raise TreepackError(f"{path}: blocks is {blocks}; expected at least 1")
-        location = locate(path, filesystem)
+        location = locate(prepared_part(as_path(path), PACKED) if filesystem is None else path, filesystem)
         self.path = Path(location.root) if location.is_local else location.name
         self.multiple, self.terms, self.routes = multiple, terms, routes
         self.shuffle, self.seed, self.rank, self.world, self.blocks = shuffle, seed, rank, world, blocks

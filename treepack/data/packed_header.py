@@ -17,7 +17,8 @@ import pyarrow as pa
 
 from treepack.errors import TreepackError
 from treepack.files.manifest import Manifest, check_size, read_manifest
-from treepack.files.remote.address import AnyPath
+from treepack.files.prepared import PACKED, prepared_part
+from treepack.files.remote.address import AnyPath, as_path
 from treepack.files.remote.location import locate
 from treepack.files.schema import PACKED_FORMAT, TERMS
 
@@ -53,7 +54,7 @@ def read_header(path: str | AnyPath) -> PackedHeader:
     Raises:
         TreepackError: it cannot be reached, is unfinished, or has another format; or a part is missing or truncated.
     """
-    location = locate(path)
+    location = locate(prepared_part(as_path(path), PACKED))
     manifest = read_manifest(location, PACKED_FORMAT)
     for entry in manifest["files"] if location.is_local else manifest["files"][:1]:
         check_size(location, entry)

@@ -38,7 +38,14 @@ from treepack.files.lock import lock
 from treepack.files.remote.address import AnyPath, as_output, as_path
 from treepack.files.remote.cache import borrowed_copy
 from treepack.files.remote.object_store import ExistsError
-from treepack.files.remote.remote_output import is_own_prefix, observed, output_state, remote_directory, remote_file
+from treepack.files.remote.remote_output import (
+    holds_record,
+    is_own_prefix,
+    observed,
+    output_state,
+    remote_directory,
+    remote_file,
+)
 
 MANIFEST = "manifest.json"
 RUN = "run.json"  # written first by a training run; its train.json comes last
@@ -155,6 +162,8 @@ def refuse_existing(
 ) -> None:
     """Refuse an output that exists, that treepack did not write, or that contains or is inside an input.
 
+    An output inside a different directory that treepack wrote is refused too, because it would be a foreign file there.
+
     Args:
         out: the directory to write, or the file if `is_own_file` is given.
         overwrite: accept an existing `out` that treepack wrote.
@@ -177,6 +186,7 @@ def refuse_existing(
         if inside and not is_inside(path, out) and _is_own(path):
             raise TreepackError(f"{out} lies inside the input {path}; choose another {option}")
     exists, is_own = _state(out, is_own_file, option)
+    refuse_inside(out, option=option)  # after a store that cannot be reached was refused
     if not exists:
         return
     if not overwrite:
@@ -190,6 +200,22 @@ def refuse_existing(
             raise TreepackError(
                 f"{out} holds the input {path}, which --overwrite would remove; choose another {option}"
             )
+
+
+def refuse_inside(out: AnyPath, *, option: str = "--out") -> None:
+    """Refuse an output inside a directory that treepack wrote: a trie, packed rows, a run or a predictor.
+
+    Raises:
+        TreepackError: naming the directory.
+    """
+    folder = Path(os.path.realpath(out)).parent if isinstance(out, Path) else out.parent
+    while folder != folder.parent:
+        if _is_own_directory(folder) if isinstance(folder, Path) else holds_record(folder):
+            raise TreepackError(
+                f"{out} lies inside {folder}, which treepack wrote and which must hold no other files; choose another "
+                f"{option}"
+            )
+        folder = folder.parent
 
 
 def _state(out: AnyPath, is_own_file: Callable[[Path], bool] | None, option: str) -> tuple[bool, Callable[[], bool]]:

@@ -1,9 +1,10 @@
-"""The directories inside an output of `treepack prepare`: a command that needs one of them takes the output too.
+"""The directories inside an output of `treepack prepare`: what needs one of them takes the output too.
 
 out/trie/  out/packed/  [out/advantages/]
 
-out, "packed" --prepared_part--> out/packed                 a directory without a manifest of its own
-out, "advantages", "trie"        out/advantages, or without one out/trie
+out, PACKED --prepared_part--> out/packed                 a directory without a manifest of its own
+out, RATED_TRIE                out/advantages, or without one out/trie
+other paths                    the path itself
 """
 
 from __future__ import annotations
@@ -11,20 +12,26 @@ from __future__ import annotations
 from pathlib import Path
 
 from treepack.files.directory import MANIFEST
+from treepack.files.remote.address import AnyPath
 
-_PARTS = ("trie", "packed", "advantages")
+TRIE, RATED_TRIE, PACKED = ("trie",), ("advantages", "trie"), ("packed",)
+"""Names of the directories that a command or a function can use, the preferred one first."""
+
+_PARTS = {*TRIE, *RATED_TRIE, *PACKED}
 
 
-def prepared_part(path: Path, *names: str, alone: bool = False) -> Path | None:
-    """Return the first directory of these names inside the output `path` of `treepack prepare`; None if it is none.
+def prepared_part(path: AnyPath, names: tuple[str, ...], *, alone: bool = False) -> AnyPath:
+    """Return the first directory of these names inside the output `path` of `treepack prepare`, else `path` itself.
 
     With `alone`, `path` must contain nothing but such directories, because a folder of rollouts that a command reads
-    may have a trie beside them.
+    may have a trie beside them. Addresses are not looked at.
     """
+    if not names or not isinstance(path, Path):
+        return path
     try:
         inside = {each.name for each in path.iterdir() if not each.name.startswith(".")}
     except OSError:  # no directory that can be read; the reader of the path gives the error
-        return None
-    if MANIFEST in inside or (alone and not inside <= {*_PARTS}):
-        return None
-    return next((path / name for name in names if name in inside and (path / name / MANIFEST).is_file()), None)
+        return path
+    if MANIFEST in inside or (alone and not inside <= _PARTS):
+        return path
+    return next((path / name for name in names if name in inside and (path / name / MANIFEST).is_file()), path)

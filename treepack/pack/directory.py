@@ -17,6 +17,7 @@ from treepack.files import schema
 from treepack.files.directory import finished_directory, finished_file, is_inside, refuse_existing
 from treepack.files.input_files.inputs import displayed
 from treepack.files.manifest import Manifest, Provenance, read_manifest, trie_entry
+from treepack.files.prepared import RATED_TRIE, prepared_part
 from treepack.files.remote.address import AnyPath, as_output, as_path
 from treepack.files.remote.cache import local_copy, naming_addresses
 from treepack.pack.files import write_packed
@@ -61,7 +62,7 @@ def pack_trie(
     """Pack a trie directory into rows and write them to the directory `out`, which appears when it is complete.
 
     Args:
-        trie: a trie directory, or the address of one.
+        trie: a trie directory, an output of `treepack prepare`, or the address of a trie.
         out: the directory to write, or an address.
         options: limits, planning and loss weights; without `capacity`, see `PackOptions`.
         plan: take the rows and their limits from this file instead of planning; docs/format.md describes it.
@@ -75,7 +76,7 @@ def pack_trie(
         TreepackError: a trajectory that is too long, a plan that does not suit, nodes and trajectories that do not fit
             into `memory`, or an output that cannot be written.
     """
-    trie, out = as_path(trie), as_output(out)
+    trie, out = prepared_part(as_path(trie), RATED_TRIE), as_output(out)
     save_path = None if save_plan is None else as_output(save_plan, option="--save-plan")
     inputs = [trie, plan]
     refuse_existing(out, overwrite=overwrite, inputs=inputs)

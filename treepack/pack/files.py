@@ -139,11 +139,14 @@ def write_packed_manifest(
 
 
 def training_steps(directory: AnyPath, manifest: Manifest) -> set[int]:
-    """Return the training steps of the rows of a packed directory; none are read from a store."""
+    """Return the training steps of the rows of a packed directory; none of a store, or of parts that are damaged."""
     if not isinstance(directory, Path):
         return set()
     names = [entry["name"] for entry in manifest["files"]]
-    columns = [parquet.read_table(directory / name, columns=["step"])["step"] for name in names]
+    try:
+        columns = [parquet.read_table(directory / name, columns=["step"])["step"] for name in names]
+    except (pa.ArrowException, OSError):  # `data.part_reader` names the fault when the rows are opened
+        return set()
     return {step for column in columns for step in pc.unique(column.drop_null()).to_pylist()}
 
 

@@ -77,7 +77,8 @@ def write_report(
     """Write a page about the sharing of rollouts, or pictures of its charts, or both.
 
     Args:
-        paths: a trie directory, a packed directory, or raw rollouts as for `build_trie_directory`.
+        paths: a trie directory, a packed directory, an output of `treepack prepare`, or raw rollouts as for
+            `build_trie_directory`.
         page: HTML file to write.
         pictures: directory to write PNG files into.
         options: plans, forecast and text of the report, and how raw rollouts are read.

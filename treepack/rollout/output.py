@@ -23,7 +23,7 @@ import numpy as np
 import orjson
 
 from treepack.errors import TreepackError
-from treepack.files.directory import finished_file
+from treepack.files.directory import finished_file, refuse_inside
 from treepack.files.lock import lock
 from treepack.files.remote.address import AnyPath, as_output
 from treepack.rollout.query import Query
@@ -81,7 +81,8 @@ def check_output(out: str | AnyPath, *, resume: bool) -> Path:
     """Return the path of an output without links, before anything slow starts.
 
     Raises:
-        TreepackError: an address, a Parquet name, a directory, or a file that exists without `resume`.
+        TreepackError: an address, a Parquet name, a directory, a file that exists without `resume`, or a file inside a
+            directory that treepack wrote.
     """
     path = as_output(out)
     if not isinstance(path, Path):
@@ -96,6 +97,7 @@ def check_output(out: str | AnyPath, *, resume: bool) -> Path:
         raise TreepackError(f"{path}: is a directory; give the name of a file in it")
     if path.exists() and not resume:
         raise TreepackError(f"{path}: exists; continue its run with --resume, or choose another --out")
+    refuse_inside(path)
     return path
 
 

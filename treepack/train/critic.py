@@ -35,6 +35,7 @@ from treepack.files.directory import finished_directory, refuse_existing
 from treepack.files.input_files.inputs import displayed
 from treepack.files.lock import lock
 from treepack.files.manifest import Manifest, Provenance, read_manifest, trie_entry
+from treepack.files.prepared import TRIE, prepared_part
 from treepack.files.remote.address import AnyPath, as_output, as_path
 from treepack.files.remote.cache import local_copy, naming_addresses
 from treepack.memory.shortage import LOADING, memory_errors
@@ -199,7 +200,7 @@ def write_values(
     """Compute the value after every token of a trie directory, and write them with the trie to the directory `out`.
 
     Args:
-        trie: a trie directory, or the address of one.
+        trie: a trie directory, an output of `treepack prepare`, or the address of a trie.
         model: a model directory, address or hub name with a value head, or an adapter with one.
         out: the directory to write, or an address; it appears when it is complete.
         options: rows, pieces and precision.
@@ -209,7 +210,7 @@ def write_values(
     Raises:
         TreepackError: as `open_critic` and `critic_values`, or `out` cannot be written.
     """
-    trie, out = as_path(trie), as_output(out)
+    trie, out = prepared_part(as_path(trie), TRIE), as_output(out)
     refuse_existing(out, overwrite=overwrite, inputs=[trie, model])
     with lock(out):
         source = local_copy(trie)

@@ -20,7 +20,7 @@ from treepack.data.packed_header import PackedHeader, join_manifests, read_heade
 from treepack.files import schema
 from treepack.files.directory import RUN
 from treepack.files.manifest import read_manifest
-from treepack.files.remote.address import AnyPath, is_address
+from treepack.files.remote.address import AnyPath, as_path, is_address
 from treepack.files.remote.hub import refuse_missing
 from treepack.files.remote.stored_files import is_stored
 from treepack.model.accept.vocabulary import (
@@ -32,7 +32,8 @@ from treepack.model.accept.vocabulary import (
 )
 from treepack.model.experts.division import check_share
 from treepack.objectives.needed_columns import check_needed_columns
-from treepack.train.input_checks import check_launched, check_mix, check_terms
+from treepack.pack.files import training_steps
+from treepack.train.input_checks import check_launched, check_mix, check_shared_rows, check_terms
 from treepack.train.options import TrainOptions
 from treepack.train.saving.run_record import FORMAT, VERSION, files_sha256, refuse_differences
 
@@ -50,6 +51,9 @@ def check_training(
     headers, others = _read_headers(packed), _read_headers(held_out)
     for each in (headers, others):
         check_needed_columns(each, options.objective)
+    if options.mix is not None:
+        steps = [step for each in headers for step in training_steps(as_path(each.path), each.manifest)]
+        check_shared_rows(", ".join(str(each.path) for each in headers), has_steps=bool(steps))
     if options.init_from is not None and not is_address(options.init_from):
         refuse_missing(options.init_from, kind="model", files=(CONFIG_FILE, RUN, "checkpoint.json", ADAPTER_FILE))
         if not Path(options.init_from).exists():

@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Sequence
 from importlib.util import find_spec
+from pathlib import Path
 
 from treepack.data.packed_header import PackedSource
 from treepack.errors import TreepackError, torch_hint
@@ -57,6 +58,19 @@ def check_mix(mix: Sequence[float] | None, num_directories: int) -> None:
     """
     if mix is not None and len(mix) != num_directories:
         raise TreepackError(f"mix has {len(mix)} of {num_directories} shares; give one for each packed directory")
+
+
+def check_shared_rows(path: str | Path, *, has_steps: bool) -> None:
+    """Refuse shares of rows that belong to training steps.
+
+    Raises:
+        TreepackError: naming the directory.
+    """
+    if has_steps:
+        raise TreepackError(
+            f"{path}: rows of training steps keep the order of these steps and cannot be taken in shares; omit --mix, "
+            "which trains each step on the rows of all directories"
+        )
 
 
 def check_terms(source: PackedSource) -> None:

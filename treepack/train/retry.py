@@ -27,11 +27,11 @@ from treepack.carry.fitting import SharedShortageError, until_it_fits
 from treepack.data.prefetch import Prefetch
 from treepack.errors import TreepackError
 from treepack.memory.device_memory import StepMemory
+from treepack.memory.shortage import gib
 from treepack.train.evaluation import evaluate
 from treepack.train.passes import Pass
 from treepack.train.run import TrainingRun
 from treepack.train.setup.run_memory import coming_bytes
-from treepack.train.setup.run_plan import gib
 from treepack.train.setup.smaller_run import run_in_words, smaller_run
 from treepack.train.sharding import forget_passes
 from treepack.train.step import StepMetrics, train_step

@@ -20,7 +20,7 @@ from treepack.data.epochs import block_of_rows, epoch_order
 from treepack.data.mixture import AnyDataset, mixed_blocks, mixed_rows, source_of_rows, sources_of
 from treepack.errors import TreepackError
 from treepack.objectives.denominators import TrajectoryTable, trainable_rows
-from treepack.train.input_checks import check_mix
+from treepack.train.input_checks import check_mix, check_shared_rows
 from treepack.train.options import TrainOptions
 from treepack.trajectory import Int64
 
@@ -69,11 +69,7 @@ def _mixture(dataset: AnyDataset, trained: Int64, options: TrainOptions) -> Iter
     sources = sources_of(dataset)
     assert options.mix is not None
     check_mix(options.mix, len(sources))
-    if any(step is not None for step in dataset.steps):
-        raise TreepackError(
-            f"{dataset.path}: rows of training steps keep the order of these steps and cannot be taken in shares; "
-            "omit --mix, which trains each step on the rows of all directories"
-        )
+    check_shared_rows(dataset.path, has_steps=any(step is not None for step in dataset.steps))
     owner = source_of_rows(dataset)[trained]
     rows = [trained[owner == place] for place in range(len(sources))]
     for source, each in zip(sources, rows, strict=True):

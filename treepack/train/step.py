@@ -284,7 +284,8 @@ def _meeting(run: TrainingRun, *, apart: bool) -> Iterator[None]:
     # gloo waits 30 minutes for the slowest rank, and NCCL would wait 10
     if apart and run.ranks.any(shortage is not None):
         cause = torch.OutOfMemoryError() if shortage is None else shortage.__cause__
-        raise SharedShortageError(str(shortage or "out of memory on another rank")) from cause
+        place = getattr(shortage, "place", "on another rank")
+        raise SharedShortageError(str(shortage or f"out of memory {place}"), place) from cause
 
 
 def _accumulate(

@@ -15,7 +15,8 @@ import torch
 from support.command_line import Run as Command
 from support.oracle_model import tiny_config
 from treepack.errors import TreepackError
-from treepack.research.predictor.fit import FitOptions, fit, open_fit
+from treepack.research.predictor.fit import fit, open_fit
+from treepack.research.predictor.fit_data import FitOptions, read_fit_data
 from treepack.research.predictor.model import load_values, node_values
 from treepack.research.predictor.rows import anchor_prefixes, anchor_rows, draw_nodes
 from treepack.research.trace.predictions import read_predictions
@@ -172,7 +173,7 @@ def test_what_cannot_be_fitted_is_one_sentence_and_leaves_nothing(treepack: Comm
 
 def test_a_loss_that_is_not_finite_ends_the_fit_and_leaves_nothing(treepack: Command, tmp_path: Path) -> None:
     trie = write_trie(treepack, tmp_path / "trie", rollout_records(range(3, 6)))
-    run = open_fit(trie, tiny_config(tmp_path / "config.json"), FitOptions(TrainOptions(device="cpu")))
+    run = open_fit(read_fit_data(trie, FitOptions(TrainOptions(device="cpu"))), tiny_config(tmp_path / "config.json"))
     with torch.no_grad():
         run.model.head.bias.fill_(torch.nan)  # the first loss is NaN
     place = tmp_path / "place"

@@ -28,7 +28,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
@@ -127,14 +127,22 @@ def is_own_prefix(out: RemotePath, state: OutputState) -> bool:
     Raises:
         TreepackError: the store cannot be reached.
     """
-    for name in state.records:
-        try:
-            content = json.loads(object_store.read_object(out / name) or b"")
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(content, dict) and str(content.get("format")).startswith("treepack-"):
-            return True
+    return any(_is_own_record(object_store.read_object(out / name)) for name in state.records)
+
+
+def holds_record(prefix: RemotePath) -> bool:
+    """Return True if treepack wrote an output at `prefix`, which is not listed; False if it cannot be read."""
+    with suppress(TreepackError):  # an account may have no access above its own prefix
+        return any(_is_own_record(object_store.read_object(prefix / name)) for name in RECORDS)
     return False
+
+
+def _is_own_record(content: bytes | None) -> bool:
+    try:
+        record = json.loads(content or b"")
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(record, dict) and str(record.get("format")).startswith("treepack-")
 
 
 @contextmanager

@@ -3,15 +3,19 @@
 {"mesages": [..]}                     rename 'mesages' if it is 'messages'
 {"train": [{..}, ..], "test": [..]}   write each element of train or test as one record
 {"ask": "2 + 2?", "said": "4"}        if its fields mean this, add --columns question=ask,answer=said
+config.json beside weights            give the directory of the model as --model
 """
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Sequence
+from pathlib import Path, PurePath
 
 from treepack.errors import TreepackError
+from treepack.files.input_files.inputs import displayed
 from treepack.files.input_files.records import Record
+from treepack.files.remote.address import is_address
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.values import SIMILAR
 from treepack.ingest.readers.format import Format
@@ -22,6 +26,12 @@ from treepack.trajectory import Trajectory
 # A refusal lists this many fields of a record, and this many characters of each name: enough to recognise the program,
 # and short enough for a terminal. Documents keyed by task have thousands of fields.
 _MAX_FIELDS, _MAX_FIELD = 20, 40
+_TOKENIZER = "tokenizer_config.json"
+_MODEL_FILES = frozenset(
+    "config.json generation_config.json adapter_config.json model.safetensors.index.json checkpoint.json run.json "
+    f"train.json {_TOKENIZER} tokenizer.json special_tokens_map.json added_tokens.json vocab.json".split()
+)
+_WEIGHTS = frozenset({".safetensors", ".distcp", ".bin"})
 _LISTS_FORMATS = "'treepack formats' lists the formats and their fields, and --columns reads other layouts"
 
 
@@ -29,10 +39,25 @@ def unknown_format(
     record: Record, formats: Sequence[Format], names: Sequence[str], options: ReadOptions
 ) -> UnknownFormatError:
     """Return the error about `record`, which none of `formats` with the fields `names` matches, with a remedy."""
+    if _is_of_model(record.path):
+        return UnknownFormatError(
+            f"{displayed(str(Path(record.path).parent))}: is the directory of a saved model, which has no rollouts; "
+            "give files of rollouts, and this directory as --model or --tokenizer"
+        )
     fields = f"but the fields {_list_fields(record.value)}" if record.value else "because it has no fields"
     return UnknownFormatError(
         f"{record.source}: has no known format, {fields}; {_remedy(record, formats, names, options)}"
     )
+
+
+def _is_of_model(path: str) -> bool:
+    """Return True if a file is one that transformers or treepack writes beside weights or a tokenizer."""
+    if is_address(path) or PurePath(path).name not in _MODEL_FILES:
+        return False
+    try:
+        return any(each.suffix in _WEIGHTS or each.name == _TOKENIZER for each in Path(path).parent.iterdir())
+    except OSError:  # standard input, or a folder that cannot be listed
+        return False
 
 
 def with_suggestion(error: TreepackError, record: Record | None, options: ReadOptions) -> TreepackError:

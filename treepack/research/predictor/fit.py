@@ -1,6 +1,6 @@
 """Fitting of the prefix value predictor, which predicts success from a prompt or a prefix of a rollout.
 
-    trie, model, options --open_fit--> CheckedFit  unsuitable data, models and options are refused here
+    FitData, model --open_fit--> CheckedFit    unsuitable models are refused here, and data in `fit_data`
     CheckedFit --fit--> out/                   one FitStep per optimiser step; the directory is whole or absent
 
 TRACE (arXiv 2606.11119), section 4.3: the target of a prefix is the share of successes among the rollouts below it
@@ -15,7 +15,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +25,12 @@ from torch import Tensor, nn
 
 from treepack.data.epochs import epoch_order
 from treepack.errors import TreepackError
-from treepack.files import schema
-from treepack.files.directory import MANIFEST, finished_directory
-from treepack.files.manifest import file_sha256, read_manifest
+from treepack.files.directory import finished_directory
 from treepack.files.remote.address import AnyPath, as_output
 from treepack.memory.shortage import LOADING, memory_errors
 from treepack.model.head.value_head import ValueHead
 from treepack.model.layers import adapt_layers, find_decoder
+from treepack.research.predictor.fit_data import FitData, FitOptions
 from treepack.research.predictor.model import (
     ValueModel,
     check_rows,
@@ -42,62 +41,38 @@ from treepack.research.predictor.model import (
     values_of_states,
 )
 from treepack.research.predictor.record import METRICS
-from treepack.research.predictor.rows import AnchorRow, anchor_prefixes, anchor_rows, draw_nodes, tokens_alone
-from treepack.research.trace.targets import anchors, binary_rewards, recursive_targets
-from treepack.rl.leaf_weights import leaf_weights
+from treepack.research.predictor.rows import AnchorRow
 from treepack.train.options import TrainOptions
 from treepack.train.schedule import OptimiserStep, learning_rate
 from treepack.train.setup.compute import choose_compute
 from treepack.train.watch.metrics import MetricsLog
 from treepack.trajectory import Float64
-from treepack.trie.store.trie_files import read_trie
 
 # The options of `treepack train` that a fit uses.
-_SHARED_OPTIONS = frozenset(
+SHARED_OPTIONS = frozenset(
     "epochs rows_per_step lr min_lr_ratio warmup_steps weight_decay betas clip "
     "dtype checkpoint_layers attention device seed".split()
 )
 
 
 @dataclass(frozen=True)
-class FitOptions:
-    """Options of a fit, with the names of the command line; the defaults of lr and epochs are from TRACE too.
-
-    Raises:
-        TreepackError: an invalid value, by the name of the option.
-    """
-
-    # The options that `treepack train` has too, of which only `_SHARED_OPTIONS` are used.
-    train: TrainOptions = field(default_factory=lambda: TrainOptions(lr=3e-5, epochs=2))
-    capacity: int = 8192  # maximum tokens of a row
-    segment: str = "turn"  # the segments after which prefixes end, see `trace.targets.anchors`
-    prefix_share: float = 0.06  # of prefixes among the supervised prompts and prefixes: TRACE, appendix E.6
-    freeze: bool = False  # leaves the backbone unchanged and fits only the head
-
-    def __post_init__(self) -> None:
-        """Refuse invalid values."""
-        if self.capacity < 1:
-            raise TreepackError(f"capacity is {self.capacity}; expected at least 1")
-        if not 0 <= self.prefix_share <= 1:
-            raise TreepackError(f"prefix_share is {self.prefix_share}; expected 0 to 1")
-
-
-@dataclass(frozen=True)
 class CheckedFit:
-    """A checked fit: model, options, the supervised rows, and the rows of every optimiser step.
+    """A checked fit: its data, model and options, and the rows of every optimiser step."""
 
-    `target` is float64 [num_inner], by node of the segment tree.
-    """
-
+    data: FitData
     model: ValueModel
-    options: FitOptions
-    rows: list[AnchorRow]
-    target: Float64
     schedule: list[OptimiserStep]
-    num_prompts: int
-    tokens_alone: int
-    origin: dict[str, Any]
     notes: tuple[str, ...]
+
+    @property
+    def options(self) -> FitOptions:
+        """The options, with the dtype that the device has."""
+        return self.data.options
+
+    @property
+    def rows(self) -> list[AnchorRow]:
+        """The supervised rows."""
+        return self.data.rows
 
     @property
     def num_anchors(self) -> int:
@@ -107,7 +82,7 @@ class CheckedFit:
     @property
     def constant_loss(self) -> float:
         """The loss of the best constant, which is the mean: the minimum for a predictor that ignores its input."""
-        return float(self.target[np.concatenate([row.node for row in self.rows])].var())
+        return float(self.data.target[np.concatenate([row.node for row in self.rows])].var())
 
 
 @dataclass(frozen=True)
@@ -132,49 +107,30 @@ def _squared_error(head: ValueHead, states: Tensor, target: Float64) -> Tensor:
     return (values_of_states(head, states).double() - targets).square().sum()
 
 
-def open_fit(trie: str | Path, model: str | Path, options: FitOptions) -> CheckedFit:
-    """Read the trie, draw and pack prompts and prefixes, load the model, and check that they fit together.
+def open_fit(data: FitData, model: str | Path) -> CheckedFit:
+    """Load the model, and check that it fits the data.
 
     Raises:
-        TreepackError: a reward is not 0 or 1, a prefix is longer than the capacity, the device is missing, the trie is
-            damaged, or the model does not fit the data.
+        TreepackError: the device is missing, the model is not supported, or it does not fit the data.
     """
-    directory, compute = Path(trie), choose_compute(options.train)
-    train, manifest = replace(options.train, dtype=compute.dtype), read_manifest(directory, schema.TRIE_FORMAT)
-    options = replace(options, train=train)
-    rollouts = read_trie(directory)
-    reward = binary_rewards(rollouts)
-    ends = anchors(rollouts, segment=options.segment)
-    prefixes = anchor_prefixes(rollouts, ends)
-    # Drawn once for all epochs, so that each node has the same row in every epoch.
-    nodes = draw_nodes(prefixes, prefix_share=options.prefix_share, seed=train.seed)
-    rows = anchor_rows(prefixes, nodes, capacity=options.capacity)
+    compute = choose_compute(data.options.train)
+    train = replace(data.options.train, dtype=compute.dtype)
+    data = replace(data, options=replace(data.options, train=train))
     with memory_errors(*LOADING):
         predictor = start_values(model, train.dtype, train.attention, compute.device, train.seed)
     loaded = predictor.loaded
-    check_rows(predictor, rows, manifest.get("tokenizer"), directory)
+    check_rows(predictor, data.rows, data.origin["tokenizer"], data.trie)
     # A frozen backbone runs without gradients, so nothing has to be computed again.
     count = train.checkpoint_layers
     adapt_layers(
         loaded.model,
-        checkpointing=count not in ("auto", 0) and not options.freeze,
+        checkpointing=count not in ("auto", 0) and not data.options.freeze,
         compiled=False,
         recomputed=count if isinstance(count, int) else None,
     )
-    notes = (*loaded.notes, *((f"the head of {model} is used and fitted further",) if predictor.record else ()))
-    if np.ptp(reward) == 0:
-        notes = (*notes, f"every rollout has the reward {reward[0]:g}, so the predictor can learn only this constant")
-    return CheckedFit(
-        model=predictor,
-        options=options,
-        rows=rows,
-        target=recursive_targets(ends.tree, reward, leaf_weights(rollouts))[0],
-        schedule=_schedule(len(rows), train),
-        num_prompts=prefixes.num_groups,
-        tokens_alone=tokens_alone(prefixes, nodes),
-        origin={"trie_sha256": file_sha256(directory / MANIFEST), "tokenizer": manifest.get("tokenizer")},
-        notes=notes,
-    )
+    fitted = (f"the head of {model} is used and fitted further",) if predictor.record else ()
+    notes = (*loaded.notes, *fitted, *data.notes)
+    return CheckedFit(data, predictor, _schedule(len(data.rows), train), notes)
 
 
 def _schedule(num_rows: int, train: TrainOptions) -> list[OptimiserStep]:
@@ -217,9 +173,9 @@ def fit(run: CheckedFit, out: str | AnyPath, *, overwrite: bool = False) -> Iter
 def _entries(run: CheckedFit) -> dict[str, Any]:
     """Return the entries of values.json about the fit."""
     fit_options = {name: getattr(run.options, name) for name in ("capacity", "segment", "prefix_share", "freeze")}
-    shared = {name: value for name, value in run.options.train.as_record().items() if name in _SHARED_OPTIONS}
-    counts = {"num_prompts": run.num_prompts, "num_anchors": run.num_anchors}
-    return {"model": run.model.loaded.source, **run.origin, "options": fit_options | shared, **counts}
+    shared = {name: value for name, value in run.options.train.as_record().items() if name in SHARED_OPTIONS}
+    counts = {"num_prompts": run.data.num_prompts, "num_anchors": run.num_anchors}
+    return {"model": run.model.loaded.source, **run.data.origin, "options": fit_options | shared, **counts}
 
 
 def _dtype(run: CheckedFit) -> str:
@@ -263,7 +219,7 @@ def _fit_step(
     for group in optimiser.param_groups:  # all groups have one rate; they differ in weight decay
         group["lr"] = lr
     optimiser.zero_grad(set_to_none=True)
-    loss = accumulate(run.model.head, rows, run.target, states_of)
+    loss = accumulate(run.model.head, rows, run.data.target, states_of)
     parameters = [p for group in optimiser.param_groups for p in group["params"]]
     norm = float(torch.nn.utils.clip_grad_norm_(parameters, train.clip or math.inf))  # infinity: only measure
     if not (math.isfinite(loss) and math.isfinite(norm)):

@@ -2,7 +2,7 @@
 
     out/ --load_values--> ValueModel
     ValueModel, AnchorRow --end_states--> [n, D] --values_of_states--> [n]      values in 0 .. 1
-    ValueModel, trie --predict_values--> a table of predictions, in the format of `research.trace.predictions`
+    ValueModel, PredictionData --predict_values--> a table, in the format of `research.trace.predictions`
 
     out/config.json, model.safetensors   the backbone, as transformers saves it; its output layer is not trained
     out/head.safetensors                 weight [1, D], bias [1]
@@ -34,8 +34,7 @@ from treepack.carry.offload import CarryMemory
 from treepack.carry.smaller_plan import RunPlan
 from treepack.data.batch import make_batch
 from treepack.errors import TreepackError
-from treepack.files import schema
-from treepack.files.manifest import TokenizerEntry, check_part, file_sha256, read_manifest
+from treepack.files.manifest import TokenizerEntry, check_part, file_sha256
 from treepack.files.model_source import local_source
 from treepack.memory.shortage import memory_errors
 from treepack.model.accept.compatibility import check_fits
@@ -45,17 +44,14 @@ from treepack.model.head.value_head import ValueHead, lent_head
 from treepack.model.load import hide_progress_bars, load_model
 from treepack.model.loaded import LoadedModel
 from treepack.pack.row import Row
+from treepack.research.predictor.prediction_data import PredictionData, prediction_table
 from treepack.research.predictor.record import FORMAT, HEAD, METRICS, RECORD, VERSION, read_values_record
-from treepack.research.predictor.rows import AnchorRow, anchor_prefixes, anchor_rows, tokens_alone
-from treepack.research.trace.predictions import group_ids
-from treepack.research.trace.targets import TurnPrefixes, anchors
+from treepack.research.predictor.rows import AnchorRow
 from treepack.train.forward_passes import ForwardPasses
 from treepack.train.options import CHUNK
 from treepack.train.ranks import find_device
 from treepack.train.setup.compute import ComputeSetting
 from treepack.trajectory import Float64
-from treepack.trie.store.trie_files import read_trie
-from treepack.trie.trie import Trie
 
 
 @dataclass(frozen=True)
@@ -207,70 +203,12 @@ def node_values(model: ValueModel, rows: Sequence[AnchorRow], *, num_inner: int,
     return values
 
 
-@dataclass(frozen=True)
-class PredictedValues:
-    """A `table` with a row per prompt and per occurrence of a prefix, and counts of the work.
-
-    `tokens_computed` is the number of tokens in the packed rows, and `tokens_alone` the number if each prefix were
-    encoded alone.
-    """
-
-    table: pa.Table
-    num_prompts: int
-    num_prefixes: int
-    tokens_computed: int
-    tokens_alone: int
-
-
-def predict_values(
-    model: ValueModel, trie: str | Path, *, segment: str | None = None, capacity: int | None = None, dtype: str = "fp32"
-) -> PredictedValues:
-    """Predict the values of all prompts and prefixes of a trie directory.
-
-    `segment` and `capacity` default to the options of the fit.
+def predict_values(model: ValueModel, data: PredictionData, *, dtype: str = "fp32") -> pa.Table:
+    """Return the values of all prompts and prefixes of a trie as a table, see `prediction_data.prediction_table`.
 
     Raises:
-        TreepackError: the trie has another tokenizer or several training steps of one group, a prefix is longer than
-            the capacity, or the model does not fit the data.
+        TreepackError: the trie has another tokenizer, or the model does not fit the data.
     """
-    directory = Path(trie)
-    manifest, rollouts = read_manifest(directory, schema.TRIE_FORMAT), read_trie(directory)
-    ends = anchors(rollouts, segment=segment or model.record["options"]["segment"])
-    prefixes = anchor_prefixes(rollouts, ends)
-    nodes = np.arange(ends.tree.num_inner)  # groups 0 to num_groups - 1, then prefixes
-    names = group_ids(rollouts, ends)
-    # A group_id in two training steps is two groups of the trie, and a file of predictions has one value for it.
-    if len(set(names)) < len(names):
-        raise TreepackError(
-            f"{directory}: predictions hold one value per group_id and the trie has several training steps of one; "
-            "build a trie of one step"
-        )
-    rows = anchor_rows(prefixes, nodes, capacity=capacity or model.record["options"]["capacity"])
-    check_rows(model, rows, manifest.get("tokenizer"), directory)
-    values = node_values(model, rows, num_inner=len(nodes), dtype=dtype)
-    return PredictedValues(
-        table=prediction_table(rollouts, ends, values),
-        num_prompts=ends.tree.num_groups,
-        num_prefixes=len(nodes) - ends.tree.num_groups,
-        tokens_computed=sum(row.row.num_tokens for row in rows),
-        tokens_alone=tokens_alone(prefixes, nodes),
-    )
-
-
-def prediction_table(trie: Trie, ends: TurnPrefixes, values: Float64) -> pa.Table:
-    """Return a table of group_id, trajectory_id, turn and value: each prompt, then each prefix in trie order.
-
-    `values` is float64 [num_inner], by node.
-    """
-    # Two rollouts a and b of group q that share turn 1:
-    #   group_id q q q, trajectory_id null a b, turn null 1 1, value .5 .7 .7
-    names, num_groups = group_ids(trie, ends), ends.tree.num_groups
-    prefixes = trie.trajectories.select(["group_id", "trajectory_id"]).take(pa.array(ends.trajectory))
-    return pa.table(
-        {
-            "group_id": pa.array(names + prefixes["group_id"].to_pylist(), pa.string()),
-            "trajectory_id": pa.array([None] * num_groups + prefixes["trajectory_id"].to_pylist(), pa.string()),
-            "turn": pa.array([None] * num_groups + ends.turn.tolist(), pa.int64()),
-            "value": np.concatenate([values[:num_groups], values[ends.node]]),
-        }
-    )
+    check_rows(model, data.rows, data.tokenizer, data.path)
+    values = node_values(model, data.rows, num_inner=data.ends.tree.num_inner, dtype=dtype)
+    return prediction_table(data.trie, data.ends, values)

@@ -82,7 +82,10 @@ def binary_rewards(trie: Trie) -> Float64:
         source = trie.trajectories["source"][int(wrong[0])].as_py()
         value = reward[wrong[0]]
         fault = "no reward" if np.isnan(value) else f"the reward {value:g}"
-        raise TreepackError(f"{source}: has {fault}; TRACE needs 0 for failure or 1 for success in every rollout")
+        raise TreepackError(
+            f"{source}: has {fault}; TRACE needs 0 for failure or 1 for success in every rollout, so write one of them "
+            "there and build the trie again"
+        )
     return reward
 
 

@@ -15,6 +15,7 @@ from treepack.files.directory import finished_directory, refuse_existing
 from treepack.files.input_files.inputs import displayed
 from treepack.files.lock import lock
 from treepack.files.manifest import Manifest, Provenance, read_manifest, trie_entry
+from treepack.files.prepared import TRIE, prepared_part
 from treepack.files.remote.address import AnyPath, as_output, as_path
 from treepack.files.remote.cache import local_copy, naming_addresses
 from treepack.rl.advantages.advantage_options import AdvantageOptions
@@ -49,7 +50,7 @@ def write_advantages(
     """Compute advantages from the rewards of a trie directory, and write them with the trie to the directory `out`.
 
     Args:
-        trie: a trie directory, or the address of one.
+        trie: a trie directory, an output of `treepack prepare`, or the address of a trie.
         out: the directory to write, or an address; it appears when it is complete.
         options: the estimator and its variants.
         overwrite: replace `out` if treepack wrote it.
@@ -57,7 +58,7 @@ def write_advantages(
     Raises:
         TreepackError: no group is left, rewards or segments that do not suit, or `out` cannot be written.
     """
-    trie, out = as_path(trie), as_output(out)
+    trie, out = prepared_part(as_path(trie), TRIE), as_output(out)
     refuse_existing(out, overwrite=overwrite, inputs=[trie])
     with lock(out):
         trie = local_copy(trie)

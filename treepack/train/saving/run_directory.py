@@ -27,6 +27,7 @@ from typing import Any
 from torch import Tensor
 
 from treepack import __version__
+from treepack.data.packed_header import read_header
 from treepack.errors import TreepackError, first_line
 from treepack.files.directory import RUN, finished_file
 from treepack.files.remote import object_store
@@ -45,6 +46,7 @@ from treepack.train.saving.run_record import (
     VERSION,
     check_out,
     files_sha256,
+    is_finished,
     num_finished,
     read_run_record,
     refuse_differences,
@@ -98,19 +100,27 @@ def is_complete(out: AnyPath, options: TrainOptions, num_steps: int) -> bool:
     return not ended_early or record["options"]["patience"] == options.patience
 
 
-def is_same_finished_run(out: AnyPath, packed: Packed, model: str, options: TrainOptions, num_steps: int) -> bool:
+def is_same_finished_run(out: AnyPath, packed: Packed, model: str, options: TrainOptions) -> bool:
     """Return True if the model in `out` is complete, and certainly the result of these arguments.
 
-    The weights of `model` are not read: another path to the same model gives false, and the caller opens the run.
+    Neither the rows nor the weights of `model` are read: another path to the same model, or another way to give the
+    same number of steps, gives false, and the caller opens the run.
+
+    Raises:
+        TreepackError: train.json is damaged, or a packed directory cannot be read.
     """
-    if not is_complete(out, options, num_steps):
+    if not is_finished(out):
         return False
     record = read_run_record(out / FINISHED)
     fixed = json.loads(json.dumps(options.fixed_options))
-    names = fixed.keys() - LENGTH_OPTIONS
-    same = {name: record["options"].get(name) for name in names} == {name: fixed[name] for name in names}
-    paths = [packed] if isinstance(packed, str | Path) else packed
-    return same and (record["packed"], record["model"]) == (", ".join(str(as_path(path)) for path in paths), model)
+    if {name: record["options"].get(name) for name in fixed} != fixed:
+        return False
+    paths = [as_path(path) for path in ([packed] if isinstance(packed, str | Path) else packed)]
+    if (record["packed"], record["model"]) != (", ".join(map(str, paths)), model):
+        return False
+    headers = [read_header(path) for path in paths]
+    content: str = record["packed_sha256"]
+    return content == files_sha256(entry for header in headers for entry in header.manifest["files"])
 
 
 def extend_run(run: TrainingRun, out: AnyPath, done: int) -> str | None:

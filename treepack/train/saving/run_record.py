@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any
 
 from treepack.errors import TreepackError
@@ -20,7 +20,8 @@ from treepack.files.manifest import FileEntry
 from treepack.files.remote.address import AnyPath
 from treepack.files.remote.stored_files import is_stored, read_stored
 from treepack.model.adapters.lora_options import LoraOptions
-from treepack.train.options import LENGTH_OPTIONS
+from treepack.objectives.objective import Objective
+from treepack.train.options import LENGTH_OPTIONS, TrainOptions
 
 FORMAT = "treepack-train"
 VERSION = 2
@@ -34,6 +35,10 @@ _ENTRIES = {
     "eval_sha256": "--eval",
     "config_sha256": "the config of --model",
 }
+
+# Names of options, as `_flat_options` gives them.
+_OPTIONS = {field.name for options in (TrainOptions, Objective) for field in fields(options)}
+_OPTIONS |= {name if name in ("quantize", "merge") else f"lora_{name}" for name in asdict(LoraOptions())}
 
 
 def check_out(out: AnyPath, *, inputs: Iterable[str | AnyPath], overwrite: bool, resume: bool) -> None:
@@ -95,10 +100,10 @@ def refuse_differences(out: AnyPath, now: Mapping[str, Any], *, unknown: Collect
     except (KeyError, TypeError, AttributeError) as error:
         raise TreepackError(f"{path}: is damaged ({error}); remove {out} and start again") from error
     if different:
-        raise TreepackError(
-            f"{out}: cannot resume: {'; '.join(different)}; restore {'it' if len(different) == 1 else 'them'}, or "
-            "start a new --out"
-        )
+        remedy = f"restore {'it' if len(different) == 1 else 'them'}"
+        if any(value is not None for name, value in old.items() if name not in _OPTIONS):
+            remedy = f"continue with treepack {before.get('treepack')}, which started it"
+        raise TreepackError(f"{out}: cannot resume: {'; '.join(different)}; {remedy}, or start a new --out")
 
 
 def _changed_entry(name: str, old: Any, new: Any) -> str:
@@ -122,6 +127,8 @@ def _flat_options(options: Mapping[str, Any]) -> dict[str, Any]:
 def _changed_option(name: str, old: Any, new: Any) -> str:
     option = name if name == "betas" else f"--{name.replace('_', '-')}"  # which is no option of the command
     before, now = ("not given" if value is None else repr(value) for value in (old, new))
+    if name not in _OPTIONS:
+        return f"{option} was {before} when the run started, and this treepack has no such option"
     return f"{option} was {before} when the run started and is {now} now"
 
 

@@ -7,9 +7,10 @@ from datetime import timedelta
 from treepack.carry.smaller_plan import RunPlan
 from treepack.memory.device_memory import update_bytes
 from treepack.memory.pass_memory import ModelProbe
+from treepack.memory.shortage import gib
 from treepack.train.options import CHUNK, STATE_BYTES
 from treepack.train.setup.memory_input import MemoryInput
-from treepack.train.setup.run_plan import RunRoom, RunRows, gib
+from treepack.train.setup.run_plan import RunRoom, RunRows
 
 
 def choice_lines(

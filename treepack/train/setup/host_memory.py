@@ -11,9 +11,9 @@ import os
 from treepack.errors import TreepackError
 from treepack.memory.budget import available_memory
 from treepack.memory.host_pages import PAGE
+from treepack.memory.shortage import gib
 from treepack.model.layers import AdaptedLayers, find_layers
 from treepack.model.loaded import LoadedModel
-from treepack.train.setup.run_plan import gib
 
 _log = logging.getLogger("treepack")
 

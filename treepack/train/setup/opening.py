@@ -37,7 +37,7 @@ from treepack.train.ranks import Ranks, find_device
 from treepack.train.run import Packed, TrainingRun
 from treepack.train.saving.choices import recorded_memory, with_recorded
 from treepack.train.saving.run_directory import is_same_finished_run
-from treepack.train.saving.run_record import files_sha256, is_finished
+from treepack.train.saving.run_record import files_sha256
 from treepack.train.setup.compute import choose_compute
 from treepack.train.setup.memory_input import MemoryInput
 from treepack.train.setup.rank_choice import choose_ranks
@@ -129,18 +129,16 @@ def resume_run(
 ) -> TrainingRun | None:
     """Open the run that continues the one in `out`, as `open_run`; None if that is finished and needs no step.
 
-    The numbers that the run in `out` has chosen replace "auto". A finished run is recognised without its model; if
-    anything differs, the run is opened, and `train` extends it or names the difference.
+    The numbers that the run in `out` has chosen replace "auto". A finished run is recognised without its rows and its
+    model; if anything differs, the run is opened, and `train` extends it or names the difference.
 
     Raises:
         TreepackError: as `open_run`, or the store of `out` cannot be reached.
     """
     options = with_recorded(options, out, ranks)
-    if is_finished(out):
-        resolved = replace(options, dtype=choose_compute(options).dtype)
-        num_steps = len(open_data(packed, resolved, Ranks()).schedule)
-        if is_same_finished_run(out, packed, str(model), resolved, num_steps):
-            return None
+    resolved = replace(options, dtype=choose_compute(options).dtype)
+    if is_same_finished_run(out, packed, str(model), resolved):
+        return None
     recorded = recorded_memory(options, out, ranks)
     return open_run(packed, model, options, ranks, held_out=held_out, meter=meter, recorded=recorded)
 

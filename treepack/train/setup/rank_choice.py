@@ -22,6 +22,7 @@ from treepack.carry.smaller_plan import SMALLEST_PIECE
 from treepack.errors import TreepackError
 from treepack.memory.device_memory import MemoryMeter
 from treepack.memory.model_memory import ModelMemory, WeightCounts, count_weights, memory_of
+from treepack.memory.shortage import gib
 from treepack.model.adapters.adapter import base_of
 from treepack.model.experts.active import stacked_experts
 from treepack.model.load import read_config
@@ -30,7 +31,6 @@ from treepack.train.options import STATE_BYTES, TrainOptions
 from treepack.train.ranks import Ranks
 from treepack.train.setup.host_memory import host_room
 from treepack.train.setup.run_data import RunData
-from treepack.train.setup.run_plan import gib
 
 # Share of the free memory that the estimate may take.
 _SHARE = 0.9

@@ -25,6 +25,7 @@ from treepack.carry.smaller_plan import SMALLEST_PIECE, RunPlan, plan_in_words
 from treepack.data.joined import GPU_PASS
 from treepack.errors import TreepackError
 from treepack.memory.pass_memory import ModelProbe
+from treepack.memory.shortage import gib, shortage
 from treepack.train.options import CHUNK, TrainOptions
 
 # Chunks of logits, the first one by default: smaller ones add up the gradient of the output layer more often.
@@ -319,13 +320,6 @@ def _refusal(smallest: RunPlan | None, probes: Sequence[ModelProbe], rows: RunRo
     )
     tokens = sizes[fitting - 1] if fitting else 0
     capacity = f"pack with --capacity {tokens}" if tokens else "train with --lora-rank"
-    return TreepackError(
-        f"a row of {rows.longest:,} tokens needs at least {gib(smallest.num_bytes)} of GPU memory beside weights and "
-        f"optimiser ({plan_in_words(smallest)}), and {gib(max(0, room.gpu))} are free; {capacity}, or train on more "
-        "GPUs"
-    )
-
-
-def gib(num_bytes: float) -> str:
-    """Return bytes for people: 48 MiB, 23.4 GiB."""
-    return f"{num_bytes / 2**30:.1f} GiB" if abs(num_bytes) >= 2**30 else f"{num_bytes / 2**20:.0f} MiB"
+    needed = f"{gib(smallest.num_bytes)} of GPU memory beside weights and optimiser ({plan_in_words(smallest)})"
+    subject, remedy = f"a row of {rows.longest:,} tokens", f"{capacity}, or train on more GPUs"
+    return TreepackError(shortage(subject, needed, gib(max(0, room.gpu)), remedy))

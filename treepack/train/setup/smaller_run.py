@@ -16,10 +16,10 @@ from treepack.carry.fitting import ranks_wait, until_it_fits
 from treepack.carry.offload import spare_memory
 from treepack.carry.refusal import can_carry
 from treepack.carry.smaller_plan import PLANNED, RunPlan, plan_in_words, smaller_plan
+from treepack.memory.shortage import gib
 from treepack.model.layers import adapted_layers, set_recomputed
 from treepack.train.run import TrainingRun
 from treepack.train.setup.piece_probe import whole_bytes
-from treepack.train.setup.run_plan import gib
 from treepack.train.sharding import forget_passes
 
 _log = logging.getLogger("treepack")
