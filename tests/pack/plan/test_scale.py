@@ -132,7 +132,7 @@ def interrupt(tree: PlanTree, limits: RowLimits, search: SearchOptions) -> TreeS
 @pytest.mark.parametrize(
     ("method", "error", "sentence"),
     [
-        (refuse, TreepackError, "no plan for this tree"),
+        pytest.param(refuse, TreepackError, "no plan for this tree", marks=pytest.mark.slow),
         (die, TreepackError, "a worker process died"),
     ],
 )
@@ -162,6 +162,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_an_interrupt_ends_all_workers(tmp_path: Path) -> None:
     # In a new process, because a solver of another test may have left its handler for this signal.
     (tmp_path / "interrupted.py").write_text(INTERRUPTED)
