@@ -148,7 +148,9 @@ quick: $(VENV)/dev.stamp  ## lint of changed files and the core tests, in about 
 $(ROOMS): $(VENV)/dev.stamp
 	$(BIN)/python -m pytest -n auto tests/$@
 
-# With --jobs 2, types are checked beside the tests.
+# With --jobs 2, types are checked beside the tests. Two processors have no room for workers of mypy then: it gives up if
+# one of them does not start within 3 seconds.
+test: export MYPY_NUM_WORKERS := 0
 test: lint imports suite types  ## lint, types, import contracts and all tests that need no further packages
 
 suite: $(VENV)/dev.stamp  ## the tests of `make test` alone
