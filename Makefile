@@ -153,8 +153,9 @@ $(ROOMS): $(VENV)/dev.stamp
 test: export MYPY_NUM_WORKERS := 0
 test: lint imports suite types  ## lint, types, import contracts and all tests that need no further packages
 
+# One worker runs all tests of a file, so that models, directories and imports that they share are made once.
 suite: $(VENV)/dev.stamp  ## the tests of `make test` alone
-	$(BIN)/python -m pytest -n auto
+	$(BIN)/python -m pytest -n auto --dist loadfile
 
 test-slow: $(VENV)/dev.stamp  ## the tests marked slow, and every property with more examples
 	$(BIN)/python -m pytest -n auto -m "slow or hypothesis" --hypothesis-profile thorough
