@@ -148,11 +148,14 @@ quick: $(VENV)/dev.stamp  ## lint of changed files and the core tests, in about 
 $(ROOMS): $(VENV)/dev.stamp
 	$(BIN)/python -m pytest -n auto tests/$@
 
-# With --jobs 2, types are checked beside the tests.
+# With --jobs 2, types are checked beside the tests. Two processors have no room for workers of mypy then: it gives up if
+# one of them does not start within 3 seconds.
+test: export MYPY_NUM_WORKERS := 0
 test: lint imports suite types  ## lint, types, import contracts and all tests that need no further packages
 
+# One worker runs all tests of a file, so that models, directories and imports that they share are made once.
 suite: $(VENV)/dev.stamp  ## the tests of `make test` alone
-	$(BIN)/python -m pytest -n auto
+	$(BIN)/python -m pytest -n auto --dist loadfile
 
 test-slow: $(VENV)/dev.stamp  ## the tests marked slow, and every property with more examples
 	$(BIN)/python -m pytest -n auto -m "slow or hypothesis" --hypothesis-profile thorough

@@ -3,8 +3,8 @@
 One thread per process: the models are tiny and the tests run side by side, so more threads only wait for each other.
 Without a GPU, Triton runs kernels in its interpreter; it reads the variable once, when it is first imported.
 Hypothesis is derandomised, so that a run is repeatable, and has no deadlines, as machines differ. `make test` tries at
-most 12 examples of each property, `make test-slow` 40 or its own number. The slow group leaves out properties whose
-own number is at most 12: it would try the same examples again.
+most 8 examples of each property, `make test-slow` 40 or its own number. The slow group leaves out properties whose
+own number is at most 8: it would try the same examples again.
 """
 
 import atexit
@@ -19,7 +19,9 @@ if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import sys
+import warnings
 from collections.abc import Generator, Iterator
+from importlib import import_module
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 
@@ -30,13 +32,16 @@ from support.command_line import Result, Run
 from support.ray_cluster import running_cluster
 from support.s3 import Store, running_store
 
-EXAMPLES = 12
+EXAMPLES = 8
 settings.register_profile("treepack", deadline=None, derandomize=True, max_examples=EXAMPLES)
 settings.register_profile("thorough", settings.get_profile("treepack"), max_examples=40)
 settings.load_profile("treepack")
 
 SETTINGS = "_hypothesis_internal_use_settings"  # of a property, where Hypothesis reads them
 
+MANY_MODULES = 50  # a garbage collection for fewer would cost more than it saves
+# Packages that torch, transformers and pyarrow import, as large as torch in compiled bytes.
+BELOW_TORCH = ("sympy", "networkx", "scipy.stats", "pandas")
 # The environment of `make test-data` has no torch, and macOS has no triton.
 MISSING = [name for name in ("torch", "triton") if find_spec(name) is None]
 
@@ -61,15 +66,32 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Generator[None, object, object]:
-    """Leave modules and tests, which stay to the end, out of garbage collections; each took half a second."""
+def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
+    """Leave modules and tests, which stay to the end, out of garbage collections; each took half a second.
+
+    On a fresh machine every second worker compiles what is below torch while the others compile torch.
+    """
     gc.disable()
     try:
+        for name in BELOW_TORCH if worker_number(session.config) % 2 else ():
+            if find_spec(name.partition(".")[0]) is not None:
+                import_module(name)
         return (yield)
     finally:
         gc.freeze()
         gc.enable()
         atexit.register(gc.unfreeze)  # else packages that look for leaks at the exit report some
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol() -> Generator[None, object, object]:
+    """Leave out what a test imports too: a training that runs out of memory collects once for each smaller plan."""
+    before = len(sys.modules)
+    result = yield
+    if len(sys.modules) > before + MANY_MODULES:
+        gc.collect()
+        gc.freeze()
+    return result
 
 
 @pytest.hookimpl(wrapper=True)
@@ -100,6 +122,18 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
         if name not in MISSING:
             raise
         pytest.skip(f"needs {name}")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_warning_recorded(warning_message: warnings.WarningMessage) -> None:
+    """Send warnings of other packages as UserWarning.
+
+    The process that starts the workers shows them, and would import torch, transformers and peft for their classes.
+    """
+    kind = warning_message.category
+    if kind.__module__ != "builtins":
+        warning_message.message = f"{kind.__name__}: {warning_message.message}"
+        warning_message.category = UserWarning
 
 
 def worker_number(config: pytest.Config) -> int:

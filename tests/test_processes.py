@@ -13,36 +13,9 @@ from pathlib import Path
 import pytest
 
 from support.paths import TESTS
+from support.worker_jobs import Die, Divide, Echo, Modules, Process, Sum, add, value
 from treepack.errors import TreepackError
 from treepack.processes import WINDOW, ProcessTeam, in_order, unordered
-
-
-class Divide:
-    """Divide by a number; a large number takes long, so that later results arrive before earlier ones."""
-
-    def __init__(self, numerator: int) -> None:
-        self.numerator = numerator
-
-    def __call__(self, number: int) -> float:
-        if number > 5:
-            time.sleep(0.05)
-        return self.numerator / number
-
-
-class Modules:
-    def __init__(self, job: None) -> None:
-        pass
-
-    def __call__(self, name: str) -> bool:
-        return sys.modules.get(name) is not None
-
-
-class Die:
-    def __init__(self, job: None) -> None:
-        pass
-
-    def __call__(self, piece: int) -> None:
-        os._exit(1)
 
 
 @pytest.mark.parametrize("workers", [1, 3])
@@ -90,14 +63,6 @@ def test_no_piece_gives_no_result_and_needs_no_worker() -> None:
     assert list(in_order(Die, None, iter(()), workers=2)) == []
 
 
-class Process:
-    def __init__(self, job: None) -> None:
-        pass
-
-    def __call__(self, piece: int) -> int:
-        return os.getpid()
-
-
 @pytest.mark.parametrize(("min_tasks", "is_here"), [(3, False), (4, True)])
 def test_few_pieces_are_done_in_this_process(min_tasks: int, is_here: bool) -> None:
     pids = list(in_order(Process, None, range(3), workers=2, min_tasks=min_tasks))
@@ -124,14 +89,6 @@ def test_large_pieces_and_results_do_not_wait_for_each_other() -> None:
     assert list(in_order(Echo, None, pieces, workers=2)) == pieces
 
 
-class Echo:
-    def __init__(self, job: None) -> None:
-        pass
-
-    def __call__(self, piece: bytes) -> bytes:
-        return piece
-
-
 def test_workers_never_import_torch() -> None:
     assert list(in_order(Modules, None, ["torch", "sys", "torch"], workers=2)) == [False, True, False]
 
@@ -139,22 +96,6 @@ def test_workers_never_import_torch() -> None:
 def test_a_worker_that_died_is_named() -> None:
     with pytest.raises(TreepackError, match="a worker process died"):
         list(in_order(Die, None, [1], workers=2))
-
-
-class Sum:
-    """The state of a process: the sum of what it was given."""
-
-    def __init__(self, start: int) -> None:
-        self.value = start
-
-
-def add(state: Sum, number: int) -> int:
-    state.value += number
-    return number
-
-
-def value(state: Sum, _: None) -> int:
-    return state.value
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -178,23 +119,14 @@ PARENT = """
 import multiprocessing, os, sys, time
 sys.path.insert(0, {tests!r})
 from treepack.processes import in_order
-import test_processes
+from support.worker_jobs import Wait
 if __name__ == "__main__":
     try:
-        for _ in in_order(test_processes.Wait, None, range(100), workers=2):
+        for _ in in_order(Wait, None, range(100), workers=2):
             print(*[child.pid for child in multiprocessing.active_children()], flush=True)
     except KeyboardInterrupt:
         print("interrupted", len(multiprocessing.active_children()))
 """
-
-
-class Wait:
-    def __init__(self, job: None) -> None:
-        pass
-
-    def __call__(self, piece: int) -> None:
-        if piece:
-            time.sleep(600)
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])

@@ -162,6 +162,7 @@ def test_without_a_choice_the_group_of_highest_overlap_is_shown_and_the_others_a
     assert [float(por) for por, _ in listed] == sorted((float(por) for por, _ in listed), reverse=True)
 
 
+@pytest.mark.slow
 def test_token_ids_are_shown_without_torch_and_transformers() -> None:
     script = (
         "import sys\nfrom treepack_cli import commands\n"

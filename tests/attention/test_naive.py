@@ -26,7 +26,12 @@ SHORT = [rows_of(1), rows_of(130), rows_of(401), comb(70, 40, 6), torch.arange(1
 
 # The star is long enough for key blocks in several shares, and slow.
 @pytest.mark.parametrize(
-    ("end", "granules"), [*itertools.product(SHORT, [1, 2, 4]), (star(150, 12, 70), 1), (star(150, 40, 70), 4)]
+    ("end", "granules"),
+    [
+        *itertools.product(SHORT, [1, 2, 4]),
+        (star(150, 12, 70), 1),
+        pytest.param(star(150, 40, 70), 4, marks=pytest.mark.slow),
+    ],
 )
 def test_tiles_are_the_reference_in_output_and_every_gradient(end: Tensor, granules: int) -> None:
     generator = torch.Generator().manual_seed(0)

@@ -165,6 +165,7 @@ def test_layers_of_several_graphs_keep_their_attention_outside(
     assert not launches, "the second pass breaks its graphs at attention"
 
 
+@pytest.mark.slow
 def test_a_head_dimension_that_is_a_symbol_of_the_compiler_is_traced() -> None:
     made = schedules_of(70)
     packed = pack_schedules(made)

@@ -152,6 +152,7 @@ def test_the_lists_of_random_trees_cover_what_they_must(tree: PlanTree, size: in
         check_cover(end, reach)
 
 
+@pytest.mark.slow
 def test_a_short_window_lists_a_few_granules_per_block_however_long_the_paths_are() -> None:
     # Three branches of 2,000 tokens after 4,000: a block sees itself and the 128 tokens before it on its path.
     end = star(4000, 3, 2000)

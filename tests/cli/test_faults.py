@@ -172,6 +172,7 @@ for words in json.loads(sys.argv[1]):
 """
 
 
+@pytest.mark.slow
 def test_no_command_needs_a_stream(inputs: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     commands = [command.replace("OUT", str(out)).split() for command in COMMANDS.values()]

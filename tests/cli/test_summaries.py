@@ -99,6 +99,7 @@ def test_rows_without_some_samples_have_no_append_only_baseline(treepack: Run, f
     ]
 
 
+@pytest.mark.slow
 def test_on_a_terminal_sentences_are_wrapped(folder: Path) -> None:
     columns = 60
     control, terminal = pty.openpty()

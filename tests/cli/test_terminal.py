@@ -141,6 +141,7 @@ def test_output_into_a_file_is_exact(capsys: pytest.CaptureFixture[str]) -> None
     assert capsys.readouterr().out == EVIL
 
 
+@pytest.mark.slow
 def test_the_output_does_not_begin_with_an_empty_line_if_the_terminal_has_no_size(folder: Path) -> None:
     built, counted = on_terminal(folder, ["build-trie", "rollouts.jsonl", "--out", "again"], ["stats", "trie"])
     assert built.lstrip("\r").startswith("reading")

@@ -57,6 +57,7 @@ def test_tables_stay_and_are_exchanged_as_in_one_process(tmp_path: Path) -> None
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_pool_of_processes_builds_and_packs_the_same(tmp_path: Path) -> None:
     build_trie_directory([ROLLOUTS], tmp_path / "one")
     with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:

@@ -112,7 +112,7 @@ def rollouts_of(trie: Trie) -> list[Rollout]:
         ("treepo", "grpo", 12, False),
         ("treerpo", "dapo", 12, False),
         ("grpo", "grpo", 4096, False),
-        ("grpo", "grpo", 12, True),
+        pytest.param("grpo", "grpo", 12, True, marks=pytest.mark.slow),
         ("grpo", "gspo", 12, True),
     ],
 )

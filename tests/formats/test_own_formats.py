@@ -76,6 +76,7 @@ def refusal(folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_format_of_an_installed_package_is_read_by_the_command_line(tmp_path: Path) -> None:
     rollouts = tmp_path / "rollouts.jsonl"
     lines = [{"diary": [5, 6], "wrote": [7]}, {"diary": [5, 6], "wrote": [8, 9]}]

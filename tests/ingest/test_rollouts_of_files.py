@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from treepack.ingest.options import BuildOptions
 from treepack.ingest.read_log import ReadLog
 from treepack.ingest.readers.path_steps import STEP_NOTE
@@ -63,6 +65,7 @@ def test_steps_of_folders_separate_the_groups_of_a_run(tmp_path: Path) -> None:
     assert log.counts[STEP_NOTE] == 4
 
 
+@pytest.mark.slow
 def test_steps_of_a_path_do_not_depend_on_the_number_of_workers(tmp_path: Path) -> None:
     for step in range(4):
         write(tmp_path / f"step_{step}" / "r.jsonl", *(results(f"{step} {n}", float(n)) for n in range(3)))

@@ -32,6 +32,7 @@ from treepack.ingest.stream import ColumnsWork, Part, min_bytes, num_bytes, part
 from treepack.processes import ProcessTeam
 
 Rollouts = list[dict[str, Any]]
+WORKERS = [1, pytest.param(2, marks=pytest.mark.slow)]
 
 
 @pytest.fixture(autouse=True)
@@ -137,14 +138,15 @@ def test_columns_are_those_of_the_trajectories(folder: Path, tokenizer: str) -> 
     assert counts == log.counts
 
 
-def test_the_hash_is_that_of_the_files(folder: Path, tokenizer: str) -> None:
-    _, _, digest = columns([str(folder)], BuildOptions(tokenizer=tokenizer, workers=2))
+@pytest.mark.parametrize("workers", WORKERS)
+def test_the_hash_is_that_of_the_files(folder: Path, tokenizer: str, workers: int) -> None:
+    _, _, digest = columns([str(folder)], BuildOptions(tokenizer=tokenizer, workers=workers))
     assert len(digest.files) == 7
     for path, sha256 in digest.files:
         assert hashlib.sha256(Path(path).read_bytes()).hexdigest() == sha256
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", WORKERS)
 def test_errors_name_file_and_line(tmp_path: Path, workers: int) -> None:
     lines = jsonl(token_rollouts(900)).splitlines(keepends=True)
     # Line 851 is not even JSON, but the error must name the first bad line.

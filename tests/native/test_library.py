@@ -90,6 +90,7 @@ def test_without_the_library_the_plan_is_the_same_after_one_note(tmp_path: Path)
     assert fast.stderr == ""
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.getuid() == 0 and shutil.which("setpriv") is None, reason="root can write everywhere")
 def test_a_read_only_package_without_a_home_builds_packs_and_measures(tmp_path: Path) -> None:
     package, out = copy_of_package(tmp_path / "package", with_library=True), tmp_path / "out"

@@ -91,7 +91,7 @@ def check(kind: str, batch: MemoryBatch, place: str, options: OnlineOptions, lim
 PLACES = ["forward", "graph", "backward"]
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", ["forward", pytest.param("graph", marks=pytest.mark.slow), "backward"])
 def test_rows_that_do_not_fit_run_as_rows_of_fewer_sequences(place: str) -> None:
     batch = MemoryBatch(SEQUENCES, [[True] * len(each) for each in SEQUENCES])
     sizes = check("qwen3", batch, place, OnlineOptions(chunk=3), 6)

@@ -170,6 +170,7 @@ def test_values_of_another_number_of_tokens_are_refused() -> None:
         plan.scatter([torch.zeros(1)])
 
 
+@pytest.mark.slow
 def test_the_usual_method_imports_neither_arrow_nor_the_solver() -> None:
     program = (
         "import sys, numpy, treepack; "

@@ -179,6 +179,7 @@ def test_a_path_in_two_parts_is_merged_too(tmp_path_factory: pytest.TempPathFact
     assert len(turns_of(paths, stripping)) <= len(turns_of(paths, stripping, per_path=True))
 
 
+@pytest.mark.slow
 def test_commands_make_and_count_one_sample_for_each_turn_of_the_tree(treepack: Run, tmp_path: Path) -> None:
     arguments = (TREE, "--tokenizer", SAMPLE_DATA / "tokenizer", "--expand", "turns")
     done = treepack("build-trie", *arguments, "--out", tmp_path / "merged")

@@ -199,6 +199,7 @@ def test_recorded_values_are_compared_in_pieces_too(packed: Path, config: Path) 
     assert pieces.num_terms == whole.num_terms > 0
 
 
+@pytest.mark.slow
 def test_a_lack_of_memory_in_pieces_names_the_smallest_plan(packed: Path, config: Path, tmp_path: Path) -> None:
     run = open_run(packed, config, replace(OPTIONS, carry=5))
 

@@ -120,6 +120,7 @@ def test_a_run_without_improvement_ends_early_with_its_best_model(folder: Path) 
     )
 
 
+@pytest.mark.slow
 def test_a_stopped_run_keeps_its_count_of_evaluations(folder: Path) -> None:
     changes = {"steps": 40, "eval_every": 1, "patience": 2, "lr": 1.0, "checkpoint_every": 1}
     list(train(opened(folder, **changes), folder / "whole"))

@@ -252,6 +252,7 @@ def test_out_of_memory_names_the_row_and_a_remedy(packed: Path, config: Path, tm
         list(train(run, tmp_path / "out"))
 
 
+@pytest.mark.slow
 def test_out_of_memory_in_joined_rows_names_them_and_makes_shorter_passes(
     packed: Path, config: Path, tmp_path: Path
 ) -> None:

@@ -78,6 +78,7 @@ def test_peaks_and_times_give_the_bytes_and_seconds_of_a_token(loaded: LoadedMod
 
 
 # In KiB: a compiled layer with LoRA of Qwen3-8B, and one without compilation.
+@pytest.mark.slow
 def test_the_bytes_of_any_number_of_recomputed_layers_are_those_of_the_pass(tmp_path: Path) -> None:
     model = load_model(tiny_config(tmp_path / "tiny.json", num_hidden_layers=18))
     adapt_layers(model.causal, checkpointing=True, compiled=False, recomputed=1)

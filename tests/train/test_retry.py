@@ -197,6 +197,7 @@ def test_held_out_rows_are_evaluated_again(opened: Callable[..., TrainingRun], t
     assert adapted.recomputed == 0  # the plan of training stays
 
 
+@pytest.mark.slow
 def test_a_run_ends_if_no_smaller_plan_is_left(opened: Callable[..., TrainingRun], tmp_path: Path) -> None:
     run, notes = opened(), list[str]()
     in_forward(run, Failing(3, last=10**6))

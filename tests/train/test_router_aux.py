@@ -111,8 +111,15 @@ def test_rows_of_trees_give_the_gradients_of_the_trajectories_one_by_one(kind: s
         assert worst_error(gradients(model), expected) > 1e-3, "outside the block nothing is added"
 
 
-@pytest.mark.parametrize("limit", [None, 3])
-@pytest.mark.parametrize(("name", "kind"), [("grpo", "qwen3_moe"), ("gspo", "mixtral")])
+@pytest.mark.parametrize(
+    ("name", "kind", "limit"),
+    [
+        ("grpo", "qwen3_moe", None),
+        ("gspo", "mixtral", 3),
+        pytest.param("grpo", "qwen3_moe", 3, marks=pytest.mark.slow),
+        pytest.param("gspo", "mixtral", None, marks=pytest.mark.slow),
+    ],
+)
 def test_policy_losses_add_it_whole_and_in_pieces(tmp_path: Path, name: str, kind: str, limit: int | None) -> None:
     register()
     model, samples, objective = tiny_family(kind), rollouts(), choose_objective(name)

@@ -148,6 +148,7 @@ def test_the_expected_rate_is_the_measured_one(plan: Plan) -> None:
     assert choices.plan.seconds == pytest.approx(1e-4 * (1 + given.rows().attention))
 
 
+@pytest.mark.slow
 def test_pieces_are_measured_only_if_layers_would_be_recomputed(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     original = measured_pieces

@@ -35,6 +35,8 @@ from treepack.trie.builders.in_memory import build_trie
 
 CPU = TrainOptions(device="cpu", lr=1e-2, rows_per_step=100, clip=0.0, checkpoint_every=0)
 OVER_TERMS = [name for name in PRESETS if name not in ("sft", "value", "opd", "distill")]
+# Of tokens, of sequences, of pairs and of a geometric mean; the slow tests verify every objective.
+VERIFIED = ("grpo", "gspo", "dpo", "gmpo")
 # The row of each of the ten rollouts: the two groups in a row each, four rows that mix groups, and one row.
 BY_GROUP, MIXED, ONE = [i % 2 for i in range(10)], [0, 0, 1, 1, 1, 2, 2, 2, 3, 3], [0] * 10
 PACKINGS = (ONE, MIXED, BY_GROUP)
@@ -136,7 +138,9 @@ def test_autocast_and_checkpointing_keep_the_objective(
     assert metrics[0].loss == pytest.approx(expected[0].loss, rel=5e-2 if dtype == "bf16" else 1e-5)
 
 
-@pytest.mark.parametrize("name", OVER_TERMS)
+@pytest.mark.parametrize(
+    "name", [name if name in VERIFIED else pytest.param(name, marks=pytest.mark.slow) for name in OVER_TERMS]
+)
 def test_verification_is_of_the_objective(packings: list[Path], config: Path, name: str) -> None:
     run = open_verification(packings[2], config, replace(CPU, objective=choose_objective(name)))
     rows = run.trainable_rows

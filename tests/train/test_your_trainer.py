@@ -177,7 +177,7 @@ def test_the_policy_loss_in_trl(record: Recorder) -> None:
     assert_exact(names["trainer"].model, record, policy)
 
 
-@pytest.mark.parametrize("size", ["8192", "3"])
+@pytest.mark.parametrize("size", ["8192", pytest.param("3", marks=pytest.mark.slow)])
 def test_the_loop_in_pieces(record: Recorder, size: str) -> None:
     program, changed = re.subn("8192", size, programs()[3])
     assert changed == 1

@@ -69,7 +69,7 @@ def small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("small_sizes")
-@pytest.mark.parametrize("share", ["all", "none"])
+@pytest.mark.parametrize("share", ["all", pytest.param("none", marks=pytest.mark.slow)])
 def test_workers_write_the_bytes_of_one_process(
     tmp_path: Path, inputs: Path, share: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -96,6 +96,7 @@ def test_the_first_error_in_order_is_raised_and_nothing_is_left(tmp_path: Path, 
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_sizes")
 def test_a_worker_that_dies_in_the_merge_is_one_sentence_and_nothing_is_left(
     tmp_path: Path, inputs: Path, monkeypatch: pytest.MonkeyPatch

@@ -41,7 +41,12 @@ def files_of(folder: Path) -> dict[str, bytes]:
 # Two processes take a second to start. They read the same for all options; one process builds the trie.
 @pytest.mark.parametrize(
     ("share", "conflicts", "most_workers"),
-    [("all", "first", 2), ("none", "split", 2), ("all", "split", 1), ("none", "first", 1)],
+    [
+        ("all", "first", 2),
+        pytest.param("none", "split", 2, marks=pytest.mark.slow),
+        ("all", "split", 1),
+        ("none", "first", 1),
+    ],
 )
 def test_bytes_do_not_depend_on_processes_and_memory(
     rollouts: Path, share: str, conflicts: str, most_workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -75,6 +75,7 @@ def test_a_directory_gives_the_temperatures_back(
     np.testing.assert_equal(by_name(again), by_name(trie))
 
 
+@pytest.mark.slow
 def test_processes_write_the_bytes_of_memory_if_one_record_of_many_has_a_temperature(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

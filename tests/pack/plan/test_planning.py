@@ -110,13 +110,6 @@ def test_random_sequences_repeat_little(capacity: int, most: float, seed: int) -
     assert totals.tokens_packed / trie.tokens_tree <= most
 
 
-@methods
-def test_5000_nested_prefixes_fit_one_row(method: str) -> None:
-    chain = list(range(5001))
-    trie = built([chain[: n + 1] for n in range(1, 5001)])
-    assert plan_rows(trie, capacity=5001, method=method).num_rows == 1
-
-
 def test_too_long_names_the_trajectory_and_its_length() -> None:
     trie = built([[1, 2], [1, 2, 3, 4]])
     with pytest.raises(TreepackError, match=r"trajectory t1 has 4 tokens, capacity is 3 \(1 such in total\)"):

@@ -83,11 +83,15 @@ def test_equal_trajectories_share_one_row(method: str) -> None:
     assert totals.num_rows == (40 if method == "sequence" else 1)
 
 
-@pytest.mark.parametrize("method", sorted(FOREST_METHODS))
-def test_5000_nested_prefixes_are_planned(method: str) -> None:
+@pytest.fixture(scope="module")
+def nested() -> Trie:
     chain = list(range(5001))
-    trie = built([chain[: n + 1] for n in range(1, 5001)])
-    totals = check_plan(trie, plan_rows(trie, capacity=5001, method=method))
+    return built([chain[: n + 1] for n in range(1, 5001)])
+
+
+@every_method
+def test_5000_nested_prefixes_fit_one_row(nested: Trie, method: str) -> None:
+    totals = check_plan(nested, plan_rows(nested, capacity=5001, method=method))
     assert method == "sequence" or totals.num_rows == 1
 
 
@@ -132,7 +136,7 @@ def interrupt(tree: PlanTree, limits: RowLimits, search: SearchOptions) -> TreeS
 @pytest.mark.parametrize(
     ("method", "error", "sentence"),
     [
-        (refuse, TreepackError, "no plan for this tree"),
+        pytest.param(refuse, TreepackError, "no plan for this tree", marks=pytest.mark.slow),
         (die, TreepackError, "a worker process died"),
     ],
 )
@@ -162,6 +166,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_an_interrupt_ends_all_workers(tmp_path: Path) -> None:
     # In a new process, because a solver of another test may have left its handler for this signal.
     (tmp_path / "interrupted.py").write_text(INTERRUPTED)

@@ -24,6 +24,7 @@ from treepack.report.live.start_log import StartLog
 from treepack.train.watch.sinks import RunPage, SinkRun, Sinks
 
 
+@pytest.mark.slow
 def test_a_run_becomes_one_file_and_a_picture_of_each_curve(treepack: Run, tmp_path: Path) -> None:
     folder = run_folder(tmp_path / "run")
     write_lines(folder, (step_record(step, reward=0.5) for step in range(1, 60)))
