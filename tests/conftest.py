@@ -19,9 +19,7 @@ if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import sys
-import warnings
 from collections.abc import Generator, Iterator
-from importlib import import_module
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 
@@ -39,9 +37,6 @@ settings.load_profile("treepack")
 
 SETTINGS = "_hypothesis_internal_use_settings"  # of a property, where Hypothesis reads them
 
-MANY_MODULES = 50  # a garbage collection for fewer would cost more than it saves
-# Packages that torch, transformers and pyarrow import, as large as torch in compiled bytes.
-BELOW_TORCH = ("sympy", "networkx", "scipy.stats", "pandas")
 # The environment of `make test-data` has no torch, and macOS has no triton.
 MISSING = [name for name in ("torch", "triton") if find_spec(name) is None]
 
@@ -66,32 +61,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
-    """Leave modules and tests, which stay to the end, out of garbage collections; each took half a second.
-
-    On a fresh machine every second worker compiles what is below torch while the others compile torch.
-    """
+def pytest_collection() -> Generator[None, object, object]:
+    """Leave modules and tests, which stay to the end, out of garbage collections; each took half a second."""
     gc.disable()
     try:
-        for name in BELOW_TORCH if worker_number(session.config) % 2 else ():
-            if find_spec(name.partition(".")[0]) is not None:
-                import_module(name)
         return (yield)
     finally:
         gc.freeze()
         gc.enable()
         atexit.register(gc.unfreeze)  # else packages that look for leaks at the exit report some
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol() -> Generator[None, object, object]:
-    """Leave out what a test imports too: a training that runs out of memory collects once for each smaller plan."""
-    before = len(sys.modules)
-    result = yield
-    if len(sys.modules) > before + MANY_MODULES:
-        gc.collect()
-        gc.freeze()
-    return result
 
 
 @pytest.hookimpl(wrapper=True)
@@ -122,18 +100,6 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
         if name not in MISSING:
             raise
         pytest.skip(f"needs {name}")
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_warning_recorded(warning_message: warnings.WarningMessage) -> None:
-    """Send warnings of other packages as UserWarning.
-
-    The process that starts the workers shows them, and would import torch, transformers and peft for their classes.
-    """
-    kind = warning_message.category
-    if kind.__module__ != "builtins":
-        warning_message.message = f"{kind.__name__}: {warning_message.message}"
-        warning_message.category = UserWarning
 
 
 def worker_number(config: pytest.Config) -> int:
