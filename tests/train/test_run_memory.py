@@ -216,7 +216,7 @@ def test_half_of_the_margin_stays_free_if_all_of_it_cannot(plan: Plan) -> None:
     assert choices.plan.checkpoint_layers == 4
 
 
-def test_half_of_the_margin_is_taken_for_a_much_faster_plan_that_recomputes_all_layers(
+def test_half_of_the_margin_is_taken_for_a_faster_plan_that_recomputes_all_layers(
     plan: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A margin of 1,600,000: half of it leaves room for the row if all layers run again. Pieces fit beside all of it.

@@ -209,8 +209,7 @@ class _Planner:
     def _choose_within(self, margin: int, probes: list[ModelProbe]) -> tuple[RunPlan, RunRoom, tuple[PieceProbe, ...]]:
         """Return the plan, its room, and the measured pieces, with so much memory left.
 
-        One process can repeat a step, so half of that may be left for a plan that is much faster and recomputes all
-        layers.
+        One process can repeat a step, so half of that may be left for a faster plan that recomputes all layers.
         """
         options, pieces = self.given.options, tuple[PieceProbe, ...]()
         rooms = [self._room(margin)]

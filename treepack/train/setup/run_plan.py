@@ -35,6 +35,8 @@ SMALLEST_PASS = 1024
 PIECE_LOGITS = 128
 # Pieces must promise this factor: copies to host memory and the code between pieces are not in their estimates.
 _WORTHWHILE = 1.1
+# A plan for a room with less memory left must promise this factor.
+_FASTER = 1.05
 # A forward pass is a third of a forward and backward pass.
 _FORWARD = 1 / 3
 
@@ -158,7 +160,7 @@ def choose_room(
     options: TrainOptions,
     pieces: Sequence[PieceProbe] = (),
 ) -> tuple[RunPlan, RunRoom]:
-    """Return the plan for the first room that has one, or for a later one if it is much faster, and the room.
+    """Return the plan for the first room that has one, or for a later one if it is faster, and the room.
 
     Raises:
         TreepackError: as `choose_plan`, for the last room.
@@ -167,7 +169,7 @@ def choose_room(
     for room in rooms:
         with suppress(TreepackError):
             plan = choose_plan(probes, rows, room, options, pieces)
-            if found is None or _WORTHWHILE * plan.seconds < found[0].seconds:
+            if found is None or _FASTER * plan.seconds < found[0].seconds:
                 found = plan, room
     return found or (choose_plan(probes, rows, rooms[-1], options, pieces), rooms[-1])
 
