@@ -288,11 +288,7 @@ def check_request(module: nn.Module, attention_mask: Any, options: dict[str, Any
 
 
 def _refuse_gradients(module: nn.Module, *tensors: Tensor) -> None:
-    """Refuse to record gradients of a call without `subtree_end`.
-
-    Raises:
-        TreepackError: if gradients are recorded.
-    """
+    """Refuse to record gradients of a call without `subtree_end`."""
     if records_gradients(*tensors):
         raise TreepackError(
             f"{_layer_name(module)}: subtree_end did not reach this layer, and gradients are recorded; pass "

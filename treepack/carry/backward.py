@@ -57,11 +57,7 @@ class CarryOptions:
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def __post_init__(self) -> None:
-        """Refuse invalid sizes.
-
-        Raises:
-            TreepackError: with the name of the field.
-        """
+        """Refuse invalid sizes."""
         for name in ("limit", "chunk"):
             value = getattr(self, name)
             number = parse_count(value) if isinstance(value, str) else value

@@ -134,11 +134,7 @@ def check_fit(
 
 
 def _check_routes(dataset: AnyDataset, loaded: LoadedModel) -> None:
-    """Check that the model can replay recorded routes, by the first row of each directory that has some.
-
-    Raises:
-        TreepackError: it cannot.
-    """
+    """Check that the model can replay recorded routes, by the first row of each directory that has some."""
     for source in sources_of(dataset):
         if source.routes and source.has_routes and len(source) and (routes := source[0].routes) is not None:
             check_routes(loaded.causal, loaded.source, routes)
