@@ -50,7 +50,7 @@ class NodeLines:
         self.forest, self.look, self.places, self.by_turn, self.intervals = forest, look, places, by_turn, intervals
         digits = len(str(int((places + forest.size).max())))
         self.gutter = 2 * digits + 4 if intervals else digits  # columns of "[435, 2117)", or of "435"
-        self.subtree = forest.subtree_tokens
+        self.subtree = forest.start[forest.node_end] - forest.start[:-1]  # tokens of the subtree of each node
         self.shown = np.ones(forest.num_nodes, bool)
         if not look.full and not by_turn and forest.num_nodes > NODES:
             # A parent has more tokens in its subtree than any child, so a drawn node has a drawn parent.
