@@ -47,11 +47,6 @@ def _check_source(source: PackedSource, objective: Objective) -> None:
             f"{source.path}: was packed with --normalize {normalize}, and the denominator {objective.denominator} "
             "would normalise its weights again; pack with --normalize token"
         )
-    if objective.denominator == "edge" and options.get("leaf_weights"):
-        raise TreepackError(
-            f"{source.path}: was packed with --leaf-weights, and the denominator edge counts each edge once, whatever "
-            "its leaves weigh; pack without --leaf-weights"
-        )
     if objective.denominator == "edge" and options["semantics"] == "once":
         raise TreepackError(
             f"{source.path}: was packed with --semantics once, which divides the weights of shared tokens already, as "
