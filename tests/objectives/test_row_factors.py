@@ -133,6 +133,19 @@ def test_leaf_weights_of_a_directory_are_those_of_memory(tmp_path: Path) -> None
     assert sorted(table.own.tolist()) == [0.75, 0.75, 1.5]
 
 
+def test_equal_leaf_weights_have_no_column_and_are_accepted(tmp_path: Path) -> None:
+    trie = build_trie([make(f"t{i}", [1, 2 + i], advantage=1.0, metadata={"leaf_weight": 0.5}) for i in range(2)])
+    objective, factors = choose_objective("gspo"), []
+    for leaf_weights in (True, False):
+        out = tmp_path / f"packed-{leaf_weights}"
+        pack_trie(saved(trie, tmp_path / "trie"), out, PackOptions(capacity=8, leaf_weights=leaf_weights))
+        dataset = PackedDataset(out, terms=True)
+        assert "trajectory_weights" not in dataset.term_columns
+        check_columns(dataset, objective)
+        factors.append(step_factors(trajectory_table(dataset, objective), [0], objective)[0].tolist())
+    assert factors[0] == factors[1] != [0.0, 0.0]
+
+
 def test_a_trajectory_without_an_advantage_is_refused() -> None:
     trajectories = as_trajectories(SAMPLES, without=["advantages"])
     trajectories = [replace(each, advantage=None if i == 3 else 0.5) for i, each in enumerate(trajectories)]
