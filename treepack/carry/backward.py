@@ -342,4 +342,4 @@ def _objective_of(row: CarriedRow, part: LossPart, scores: TokenScores) -> tuple
     assert terms is not None
     assert part.factors is not None
     factors = part.factors.to(row.loaded.device)
-    return loss_of_scores(scores, terms, factors, part.objective)
+    return loss_of_scores(terms, scores, factors, part.objective)

@@ -217,7 +217,7 @@ class TermObjective:
 
 
 def loss_of_scores(
-    scores: TokenScores, terms: TermTensors, factors: Tensor, objective: Objective
+    terms: TermTensors, scores: TokenScores, factors: Tensor, objective: Objective
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return `objective_loss` of the numbers about the tokens of the terms."""
     logprobs, entropies, values, divergences, *_ = scores

@@ -25,65 +25,23 @@ logits. `tree_logprobs` serves every other objective, and computes the logits ag
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
 from treepack.data.ragged_tensor import RaggedTensor
 from treepack.data.teacher_law import TeacherLaw
 from treepack.data.transfers import sent
 from treepack.errors import TreepackError
-from treepack.model.head.distribution_loss import TeacherTargets
-from treepack.model.head.head_chunks import ChunkTargets, invert, split_targets
+from treepack.model.head.head_chunks import invert
 from treepack.model.head.head_gradients import HeadOptions, TargetPrices, priced_loss, token_scores
 from treepack.model.head.logit_map import OutputLayer, TargetSlopes
+from treepack.model.head.shared_targets import HeadTargets, no_logits
 
 # Targets whose logits are in memory at a time: enough rows for a fast product, 1.2 GB in float32 with 151,936 words.
 CHUNK = 2048
-
-
-@dataclass(frozen=True)
-class _HeadTargets:
-    """n targets of an output layer with their temperatures, sets and laws, None for none.
-
-    Attributes:
-        targets: as in `tree_logprobs`.
-        temperature: float [n].
-        kept: n lists of token ids, see `ChunkTargets`.
-        teacher: n laws of a teacher, and the beta of the divergence from them.
-    """
-
-    targets: tuple[Tensor, Tensor, Tensor]
-    temperature: Tensor | None
-    kept: RaggedTensor | None
-    teacher: tuple[TeacherLaw, float] | None
-
-    def own(self, share: Any, device: torch.device) -> tuple[Tensor, _HeadTargets]:
-        """Return the numbers of the targets that this rank's states predict, on `device`, and these targets.
-
-        `share` is the `sequence.share.TokenShare` of the row.
-        """
-        places, targets = share.own_targets(self.targets)
-        places = sent(places, device)
-        temperature = None if self.temperature is None else self.temperature.index_select(0, places)
-        teacher = None if self.teacher is None else (self.teacher[0][places], self.teacher[1])
-        return places, _HeadTargets(targets, temperature, None if self.kept is None else self.kept[places], teacher)
-
-    def split(self, chunk: int) -> tuple[Tensor, list[ChunkTargets], TeacherTargets | None]:
-        """Return `split_targets` of the targets, and the teacher's laws chunk by chunk."""
-        tokens, input_ids, parent = self.targets
-        labels = input_ids.index_select(0, sent(tokens, input_ids.device))
-        sources = parent.index_select(0, tokens)
-        order, chunks = split_targets(sources, labels, self.temperature, chunk, self.kept)
-        if self.teacher is None:
-            return order, chunks, None
-        law, beta = self.teacher
-        parts = (law[part].map(lambda each: sent(each, order.device)) for part in torch.split(order, chunk))
-        return order, chunks, TeacherTargets(list(parts), beta)
 
 
 def weighted_nll(
@@ -133,7 +91,7 @@ def nll_of_rows(
     # loss_weight [0, 1, 2, 0, .5] -> tokens [1, 2, 4]; with parent [-1, 0, 1, 0, 3] -> sources [0, 1, 3]
     tokens = loss_weight.nonzero().squeeze(-1)
     if len(tokens) == 0:
-        nothing = _no_logits(hidden, layer).sum(dtype=torch.float64)
+        nothing = no_logits(hidden, layer).sum(dtype=torch.float64)
         return nothing, nothing.detach().new_zeros(1 if edges is None else len(edges) - 1)
 
     chosen = sent(loss_weight.index_select(0, tokens), hidden.device)
@@ -216,13 +174,13 @@ def priced_terms(
     Returns:
         a float64 scalar, attached to `hidden` and the weights, and float64 [k] without a graph.
     """
-    wanted = _HeadTargets(targets, _divisors(hidden, len(targets[0]), temperature), kept, teacher)
+    wanted = HeadTargets(targets, _divisors(hidden, len(targets[0]), temperature), kept, teacher)
     places, order, options = _own_chunks(wanted, hidden, layer, with_entropies=with_entropies, chunk=chunk)
     price = prices(order if places is None else places.index_select(0, order))
     if options.chunks:
         loss, numbers = priced_loss(hidden, layer.weight, layer.bias, options, price)
     else:
-        empty = _no_logits(hidden, layer).sum(-1)
+        empty = no_logits(hidden, layer).sum(-1)
         loss, none = empty.sum(dtype=torch.float64), empty.detach()
         numbers = price.value(none, none, None if teacher is None else none)[1]
     return (loss, numbers) if layer.share is None else (layer.share.total(loss), layer.share.total(numbers))
@@ -277,14 +235,14 @@ def tree_scores(
     `teacher` has the laws of the n tokens in their order, and beta (`objectives.distillation`).
     """
     if len(targets[0]) == 0:
-        empty = _no_logits(hidden, layer).sum(-1)
+        empty = no_logits(hidden, layer).sum(-1)
         return empty, empty, empty
-    wanted = _HeadTargets(targets, _divisors(hidden, len(targets[0]), temperature), kept, teacher)
+    wanted = HeadTargets(targets, _divisors(hidden, len(targets[0]), temperature), kept, teacher)
     places, order, options = _own_chunks(wanted, hidden, layer, with_entropies=with_entropies, chunk=chunk)
     if options.chunks:
         scores = token_scores(hidden, layer.weight, layer.bias, options)
     else:
-        scores = (_no_logits(hidden, layer).sum(-1),) * 3
+        scores = (no_logits(hidden, layer).sum(-1),) * 3
     inverse, share, count = invert(order), layer.share, len(targets[0])
     found = (each.index_select(0, inverse) for each in scores)
     logprobs, entropies, divergences = found if share is None else (share.whole(each, places, count) for each in found)
@@ -292,7 +250,7 @@ def tree_scores(
 
 
 def _own_chunks(
-    wanted: _HeadTargets, hidden: Tensor, layer: OutputLayer, *, with_entropies: bool, chunk: int
+    wanted: HeadTargets, hidden: Tensor, layer: OutputLayer, *, with_entropies: bool, chunk: int
 ) -> tuple[Tensor | None, Tensor, HeadOptions]:
     """Return the numbers of this rank's targets, None for all; their order in chunks; and the chunks with options."""
     places = None
@@ -314,9 +272,3 @@ def filled_temperature(temperature: Tensor | None, missing: float | None) -> Ten
     """Return `temperature` with `missing` in place of NaN, or `missing` if there is none; 1 if `missing` is None."""
     fill = 1.0 if missing is None else missing
     return fill if temperature is None else torch.nan_to_num(temperature, nan=fill)
-
-
-def _no_logits(hidden: Tensor, layer: OutputLayer) -> Tensor:
-    """Return logits [0, V], float64 or float32, attached to `hidden` and the weights: FSDP needs every gradient."""
-    logits = linear(hidden[:0], layer.weight, layer.bias)
-    return logits if logits.dtype == torch.float64 else logits.float()
