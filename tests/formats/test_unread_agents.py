@@ -9,7 +9,7 @@ import pytest
 from treepack.errors import TreepackError
 from treepack.files.input_files.records import Record
 from treepack.ingest.readers.reading import detect_format
-from treepack.ingest.readers.unread_programs import AGENTS
+from treepack.ingest.readers.recognition import AGENTS
 
 RECORDS: dict[str, list[dict[str, Any]]] = {
     "GitHub Copilot CLI": [

@@ -14,13 +14,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedModel
 
 import support.interpreter  # noqa: F401  # before a kernel runs
 from support.experts import Tiny, exact, poisoned, relative, routed
 from support.oracle_model import tiny_config
 from support.tiny_families import IS_OLD, NOT_COMPARED, tiny_family
-from treepack.errors import TreepackError
 from treepack.model.experts.gated import gated_experts
 from treepack.model.experts.interface import NAME, register_experts, takes_kernels
 from treepack.model.experts.routing import sort_pairs
@@ -142,15 +140,6 @@ def test_products_are_in_the_dtype_of_autocast_from_weights_cast_once_a_step(rec
     assert {each.dtype for each in results} == {torch.float32}
     hidden, index, weights, _ = routed(33)
     assert relative(results[1], exact(module, hidden.double(), index, weights.double())) < 1e-2
-
-
-def test_a_version_of_transformers_that_knows_only_its_own_names_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(model: object, name: str) -> str:
-        raise ValueError(f"{name} is not one of eager, grouped_mm")
-
-    monkeypatch.setattr(PreTrainedModel, "get_correct_experts_implementation", refuse)
-    with pytest.raises(TreepackError, match=r"accepts no experts .* install 5\.10 or later"):
-        register_experts()
 
 
 def test_a_weight_that_changes_is_cast_again() -> None:

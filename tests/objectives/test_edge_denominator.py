@@ -24,14 +24,13 @@ from support.trie_files import saved
 from treepack.data.batch import make_batch
 from treepack.data.dataset import PackedDataset
 from treepack.errors import TreepackError
-from treepack.files.manifest import Provenance
 from treepack.model.forward import WholeRows
 from treepack.objectives.denominators import check_columns, step_factors, trajectory_table
 from treepack.objectives.objective import Objective, choose_objective
 from treepack.objectives.row_factors import row_factors
 from treepack.objectives.row_numbers import LossPart
 from treepack.pack.directory import pack_trie
-from treepack.pack.files import read_rows, write_packed
+from treepack.pack.files import read_rows
 from treepack.pack.options import PackOptions
 from treepack.pack.plan.planning import plan_rows
 from treepack.pack.row import Row
@@ -231,15 +230,6 @@ def test_edges_with_leaf_weights_are_refused(tmp_path: Path, treepack: Run) -> N
     done = treepack("pack", tmp_path / "credited", "--capacity", 8, "--leaf-weights", "--out", tmp_path / "packed")
     assert done.status == 1
     assert "has factors of edges, which count each edge once, whatever its leaves weigh; leave out --leaf-" in done.err
-    # Rows of an older treepack may have both.
-    done = treepack("pack", tmp_path / "credited", "--capacity", 8, "--out", tmp_path / "packed")
-    assert done.status == 0, done.err
-    (tmp_path / "older").mkdir()
-    provenance = Provenance(options={"leaf_weights": True})
-    write_packed(read_rows(tmp_path / "packed"), tmp_path / "older", capacity=8, provenance=provenance)
-    dataset = PackedDataset(tmp_path / "older", terms=True)
-    with pytest.raises(TreepackError, match="packed with --leaf-weights, and the denominator edge counts each edge on"):
-        check_columns(dataset, choose_objective("grpo", denominator="edge"))
 
 
 def test_rejected_groups_that_were_kept_are_refused_with_the_remedy(tmp_path: Path) -> None:

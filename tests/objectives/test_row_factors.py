@@ -14,12 +14,11 @@ from support.strategies import make
 from support.trie_files import saved
 from treepack.data.dataset import PackedDataset
 from treepack.errors import TreepackError
-from treepack.files.manifest import Provenance
 from treepack.objectives.denominators import check_columns, step_factors, trajectory_table
 from treepack.objectives.objective import choose_objective
 from treepack.objectives.row_factors import row_factors
 from treepack.pack.directory import pack_trie
-from treepack.pack.files import read_rows, write_packed
+from treepack.pack.files import read_rows
 from treepack.pack.options import PackOptions
 from treepack.pack.packing import plan_packing
 from treepack.pack.row import Row
@@ -134,19 +133,17 @@ def test_leaf_weights_of_a_directory_are_those_of_memory(tmp_path: Path) -> None
     assert sorted(table.own.tolist()) == [0.75, 0.75, 1.5]
 
 
-@pytest.mark.parametrize("loss", ["grpo", "gspo", "dr_grpo"])
-def test_leaf_weights_of_an_older_treepack_are_refused(loss: str, tmp_path: Path) -> None:
-    rows = plan_packing(build_trie(forked()), PackOptions(capacity=8, leaf_weights=True))
-    without = []
-    for row in rows:
-        assert row.terms is not None
-        without.append(replace(row, terms=replace(row.terms, trajectory_weights=None)))
-    (tmp_path / "packed").mkdir()
-    write_packed(without, tmp_path / "packed", capacity=8, provenance=Provenance(options={"leaf_weights": True}))
-    dataset = PackedDataset(tmp_path / "packed", terms=True)
-    with pytest.raises(TreepackError, match="--leaf-weights by an older treepack, whose rows lack the trajectory_weig"):
-        check_columns(dataset, choose_objective(loss))
-    check_columns(dataset, choose_objective("ppo"))
+def test_equal_leaf_weights_have_no_column_and_are_accepted(tmp_path: Path) -> None:
+    trie = build_trie([make(f"t{i}", [1, 2 + i], advantage=1.0, metadata={"leaf_weight": 0.5}) for i in range(2)])
+    objective, factors = choose_objective("gspo"), []
+    for leaf_weights in (True, False):
+        out = tmp_path / f"packed-{leaf_weights}"
+        pack_trie(saved(trie, tmp_path / "trie"), out, PackOptions(capacity=8, leaf_weights=leaf_weights))
+        dataset = PackedDataset(out, terms=True)
+        assert "trajectory_weights" not in dataset.term_columns
+        check_columns(dataset, objective)
+        factors.append(step_factors(trajectory_table(dataset, objective), [0], objective)[0].tolist())
+    assert factors[0] == factors[1] != [0.0, 0.0]
 
 
 def test_a_trajectory_without_an_advantage_is_refused() -> None:

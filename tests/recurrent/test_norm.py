@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from treepack.recurrent.norm import normalise
+from treepack.recurrent.interface import normalise
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.25])

@@ -30,8 +30,7 @@ from treepack.train.run import TrainingRun
 from treepack.train.saving.choices import recorded_memory, with_recorded
 from treepack.train.saving.run_directory import begin, record_plan
 from treepack.train.setup.opening import open_run, resume_run
-from treepack.train.setup.plan_forecast import PlanForecast
-from treepack.train.setup.run_plan import RunRows
+from treepack.train.setup.run_plan import PlanForecast, RunRows
 from treepack.train.step import StepMetrics
 
 LAYERS = 2

@@ -40,11 +40,7 @@ class StatsOptions:
     )
 
     def __post_init__(self) -> None:
-        """Read texts such as "4k", and refuse values that are not numbers of tokens.
-
-        Raises:
-            TreepackError: naming the option.
-        """
+        """Read texts such as "4k", and refuse values that are not numbers of tokens."""
         read_counts(self, "capacities", "carry")
         check_options(self)
 
@@ -72,10 +68,6 @@ class ReportOptions:
     )
 
     def __post_init__(self) -> None:
-        """Read texts such as "4k", and refuse values that are not numbers of tokens.
-
-        Raises:
-            TreepackError: naming the option.
-        """
+        """Read texts such as "4k", and refuse values that are not numbers of tokens."""
         read_counts(self, "capacities")
         check_options(self)

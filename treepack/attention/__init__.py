@@ -3,7 +3,6 @@
 dispatch       tree_attention by any implementation, and the choice among them
 schedules      the schedule of each implementation, for one layer or for a whole model
 interface      all implementations under transformers' names, and the refusal of every other request of a model
-tree_pass      arguments of one pass over a row for every layer: outputs to keep, tensors to carry
 generation     plain calls of the same model through sdpa, for sampling and evaluation
 reference      simple code for any device and float64; every other implementation is tested against it
 flex           FlexAttention over block lists made from the intervals; compiled on an accelerator
@@ -35,10 +34,9 @@ from treepack.attention.dispatch import (
 )
 from treepack.attention.flex import build_block_mask, flex_attention
 from treepack.attention.generation import allow_generation
-from treepack.attention.interface import IMPLEMENTATIONS, register
+from treepack.attention.interface import IMPLEMENTATIONS, TreePass, register
 from treepack.attention.reach import KeyReach, first_visible
 from treepack.attention.reference import reference_attention, visible_pairs
-from treepack.attention.tree_pass import TreePass
 
 __all__ = [
     "IMPLEMENTATIONS",

@@ -210,13 +210,11 @@ def obstacle(
 
     The text follows the name of the implementation: "needs FlashAttention-4; pip install flash-attn-4".
     """
+    if impl == "reference":
+        return None
     if impl == "flash" and not plain:
         return "has no windows, chunks, sinks, caps of scores and rectangles; use flex"
     return _OBSTACLES[impl](device, dtype, head_dims)
-
-
-def _no_obstacle(device: torch.device, dtype: torch.dtype, head_dims: tuple[tuple[int, int], ...]) -> None:
-    return None
 
 
 def _flex_obstacle(device: torch.device, dtype: torch.dtype, head_dims: tuple[tuple[int, int], ...]) -> str | None:
@@ -270,7 +268,6 @@ def _triton_obstacle(device: torch.device, dtype: torch.dtype, head_dims: tuple[
 
 
 _OBSTACLES = {
-    "reference": _no_obstacle,
     "flex": _flex_obstacle,
     "flash": _flash_obstacle,
     "triton": _triton_obstacle,

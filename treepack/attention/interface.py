@@ -5,7 +5,7 @@
     model(input_ids, position_ids=..., subtree_end=..., schedule=..., use_cache=False)
 
 A model passes its keyword arguments to the attention function of every layer. Four arguments reach it in this way:
-`subtree_end`, the `schedules.BatchSchedules` made from it, the `tree_pass.TreePass` of the kept and carried tensors,
+`subtree_end`, the `schedules.BatchSchedules` made from it, the `TreePass` of the kept and carried tensors,
 and the list `record` of a probe. Windows and chunks arrive as masks: a model requests one mask for each kind of layer
 and passes it to these layers. It gets the `reach.Reach` of that kind instead of a mask. Sinks and caps of scores are
 options of the call. Every other request of a model is refused, not ignored, because a missing bias gives a wrong
@@ -17,18 +17,19 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.compiler import disable, is_compiling
 
+from treepack.attention.autograd import KeptOutputs
 from treepack.attention.dispatch import NAMES, AnySchedule, BatchSchedules, resolve, takes_chains, tree_attention
 from treepack.attention.generation import is_plain_call, plain_attention, plain_mask, records_gradients
 from treepack.attention.indexed import AllAncestors, index_top_k
-from treepack.attention.operator import kernel_attention
+from treepack.attention.operator import PackedSchedules, kernel_attention
 from treepack.attention.reach import KeyReach
-from treepack.attention.tree_pass import TreePass
 from treepack.errors import TreepackError
 
 IMPLEMENTATIONS = {impl: f"treepack_{impl}" for impl in ("auto", *NAMES)}
@@ -51,6 +52,28 @@ _MASK_GIVEN = (
     "mask, because subtree_end[i] = i + 1 marks padding"
 )
 _ITS_OWN_MASK = "its code makes an attention mask of its own"
+
+
+@dataclass(eq=False)
+class TreePass:
+    """Arguments of a pass: the tensors that attention keeps or carries, and the tokens that this rank has.
+
+    A model passes it through its layers as one argument. torch.compile makes another version of a layer for each set
+    of arguments and for each type among them, so the object is there in every pass, even if all fields are None. For
+    the same reason it is not frozen: some versions of torch.compile read all fields of a frozen dataclass.
+
+    Attributes:
+        kept: outputs of attention for layers that are computed again; None if no layer is.
+        carry: the `carry.stack.CarriedStack` of a row that runs in pieces; None for a whole row.
+        packed: schedules for attention inside the graph of a compiled layer; None if a compiled layer breaks its graph
+            at attention.
+        share: the `sequence.share.TokenShare` of a row that several ranks compute together; None for one rank.
+    """
+
+    kept: KeptOutputs | None = None
+    carry: Any = None
+    packed: PackedSchedules | None = None
+    share: Any = None
 
 
 class AttentionKind(NamedTuple):
@@ -288,11 +311,7 @@ def check_request(module: nn.Module, attention_mask: Any, options: dict[str, Any
 
 
 def _refuse_gradients(module: nn.Module, *tensors: Tensor) -> None:
-    """Refuse to record gradients of a call without `subtree_end`.
-
-    Raises:
-        TreepackError: if gradients are recorded.
-    """
+    """Refuse to record gradients of a call without `subtree_end`."""
     if records_gradients(*tensors):
         raise TreepackError(
             f"{_layer_name(module)}: subtree_end did not reach this layer, and gradients are recorded; pass "

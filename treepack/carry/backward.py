@@ -57,11 +57,7 @@ class CarryOptions:
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def __post_init__(self) -> None:
-        """Refuse invalid sizes.
-
-        Raises:
-            TreepackError: with the name of the field.
-        """
+        """Refuse invalid sizes."""
         for name in ("limit", "chunk"):
             value = getattr(self, name)
             number = parse_count(value) if isinstance(value, str) else value
@@ -346,4 +342,4 @@ def _objective_of(row: CarriedRow, part: LossPart, scores: TokenScores) -> tuple
     assert terms is not None
     assert part.factors is not None
     factors = part.factors.to(row.loaded.device)
-    return loss_of_scores(scores, terms, factors, part.objective)
+    return loss_of_scores(terms, scores, factors, part.objective)

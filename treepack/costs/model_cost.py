@@ -363,7 +363,8 @@ def _experts(config: Config, name: str) -> int:
     routed = _matrices(config) * (latent or hidden) * size * chosen + 2 * hidden * latent
     shared = _matrices(config) * hidden * _shared_size(config, size)
     # The shared expert of Qwen has a gate of one number.
-    gate = hidden if config.get("shared_expert_intermediate_size") and _is_qwen(config) else 0
+    is_qwen = str(config.get("model_type")).startswith("qwen")
+    gate = hidden if config.get("shared_expert_intermediate_size") and is_qwen else 0
     return routed + shared + gate + hidden * num_experts(config)
 
 
@@ -374,7 +375,3 @@ def _shared_size(config: Config, size: int) -> int:
         names.append("shared_intermediate_size")
     own = next((int(config[key]) for key in names if config.get(key)), 0)
     return own or size * int(config.get("n_shared_experts") or config.get("num_shared_experts") or 0)
-
-
-def _is_qwen(config: Config) -> bool:
-    return str(config.get("model_type")).startswith("qwen")

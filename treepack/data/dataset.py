@@ -207,7 +207,7 @@ class PackedDataset(Dataset[Batch]):
         ranks got in total.
         """
         return {
-            "dataset": self._fingerprint(),
+            "dataset": hashlib.sha256(json.dumps(self.manifest, sort_keys=True).encode()).hexdigest(),
             "shuffle": self.shuffle,
             "seed": self.seed,
             "epoch": self.epoch,
@@ -276,9 +276,6 @@ class PackedDataset(Dataset[Batch]):
                 ahead = own[number : number + AHEAD_ROWS]
                 self.expect(ahead[ahead >= 0].tolist())
             yield pair
-
-    def _fingerprint(self) -> str:
-        return hashlib.sha256(json.dumps(self.manifest, sort_keys=True).encode()).hexdigest()
 
     def max_position(self) -> int:
         """Return the largest position id of any row; reads one column, if no process of this machine has done so."""

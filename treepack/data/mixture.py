@@ -86,7 +86,8 @@ class MixedDataset:
         """
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")
-        owner = self._owner(index)
+        # first [0, 4, 6]: row 3 -> directory 0, row 4 -> directory 1; a directory without rows has none here
+        owner = int(np.searchsorted(self.first, index, side="right")) - 1
         return replace(self.sources[owner][index - int(self.first[owner])], row_id=index)
 
     def __iter__(self) -> Iterator[Batch]:
@@ -122,10 +123,6 @@ class MixedDataset:
         """
         for source in self.sources:
             yield from source.tables(columns)
-
-    def _owner(self, index: int) -> int:
-        # first [0, 4, 6]: row 3 -> directory 0, row 4 -> directory 1; a directory without rows has none here
-        return int(np.searchsorted(self.first, index, side="right")) - 1
 
 
 AnyDataset: TypeAlias = PackedDataset | MixedDataset

@@ -142,22 +142,14 @@ class PartReader:
             return [*pool.map(function, items)]
 
     def _check_sizes(self) -> None:
-        """Check that all parts are there with their sizes, by a listing of the directory.
-
-        Raises:
-            TreepackError: naming the part.
-        """
+        """Check that all parts are there with their sizes, by a listing of the directory."""
         sizes = self.location.sizes()
         for name, entry in self._entries.items():
             if sizes.get(name) != entry["bytes"]:
                 check_size(self.location, entry)  # asks for this part, and raises unless the listing was stale
 
     def _check(self, entry: FileEntry) -> pq.FileMetaData:
-        """Check a part against its entry, and return its footer.
-
-        Raises:
-            TreepackError: they differ.
-        """
+        """Check a part against its entry, and return its footer."""
         if self.location.is_local:  # a hash of a remote part would download all of it
             check_part(Path(self.location.root), entry)
         footer = self._open(entry["name"]).metadata

@@ -267,11 +267,7 @@ def _swap(temporary: Path, out: Path) -> None:
 
 
 def _rename_to_new(temporary: Path, out: Path, option: str) -> None:
-    """Rename a file, and fail if `out` exists.
-
-    Raises:
-        TreepackError: `out` exists.
-    """
+    """Rename a file, and fail if `out` exists."""
     try:
         os.link(temporary, out)  # unlike a rename, it never replaces a file
     except FileExistsError:

@@ -296,11 +296,7 @@ def _check_entries(value: Any, required: dict[str, Any], path: Path | str, prefi
 
 
 def _check_name(name: str, path: str) -> None:
-    """Refuse the name of a part that leaves the directory.
-
-    Raises:
-        TreepackError: naming the manifest and the part.
-    """
+    """Refuse the name of a part that leaves the directory."""
     try:
         size = len(name.encode())
     except UnicodeEncodeError:  # half of a surrogate pair, which JSON can name

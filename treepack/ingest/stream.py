@@ -147,11 +147,7 @@ class ColumnsWork:
 
 
 def _refuse_skipped(samples: Iterable[Trajectory | Skipped]) -> None:
-    """Refuse the first rollout among `samples` that is skipped.
-
-    Raises:
-        TreepackError: with the sentence about the rollout.
-    """
+    """Refuse the first rollout among `samples` that is skipped."""
     for sample in samples:
         if isinstance(sample, Skipped) and sample.is_rollout:
             raise TreepackError(f"{sample.sentence}; fix or remove the rollout, or skip it without --strict")

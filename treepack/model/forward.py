@@ -97,11 +97,7 @@ def hidden_states(loaded: LoadedModel, batch: Batch, **options: Any) -> Tensor:
 
 
 def _call(loaded: LoadedModel, batch: Batch, module: Any, options: dict[str, Any]) -> Any:
-    """Run a packed row through `module`: the model, or its part without the output layer. Return the output.
-
-    Raises:
-        TreepackError: as `hidden_states`.
-    """
+    """Run a packed row through `module`: the model, or its part without the output layer. Return the output."""
     # Another attention implementation would ignore subtree_end and give wrong gradients without an error.
     config = loaded.causal.config.get_text_config()
     current, expected = config._attn_implementation, IMPLEMENTATIONS[loaded.attention]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -163,7 +164,7 @@ class TermObjective:
             reads = ScoreRequest.of(self.objective)
             law: dict[str, Any] = {"temperature": self.temperature, "kept": self.kept, "teacher": self.terms.teacher}
             scores = score(loaded, reads, states, layer, self.targets, **law, chunk=self.chunk)
-            return self._by_row(self.terms, scores, self._objective_loss)
+            return self._by_row(self.terms, scores, partial(loss_of_scores, objective=self.objective))
         terms = weigh_terms(self.terms, self.objective)
         edges = None if self.edges is None else self.edges.terms
         total, numbers = priced_terms(
@@ -210,18 +211,13 @@ class TermObjective:
         rows = torch.stack(losses)
         return RowResult(rows.sum(), rows.detach(), sums)
 
-    def _objective_loss(
-        self, terms: TermTensors, scores: TokenScores, factors: Tensor
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        return loss_of_scores(scores, terms, factors, self.objective)
-
     def _value_loss(self, terms: TermTensors, scores: TokenScores, factors: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         assert scores.values is not None
         return value_loss(scores.values, terms, factors, clip=self.objective.value_clip)
 
 
 def loss_of_scores(
-    scores: TokenScores, terms: TermTensors, factors: Tensor, objective: Objective
+    terms: TermTensors, scores: TokenScores, factors: Tensor, objective: Objective
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return `objective_loss` of the numbers about the tokens of the terms."""
     logprobs, entropies, values, divergences, *_ = scores

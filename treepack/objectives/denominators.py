@@ -72,11 +72,7 @@ def check_columns(dataset: AnyDataset, objective: Objective) -> None:
 
 
 def _check_complete(dataset: PackedDataset, objective: Objective) -> None:
-    """Refuse a column of the objective that has no value for some trajectories.
-
-    Raises:
-        TreepackError: naming a row and the column.
-    """
+    """Refuse a column of the objective that has no value for some trajectories."""
     # Without old log-probabilities every ratio is 1. If only some terms had them, the other ratios would be NaN.
     # Without old values nothing is clipped.
     optional = [column for column in optional_columns(objective) if column in dataset.term_columns]
@@ -232,11 +228,7 @@ def _refuse_parts(dataset: AnyDataset, row: Int64, rollout: Int64, own: Int64, r
 
 
 def _refuse_split_pairs(dataset: AnyDataset, row: Int64, names: list[str], group: Int64, reward: Float64) -> None:
-    """Refuse a group in several rows, unless all of its rewards are equal and it has no pair.
-
-    Raises:
-        TreepackError: if such a group exists; the message names two of its rows.
-    """
+    """Refuse a group in several rows, unless all of its rewards are equal and it has no pair."""
     # Trajectories sorted by group, then row: group [1, 0, 1, 0], row [0, 0, 1, 2] -> order [1, 3, 0, 2], whose parts
     # start at 0 and 2. The first and last entry of a part are in different rows if the group is split.
     order = np.lexsort((row, group))

@@ -35,42 +35,17 @@ def check_needed_columns(sources: Sequence[PackedSource], objective: Objective) 
 
 
 def _check_source(source: PackedSource, objective: Objective) -> None:
-    """Refuse one directory, see `check_needed_columns`.
-
-    Raises:
-        TreepackError: a column is missing, or the weights are normalised already.
-    """
+    """Refuse one directory, see `check_needed_columns`."""
     name = objective.name
     for column in ("term_token", *objective.columns):
         if column not in source.term_columns:
             raise TreepackError(f"{source.path}: has no {column}, which the loss {name} needs; {REMEDIES[column]}")
-    normalize = source.manifest["options"]["normalize"]
+    options = source.manifest["options"]
+    normalize = options["normalize"]
     if objective.denominator != "token" and normalize != "token" and objective.loss != "dpo":
         raise TreepackError(
             f"{source.path}: was packed with --normalize {normalize}, and the denominator {objective.denominator} "
             "would normalise its weights again; pack with --normalize token"
-        )
-    _check_weights(source, objective)
-
-
-def _check_weights(source: PackedSource, objective: Objective) -> None:
-    """Refuse weights of trajectories that the denominator cannot use.
-
-    Raises:
-        TreepackError: weights of an older treepack, or weights with the denominator edge.
-    """
-    options = source.manifest["options"]
-    has_leaf_weights = bool(options.get("leaf_weights"))
-    if objective.denominator == "edge" and has_leaf_weights:
-        raise TreepackError(
-            f"{source.path}: was packed with --leaf-weights, and the denominator edge counts each edge once, whatever "
-            "its leaves weigh; pack without --leaf-weights"
-        )
-    counts_trajectories = objective.denominator in ("trajectory", "global") and objective.loss not in ("sft", "dpo")
-    if counts_trajectories and has_leaf_weights and "trajectory_weights" not in source.term_columns:
-        raise TreepackError(
-            f"{source.path}: was packed with --leaf-weights by an older treepack, whose rows lack the "
-            f"trajectory_weights that the denominator {objective.denominator} needs; pack the trie again"
         )
     if objective.denominator == "edge" and options["semantics"] == "once":
         raise TreepackError(

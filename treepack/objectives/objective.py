@@ -190,11 +190,7 @@ class Objective:
     preset: str | None = field(default=None, compare=False)  # the name that `choose_objective` got, for messages
 
     def __post_init__(self) -> None:
-        """Refuse values outside the range of an option.
-
-        Raises:
-            TreepackError: if a value is none of the choices, not finite or too small; the message names the option.
-        """
+        """Refuse values outside the range of an option."""
         check_options(self)
         if self.importance_cap == 0:
             raise TreepackError("importance_cap is 0, so that no term has a weight; expected a number above 0")
@@ -329,11 +325,7 @@ def choose_objective(name: str, **options: Any) -> Objective:
 
 
 def _refuse_unused(objective: Objective, given: Mapping[str, Any]) -> None:
-    """Refuse given options that have no effect beside the others.
-
-    Raises:
-        TreepackError: naming the option, and the one that it needs.
-    """
+    """Refuse given options that have no effect beside the others."""
     reads_level = objective.importance_mask is not None or (
         objective.importance_cap is not None and objective.loss != "vespo"
     )

@@ -34,11 +34,7 @@ class LossPart:
     denominator: float = 1.0
 
     def __post_init__(self) -> None:
-        """Refuse an objective without its factors.
-
-        Raises:
-            TreepackError: naming the loss.
-        """
+        """Refuse an objective without its factors."""
         loss = self.objective.loss
         if self.factors is None and loss != "sft":
             raise TreepackError(f"factors of the loss {loss} are missing; pass the factors of step_factors")

@@ -33,11 +33,7 @@ class OnlineOptions:
     route_conflicts: str = "split"
 
     def __post_init__(self) -> None:
-        """Refuse invalid values.
-
-        Raises:
-            TreepackError: with the name of the option.
-        """
+        """Refuse invalid values."""
         choices = (
             ("method", self.method, METHODS),
             ("effort", self.effort, EFFORTS),

@@ -170,11 +170,7 @@ def _flags(values: Any, form: BatchForm, name: str) -> Bools:
 
 
 def _like(values: Any, form: BatchForm, name: str) -> NDArray[Any]:
-    """Return `values` flat, after a check that they have the form of the batch.
-
-    Raises:
-        TreepackError: naming both forms.
-    """
+    """Return `values` flat, after a check that they have the form of the batch."""
     try:
         other, flat, _ = _flatten(values)
     except TreepackError:

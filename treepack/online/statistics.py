@@ -141,11 +141,7 @@ def row_statistics(
 
 
 def _check_vocabulary(model: nn.Module, max_token_id: int) -> None:
-    """Refuse ids that the embeddings or the output layer do not have; on a GPU they would end the process.
-
-    Raises:
-        TreepackError: with the largest id.
-    """
+    """Refuse ids that the embeddings or the output layer do not have; on a GPU they would end the process."""
     from transformers import PreTrainedModel
 
     causal: Any = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)

@@ -21,7 +21,6 @@ from torch.nn.functional import softplus
 from treepack.attention.dispatch import BatchSchedules
 from treepack.errors import TreepackError
 from treepack.recurrent import dispatch
-from treepack.recurrent.norm import normalise
 
 # Arguments about the states of a cache; training has no cache.
 _OF_CACHES = ("use_cache", "initial_state", "initial_states", "output_final_state", "return_final_states")
@@ -31,6 +30,7 @@ _HARMLESS = frozenset(
     + "chunk_size position_embeddings position_ids cache_position layer_idx".split()
 )
 CONVOLUTION = "convolution"
+_EPSILON = 1e-6  # of norms, in transformers and in flash-linear-attention
 
 
 class RecurrentCall(NamedTuple):
@@ -164,3 +164,32 @@ def _functions_of(tree_pass: Any, options: dict[str, Any]) -> Any:
 def _is_set(setting: Any) -> bool:
     # None and False -> False; a tensor is set, whatever its values are
     return setting is not None and setting is not False
+
+
+def normalise(x: Tensor, scale: float = 1.0) -> Tensor:
+    """Return `x` [..., K] divided by its Euclidean norm over K, times `scale`; float64 of float64, else float32."""
+    y: Tensor = _NormaliseRows.apply(x, scale)  # type: ignore[no-untyped-call]
+    return y
+
+
+class _NormaliseRows(torch.autograd.Function):
+    """y = scale x r with r = 1 / sqrt(|x|^2 + epsilon), so dx = scale r (dy - x r^2 (x dy)).
+
+    Between forward and backward only x and r are in memory, not the float32 values in between.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        r = torch.rsqrt(wide.square().sum(-1, keepdim=True) + _EPSILON)
+        ctx.save_for_backward(x, r)
+        ctx.scale = scale
+        return wide * (scale * r)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        x, r = ctx.saved_tensors
+        (dy,) = gradients
+        wide = x.to(r.dtype)
+        along = (wide * dy).sum(-1, keepdim=True)
+        return ((dy - wide * (r.square() * along)) * (ctx.scale * r)).to(x.dtype), None

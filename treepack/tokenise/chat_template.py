@@ -190,11 +190,7 @@ class ChatTemplate:
 
 
 def _templates_of(tokenizer: Any) -> tuple[str, str]:
-    """Return the templates of a tokenizer for conversations without tools and with tools.
-
-    Raises:
-        TreepackError: it has none, none named default, or one that is not valid Jinja.
-    """
+    """Return the templates of a tokenizer for conversations without tools and with tools."""
     named, name = tokenizer.chat_template, tokenizer.name_or_path
     if not named:
         raise TreepackError(

@@ -162,11 +162,7 @@ class TrainOptions:
     )
 
     def __post_init__(self) -> None:
-        """Refuse invalid values.
-
-        Raises:
-            TreepackError: with the name of the option.
-        """
+        """Refuse invalid values."""
         if not 0 <= self.seed <= MAX_SEED:
             raise TreepackError(f"seed is {self.seed}; expected 0 to 2**63 - 1")
         check_options(self)

@@ -17,7 +17,7 @@ the run ends, after this rank has recorded the smaller plan for --resume. Ranks 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
@@ -29,7 +29,6 @@ from treepack.errors import TreepackError
 from treepack.memory.device_memory import StepMemory
 from treepack.memory.shortage import gib
 from treepack.train.evaluation import evaluate
-from treepack.train.passes import Pass
 from treepack.train.run import TrainingRun
 from treepack.train.setup.run_memory import coming_bytes
 from treepack.train.setup.smaller_run import run_in_words, smaller_run
@@ -74,7 +73,8 @@ class FittingRun:
             if run is not self.run:
                 self._take(run)
             if self._rows is None:
-                self._rows = Prefetch(run.dataset, _rank_passes(run, number), pin=run.loaded.device.type == "cuda")
+                passes = (each for step in run.schedule[number:] for each in run.passes(step.rows))
+                self._rows = Prefetch(run.dataset, passes, pin=run.loaded.device.type == "cuda")
             return train_step(run, self._optimiser, number, self._rows)
 
         self._optimiser.zero_grad(set_to_none=True)
@@ -188,9 +188,3 @@ class FittingRun:
             f"{str(error).partition(';')[0]}; ranks that meet in every layer cannot repeat a step, so continue with "
             f"--resume, which takes the smaller plan in run.json: {run_in_words(smaller)}"
         ) from error
-
-
-def _rank_passes(run: TrainingRun, first: int) -> Iterator[Pass]:
-    """Yield the passes that this rank computes, starting at optimiser step `first`."""
-    for step in run.schedule[first:]:
-        yield from run.passes(step.rows)

@@ -67,11 +67,7 @@ class ScoreOptions:
     )
 
     def __post_init__(self) -> None:
-        """Refuse invalid values.
-
-        Raises:
-            TreepackError: with the name of the option.
-        """
+        """Refuse invalid values."""
         check_options(self)
         if self.temperature is not None and not 0 < self.temperature < math.inf:
             raise TreepackError(f"temperature is {self.temperature}; expected a finite number above 0{GREEDY}")
@@ -107,11 +103,7 @@ class CriticOptions:
     device: str = option("auto", "cpu, cuda or cuda:N; auto is a GPU if there is one.")
 
     def __post_init__(self) -> None:
-        """Refuse invalid values.
-
-        Raises:
-            TreepackError: with the name of the option.
-        """
+        """Refuse invalid values."""
         check_options(self)
         check_tokens(self.carry, self.pass_tokens)
         if self.capacity is not None and self.carry is not None:

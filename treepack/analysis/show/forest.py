@@ -69,11 +69,6 @@ class DrawnForest:
         """Return the number of tokens of each node."""
         return np.diff(self.start)
 
-    @property
-    def subtree_tokens(self) -> Int64:
-        """Return the number of tokens in the subtree of each node."""
-        return self.start[self.node_end] - self.start[:-1]
-
     def path_before(self, node: int, count: int) -> list[int]:
         """Return the last token ids, at most `count`, before the node on its path."""
         ids: list[int] = []

@@ -26,7 +26,7 @@ from treepack.analysis.show.bodies import (
 )
 from treepack.analysis.show.figures import four_digits, quantity_in_digits, spread
 from treepack.analysis.show.forest import DrawnForest, num_trained_runs
-from treepack.analysis.show.wrapping import FAINT, NAME, TRAINED, TextRow, escape_text
+from treepack.analysis.show.wrapping import FAINT, NAME, TRAINED, escape_text
 from treepack.trajectory import Int64
 
 NODES = 100  # nodes drawn of a large forest: some 250 lines, a few screens
@@ -50,7 +50,7 @@ class NodeLines:
         self.forest, self.look, self.places, self.by_turn, self.intervals = forest, look, places, by_turn, intervals
         digits = len(str(int((places + forest.size).max())))
         self.gutter = 2 * digits + 4 if intervals else digits  # columns of "[435, 2117)", or of "435"
-        self.subtree = forest.subtree_tokens
+        self.subtree = forest.start[forest.node_end] - forest.start[:-1]  # tokens of the subtree of each node
         self.shown = np.ones(forest.num_nodes, bool)
         if not look.full and not by_turn and forest.num_nodes > NODES:
             # A parent has more tokens in its subtree than any child, so a drawn node has a drawn parent.
@@ -120,11 +120,9 @@ class NodeLines:
                 rows = segment_ids(forest, segment, look, width)
             else:
                 rows = segment_text(forest, node, segment, look, width)
-            yield from (self._body_line(node, row, prefix) for row in rows)
-
-    def _body_line(self, node: int, row: TextRow, prefix: str) -> Text:
-        place = None if row.place is None else int(self.places[node]) + row.place - int(self.forest.start[node])
-        return self.line(place, prefix, row.text)
+            for row in rows:
+                place = None if row.place is None else int(self.places[node]) + row.place - int(forest.start[node])
+                yield self.line(place, prefix, row.text)
 
     def _label(self, segment: WeightSegment, begins_node: bool) -> str:
         """Return the label above a trained segment: the turn that begins there, a weight that changes or is not 1."""

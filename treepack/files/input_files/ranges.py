@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import BinaryIO
 
 import orjson
-import pyarrow as pa
 
 from treepack.errors import TreepackError
 from treepack.files.input_files.byte_streams import CHUNK, COMPRESSION, num_newlines
@@ -119,19 +118,16 @@ class RowGroups:
         """
         start = self.start
         try:
-            for batch in self._batches():
-                if batch.num_rows:
-                    yield TableRows(self.path, start, batch)
-                start += batch.num_rows
+            with parquet_source(self.file) as source:
+                for batch in parquet_batches(source, self.path, self.groups, ahead=is_address(self.file)):
+                    if batch.num_rows:
+                        yield TableRows(self.path, start, batch)
+                    start += batch.num_rows
         except (TreepackError, OSError) as error:
             sentence = error if isinstance(error, TreepackError) else unreadable(self.path, error)
             if not self.skip_bad:
                 raise sentence from error
             yield DamagedBlock(Skipped(self.path, DAMAGED_FILE, detail=str(sentence)))
-
-    def _batches(self) -> Iterator[pa.RecordBatch]:
-        with parquet_source(self.file) as source:
-            yield from parquet_batches(source, self.path, self.groups, ahead=is_address(self.file))
 
     def records(self, damaged: list[Skipped] | None = None, arrays: Sequence[str] = ()) -> Iterator[Record]:
         """Yield the records of `blocks`."""

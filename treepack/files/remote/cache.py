@@ -218,11 +218,7 @@ class _WantedObject:
 
 
 def _copy_all(key: str, objects: Sequence[_WantedObject]) -> None:
-    """Make copies of objects in the folder of `key`, which is protected from removal from now on.
-
-    Raises:
-        TreepackError: see `local_copy`.
-    """
+    """Make copies of objects in the folder of `key`, which is protected from removal from now on."""
     folder = _folder(key)
     try:
         pin(folder)

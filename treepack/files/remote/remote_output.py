@@ -267,7 +267,8 @@ def _finish(out: RemotePath, folder: Path, state: OutputState) -> None:
         if object_store.info(out / record) is not None:
             raise _lost(out)
         object_store.upload(folder / name, out / name)
-    parts = _parts_of(folder / record)
+    content = (folder / record).read_bytes()
+    parts = {name: size for name, size in _parts_of_content(content).items() if _PART.fullmatch(name)}
     present = object_store.list_objects(out)
     for name, size in parts.items():
         if name not in present or present[name].size != size:
@@ -284,10 +285,6 @@ def _finish(out: RemotePath, folder: Path, state: OutputState) -> None:
     if state.records:
         stale |= set(state.objects)
     object_store.delete(out / name for name in sorted(stale - new) if name in present)
-
-
-def _parts_of(record: Path) -> dict[str, int]:
-    return {name: size for name, size in _parts_of_content(record.read_bytes()).items() if _PART.fullmatch(name)}
 
 
 def _parts_of_content(content: bytes) -> dict[str, int]:

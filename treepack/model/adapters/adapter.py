@@ -222,11 +222,7 @@ def read_adapter(causal: Any, adapter: LocalAdapter, *, source: str) -> tuple[An
 
 
 def _check_kind(config: Any, source: str) -> None:
-    """Refuse adapters that are not LoRA of linear layers and experts.
-
-    Raises:
-        TreepackError: naming the kind, or the part of the configuration.
-    """
+    """Refuse adapters that are not LoRA of linear layers and experts."""
     kind = getattr(config.peft_type, "value", config.peft_type)
     if kind != "LORA":
         raise TreepackError(f"{source}: is an adapter of the kind {kind}; expected LORA")

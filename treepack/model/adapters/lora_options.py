@@ -36,11 +36,7 @@ class LoraOptions:
     merge: bool = option(False, "Write the whole model with the adapter added to its weights.")
 
     def __post_init__(self) -> None:
-        """Refuse invalid values.
-
-        Raises:
-            TreepackError: with the name of the option.
-        """
+        """Refuse invalid values."""
         if self.rank is not None and self.rank < 1:
             raise TreepackError(f"lora_rank is {self.rank}; expected at least 1")
         if self.alpha is not None and not (math.isfinite(self.alpha) and self.alpha > 0):

@@ -27,44 +27,22 @@ _KERNEL_SIZE = 64  # the kernels read rows in blocks of this many elements, with
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 
 
-def implementation_of(dtype: torch.dtype) -> str | None:
-    """Register `compute_experts` with transformers, and return the implementation for weights of `dtype`.
-
-    None leaves the choice to transformers, if this version accepts no implementation from other libraries.
-    """
+def implementation_of(dtype: torch.dtype) -> str:
+    """Register `compute_experts` with transformers, and return the implementation for weights of `dtype`."""
     if dtype == torch.float64:
         return "eager"  # float64 verifies gradients, so it runs code of transformers instead of treepack
-    return NAME if _register() else None
+    register_experts()
+    return NAME
 
 
 def register_experts() -> None:
     """Register this implementation of experts with transformers, for models that another program loads.
 
     `from_pretrained(..., experts_implementation="treepack")` then uses it, and so does `load_model` without asking.
-
-    Raises:
-        TreepackError: if this version of transformers accepts no implementation of another library.
     """
-    import transformers
-
-    if not _register():
-        raise TreepackError(
-            f"transformers {transformers.__version__} accepts no experts from other libraries; install 5.10 or later"
-        )
-
-
-def _register() -> bool:
-    """Register `compute_experts`; return False if this version of transformers refuses its name."""
-    from transformers import PreTrainedModel
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     ALL_EXPERTS_FUNCTIONS.register(NAME, compute_experts)
-    try:
-        # transformers 5.0 has a list of names and no way to add one. The method needs no model for this question.
-        PreTrainedModel.get_correct_experts_implementation(None, NAME)
-    except ValueError:
-        return False
-    return True
 
 
 # Custom kernels and a sort: a compiled layer breaks its graph here, and its other parts stay compiled.

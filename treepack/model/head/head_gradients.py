@@ -209,11 +209,7 @@ def _joined(found: Sequence[TargetStatistics]) -> tuple[Tensor, Tensor, Tensor, 
 
 
 def _refuse_graph() -> None:
-    """Refuse a backward pass with create_graph=True: second derivatives would lack a part without an error.
-
-    Raises:
-        TreepackError: autograd records the backward pass.
-    """
+    """Refuse a backward pass with create_graph=True: second derivatives would lack a part without an error."""
     if torch.is_grad_enabled():
         raise TreepackError("the gradients of the output layer have no graph; run backward without create_graph=True")
 

@@ -126,11 +126,7 @@ def head_replaced(
 
 
 def _check_whole(causal: Any, head: nn.Linear, states: Tensor) -> None:
-    """Refuse an output layer that is sharded or quantised while it runs.
-
-    Raises:
-        TreepackError: naming the model.
-    """
+    """Refuse an output layer that is sharded or quantised while it runs."""
     # Tensor parallelism leaves a DTensor; a quantised weight has another shape.
     if type(head.weight.data) is not Tensor or head.weight.shape[1:] != states.shape[-1:]:
         raise TreepackError(

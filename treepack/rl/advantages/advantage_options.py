@@ -118,11 +118,7 @@ class AdvantageOptions:
     epsilon: float = option(EPSILON, "Added to standard deviations.")
 
     def __post_init__(self) -> None:
-        """Check every value and name the option that is wrong.
-
-        Raises:
-            TreepackError: an unknown or impossible value, or an option that the estimator does not have.
-        """
+        """Check every value and name the option that is wrong."""
         if self.estimator not in ESTIMATORS:
             raise TreepackError(f"estimator is {self.estimator!r}; expected one of {', '.join(ESTIMATORS)}")
         check_options(self)

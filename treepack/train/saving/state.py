@@ -196,11 +196,7 @@ def _state_buffer(parameter: Tensor, entry: Any, *, in_host: bool) -> Tensor | N
 
 
 def _check_tensors(path: Path, tensors: dict[str, Tensor], saved: dict[str, Any]) -> None:
-    """Refuse a model whose tensors differ from the saved ones.
-
-    Raises:
-        TreepackError: a name, shape or dtype differs.
-    """
+    """Refuse a model whose tensors differ from the saved ones."""
     entries = {key.removeprefix("model."): entry for key, entry in saved.items() if key.startswith("model.")}
     for name in [*tensors, *entries]:
         if name not in entries or name not in tensors:

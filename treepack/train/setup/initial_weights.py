@@ -81,11 +81,7 @@ def _find_checkpoint(init_from: str) -> SavedCheckpoint | None:
 
 
 def _check_shapes(init_from: str, model: str | Path) -> None:
-    """Refuse weights whose names or shapes differ from the model's; only the configurations are read.
-
-    Raises:
-        TreepackError: naming the first difference.
-    """
+    """Refuse weights whose names or shapes differ from the model's; only the configurations are read."""
     ours, theirs = (_shapes(source) for source in (model, init_from))
     for name in dict.fromkeys([*ours, *theirs]):
         if ours.get(name) != theirs.get(name):

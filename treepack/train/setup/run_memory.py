@@ -38,9 +38,16 @@ from treepack.train.setup.host_memory import host_room, moved_tensors, reserve_h
 from treepack.train.setup.memory_input import MemoryInput
 from treepack.train.setup.model_probe import agreed, cast_bytes, probe_model
 from treepack.train.setup.piece_probe import measured_pieces, whole_bytes
-from treepack.train.setup.plan_forecast import PlanForecast
 from treepack.train.setup.probe_record import ProbeRecord, keep_probes, known_probes, pays
-from treepack.train.setup.run_plan import PieceProbe, RunRoom, RunRows, choose_plan, choose_room, pieces_may_win
+from treepack.train.setup.run_plan import (
+    PieceProbe,
+    PlanForecast,
+    RunRoom,
+    RunRows,
+    choose_plan,
+    choose_room,
+    pieces_may_win,
+)
 from treepack.train.sharding import adapt
 
 _log = logging.getLogger("treepack")

@@ -6,11 +6,17 @@ LoadedModel, RunData --check_fit--> RunFit                 data that does not fi
 
 from __future__ import annotations
 
+import functools
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
+
 from treepack.attention import row_multiple
+from treepack.data.dataset import PackedDataset
 from treepack.data.mixture import AnyDataset, sources_of
 from treepack.errors import TreepackError
 from treepack.files.manifest import TokenizerEntry
@@ -32,7 +38,6 @@ from treepack.train.ranks import Ranks
 from treepack.train.saving.saved_model import repair_generation_config
 from treepack.train.setup.compute import ComputeSetting
 from treepack.train.setup.initial_weights import find_weights
-from treepack.train.setup.reward_sums import sum_rewards
 from treepack.train.setup.run_data import RunData
 from treepack.train.sharding import adapt, load_sharded
 from treepack.trajectory import Float64
@@ -130,15 +135,11 @@ def check_fit(
         notes = (*notes, f"{num_left_out} rows without {lacking} are left out")
     if objective.is_policy and "term_old_logprob" not in dataset.term_columns:
         notes = (*notes, "the rows have no old log-probabilities: every update counts as on-policy, with ratios of 1")
-    return RunFit(tokenizer, sum_rewards(dataset), notes)
+    return RunFit(tokenizer, _sum_rewards(dataset), notes)
 
 
 def _check_routes(dataset: AnyDataset, loaded: LoadedModel) -> None:
-    """Check that the model can replay recorded routes, by the first row of each directory that has some.
-
-    Raises:
-        TreepackError: it cannot.
-    """
+    """Check that the model can replay recorded routes, by the first row of each directory that has some."""
     for source in sources_of(dataset):
         if source.routes and source.has_routes and len(source) and (routes := source[0].routes) is not None:
             check_routes(loaded.causal, loaded.source, routes)
@@ -173,3 +174,27 @@ def _tokenizer(loaded: LoadedModel, made_by: TokenizerEntry | None) -> tuple[Any
         return load_tokenizer(made_by["name"]) if tokenizer is None and made_by is not None else tokenizer, ()
     except TreepackError as error:
         return None, (f"no tokenizer is saved with the model: {error}",)
+
+
+def _sum_rewards(dataset: AnyDataset) -> Float64 | None:
+    """Return `TrainingRun.rewards`; None if the directory has no rewards."""
+    if "trajectory_rewards" not in dataset.term_columns:
+        return None
+    tables = [
+        source.once_per_machine("rewards", functools.partial(_rewards_of_rows, source))
+        for source in sources_of(dataset)
+    ]
+    columns = [np.concatenate([table[name].to_numpy() for table in tables]) for name in ("sum", "count")]
+    return np.stack(columns, axis=1)
+
+
+def _rewards_of_rows(source: PackedDataset) -> pa.Table:
+    """Return the sum and the number of the known rewards of every row of a directory."""
+    sums = []
+    for table in source.tables(["trajectory_rewards"]):
+        # [[0.5, None], None, [1.0]] -> (0.5, 1), (0, 0), (1, 1)
+        for cell in table["trajectory_rewards"].to_pylist():
+            known = [reward for reward in cell or () if reward is not None and not math.isnan(reward)]
+            sums.append((math.fsum(known), len(known)))
+    values = np.array(sums, np.float64).reshape(-1, 2)
+    return pa.table({"sum": values[:, 0], "count": values[:, 1]})

@@ -17,8 +17,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from dataclasses import asdict, dataclass, replace
+from typing import Any, ClassVar
 
 from treepack.carry.limit import LARGEST, CarryCosts, choose_limit
 from treepack.carry.smaller_plan import SMALLEST_PIECE, RunPlan, plan_in_words
@@ -113,6 +113,36 @@ class RunRoom:
     def without_moments(self) -> RunRoom:
         """Return the room when the moments are in host memory."""
         return replace(self, gpu=self.gpu + self.moments, host=self.host - self.moments, moments=0)
+
+
+@dataclass(frozen=True)
+class PlanForecast:
+    """The measurement from which the first plan of a run was chosen.
+
+    `moved` bytes of a layer's token leave the GPU, and `whole` are the bytes of all weights and gradients.
+    """
+
+    probe: ModelProbe
+    rows: RunRows
+    moved: int
+    whole: int = 0
+
+    def as_record(self) -> dict[str, Any]:
+        """Return the numbers that rows do not have, as JSON values."""
+        return {"probe": asdict(self.probe), "moved": self.moved, "whole": self.whole}
+
+    def num_bytes(self, plan: RunPlan, longest: int | None = None) -> int | None:
+        """Return the peak of a plan beside weights, gradients and optimiser; None if rows of it run in pieces.
+
+        `longest` is the number of tokens of the longest row, by default of the rows that are trained.
+        """
+        rows = self.rows if longest is None else replace(self.rows, longest=longest, longest_of_all=longest)
+        if plan.carry is not None and rows.longest_of_all > plan.carry:
+            return None
+        tokens = pass_sizes(rows, plan.pass_tokens)[0]
+        moved = self.moved if plan.offload_checkpoints else 0
+        whole = self.whole if plan.whole_weights else 0
+        return whole + self.probe.pass_bytes(tokens, plan.checkpoint_layers, plan.loss_chunk, moved=moved)
 
 
 def choose_plan(

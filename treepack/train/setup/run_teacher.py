@@ -60,11 +60,7 @@ def load_teacher(
 
 
 def _check_same_vocabulary(teacher: LoadedModel, student: LoadedModel) -> None:
-    """Refuse a teacher with other words than the student, by their tokenizers and the sizes of their laws.
-
-    Raises:
-        TreepackError: naming both models.
-    """
+    """Refuse a teacher with other words than the student, by their tokenizers and the sizes of their laws."""
     pair = [saved_tokenizer(each.source) for each in (teacher, student)]
     marks = [fingerprint(each)["sha256"] for each in pair if each is not None]
     if len(set(marks)) > 1:

@@ -159,11 +159,7 @@ def _remove_lines_after(path: Path, keep_until: int) -> int:
 
 
 def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """Yield each line without its end, and its record.
-
-    Raises:
-        TreepackError: the file cannot be read, or a line is damaged.
-    """
+    """Yield each line without its end, and its record."""
     try:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -21,9 +21,8 @@ from treepack.errors import TreepackError
 from treepack.files.input_files.records import Record
 from treepack.ingest.readers.fields import endings
 from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.fields.repeats import note_on, repeats
 from treepack.ingest.readers.fields.rewards import REWARDS, is_equal, reward_of
-from treepack.ingest.readers.fields.unread import ANSWER, MASK, danger, is_empty, not_used
+from treepack.ingest.readers.fields.unread import ANSWER, MASK, danger, is_empty, is_prose, not_used
 from treepack.ingest.readers.fields.values import BadValueError, as_fact, fault_in_json, shown
 from treepack.trajectory import Chat, PromptCompletion, Tokens, Trajectory, check_scalars
 
@@ -34,6 +33,7 @@ STEPS = ("step", "global_step")
 # Objects with the settings of the sampler, of which the temperature is read.
 SAMPLING_DICTS = ("sampling_params", "sampling_args", "generation_params", "generation_config")
 METADATA_DICTS = frozenset({"metadata", "info", "extra_info", "extra"})
+_NOT_TEXT = frozenset({"role", "from", "type", "name", "id", "speaker"})  # fields of a message that are not text
 # Names of reasoning next to an answer. It may be of a judge, so no reader trains it unless the user names it.
 _THOUGHTS = frozenset(
     "reasoning reasoning_content thinking thought thoughts chain_of_thought cot rationale reasoning_text".split()
@@ -85,11 +85,13 @@ def describe(
     taken = {group_field, id_field, step_field, reward_field, "weight", temperature_field}
     rest = {k: v for k, v in value.items() if k not in used and k not in taken}
     # Alpaca's `text` is the instruction and the output in one text.
-    repeated = [k for k, v in rest.items() if danger(k, v) == ANSWER and repeats(v, content)]
+    repeated = [k for k, v in rest.items() if danger(k, v) == ANSWER and _repeats(v, content)]
     rest = {k: v for k, v in rest.items() if k not in repeated}
     _check_rest({k: v for k, v in rest.items() if k not in options.harmless}, source)
     metadata, dropped = _metadata(rest)
-    dropped += _other_rewards(rest, reward, reward_field) + tuple(map(note_on, repeated))
+    dropped += _other_rewards(rest, reward, reward_field) + tuple(
+        f"field '{name}' not used, because it repeats the messages" for name in repeated
+    )
     ending, remarks = endings.ending_of({key: field for key, field in value.items() if key not in used})
     item = check_scalars(
         Trajectory(
@@ -267,3 +269,41 @@ def _integers(value: Any) -> list[int]:
     listed = value.tolist() if isinstance(value, np.ndarray) else value
     is_integers = isinstance(listed, list) and all(type(each) is int for each in listed)
     return listed if is_integers else []
+
+
+def _repeats(value: Any, content: Tokens | Chat | PromptCompletion) -> bool:
+    """Return whether each text in `value` is a message of `content`, or `value` is one text with all messages.
+
+    messages [user "Bolts?", assistant "Seven."]    "Seven."                                   repeats the answer
+                                                    "### Q: Bolts?\\n### A: Seven."             contains all messages
+                                                    [{"from": "gpt", "value": "Seven."}, ..]    the same in another form
+                                                    "Eight."                                   another answer
+    """
+    said = [text.strip() for text in _messages_of(content) if text.strip()]
+    own = [text.strip() for text in _texts_in(value) if text.strip()]
+    if not said or not own:
+        return False
+    # By lines, because a template may print the lines of a message in two places: instruction and input of Alpaca.
+    whole = "\n".join(own)
+    lines = (line.strip() for text in said for line in text.splitlines())
+    # {"text": "Guten Tag!"} next to "Translate: Guten Tag!": prose that a message contains is not another answer.
+    parts = all(text in said or (is_prose(text) and any(text in each for each in said)) for text in own)
+    return parts or all(line in whole for line in lines)
+
+
+def _messages_of(content: Tokens | Chat | PromptCompletion) -> list[str]:
+    if isinstance(content, Chat):
+        return [str(message.get("content") or "") for message in content.messages]
+    return [content.prompt, content.completion] if isinstance(content, PromptCompletion) else []
+
+
+def _texts_in(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list):
+        for each in value:
+            yield from _texts_in(each)
+    elif isinstance(value, dict):
+        for name, each in value.items():
+            if name not in _NOT_TEXT:
+                yield from _texts_in(each)

@@ -157,11 +157,7 @@ def normalise_messages(messages: Sequence[Any], *, source: str, before: NormalMe
 
 
 def _refuse_parts(message: dict[str, Any], normal: dict[str, Any], unused: list[str], where: str) -> None:
-    """Refuse an answer with a text or calls in fields that are not read: it would be trained in part.
-
-    Raises:
-        TreepackError: there is such a field.
-    """
+    """Refuse an answer with a text or calls in fields that are not read: it would be trained in part."""
     for key in unused:
         value, key_of_columns = message[key], "calls" if key in _OTHER_CALLS else "content"
         parts = value if isinstance(value, list) else [value]

@@ -69,17 +69,12 @@ def read_packed(record: Record, lengths: list[int], options: ReadOptions) -> Ite
             if isinstance(item, Skipped):
                 yield replace(item, source=record.source)
                 continue
-            name = f"{_row_name(item, where, record)}/sequence-{number}"
+            # Without an id, the reader has named the item "r.jsonl:1: sequence 2"; the row is "r.jsonl:1".
+            row = record.label if item.trajectory_id == where.label else item.trajectory_id
             # A note of the row, such as an unused field, would else count once per sequence.
             notes = tuple(note for note in item.notes if note not in seen)
             seen.update(notes)
-            yield replace(item, source=record.source, trajectory_id=name, notes=notes)
-
-
-def _row_name(item: Trajectory, where: Record, record: Record) -> str:
-    """Return the row's id, or its place in the file if it has no id."""
-    # Without an id, the reader has named the item "r.jsonl:1: sequence 2"; the row is "r.jsonl:1".
-    return record.label if item.trajectory_id == where.label else item.trajectory_id
+            yield replace(item, source=record.source, trajectory_id=f"{row}/sequence-{number}", notes=notes)
 
 
 def _part(whole: Any, start: int, end: int, number: int, num_tokens: int, lengths: list[int]) -> Any:

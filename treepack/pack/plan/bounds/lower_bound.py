@@ -129,15 +129,11 @@ def _small_subtrees(tree: PlanTree, capacity: int, *, most_leaves: int) -> NodeB
     leaves = _subtree_sums(tree, np.bincount(tree.leaf, minlength=tree.num_nodes))
     for node in _maximal_nodes(tree, leaves, most_leaves).tolist():
         # A subtree that fits into one row needs no program: counting finds its tokens.
-        if not _fits(tree, node, capacity):
+        if tree.depth[node] + tree.size[node : tree.end[node]].sum() > capacity:
             part = slice(node, int(tree.end[node]))
             limits = RowLimits(capacity - int(tree.depth[node]))
             known.tokens[part], known.times[part] = fewest(subtree(tree, node), limits)
     return known
-
-
-def _fits(tree: PlanTree, node: int, capacity: int) -> bool:
-    return bool(tree.depth[node] + tree.size[node : tree.end[node]].sum() <= capacity)
 
 
 def _by_programs(
