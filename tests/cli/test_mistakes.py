@@ -75,8 +75,8 @@ def test_a_saved_model_is_no_folder_of_rollouts(given: str, folder: Path, treepa
     assert done.status == 1
     named = "model" if given == "model/config.json" else "model/checkpoints/step-00000002"
     assert done.err == (
-        f"treepack: {named}: is the directory of a saved model, which has no rollouts; give files of rollouts, and "
-        "this directory as --model or --tokenizer\n"
+        f"treepack: {named}: is the directory of a saved model, which has no rollouts; give files of rollouts"
+        f"{', and this directory as --model or --tokenizer' if named == 'model' else ''}\n"
     )
     assert not (folder / "x").exists()
 

@@ -167,6 +167,12 @@ def test_a_folder_that_has_rollouts_too_does_not_stand_for_its_trie(tmp_path: Pa
     assert prepared_part(tmp_path, TRIE) == tmp_path / "trie"
     rollouts.unlink()
     assert prepared_part(tmp_path, (*PACKED, *TRIE), alone=True) == tmp_path / "trie"
+    # What treepack writes beside it is no rollout.
+    assert treepack("pack", tmp_path / "trie", "--out", tmp_path / "more").status == 0
+    (tmp_path / "report.html").touch()
+    assert prepared_part(tmp_path, TRIE, alone=True) == tmp_path / "trie"
+    (tmp_path / "notes").mkdir()
+    assert prepared_part(tmp_path, TRIE, alone=True) == tmp_path
     assert prepared_part(tmp_path / "trie", TRIE) == tmp_path / "trie"
 
 

@@ -140,7 +140,7 @@ def is_hidden_output(name: str) -> bool:
     return _HIDDEN.fullmatch(name) is not None
 
 
-def _is_own_directory(path: Path) -> bool:
+def is_own_directory(path: Path) -> bool:
     """Return True if treepack wrote the directory `path`: it has a manifest, a training run or a predictor."""
     for name in (MANIFEST, RUN, "train.json", "values.json"):
         try:
@@ -210,7 +210,7 @@ def refuse_inside(out: AnyPath, *, option: str = "--out") -> None:
     """
     folder = Path(os.path.realpath(out)).parent if isinstance(out, Path) else out.parent
     while folder != folder.parent:
-        if _is_own_directory(folder) if isinstance(folder, Path) else holds_record(folder):
+        if is_own_directory(folder) if isinstance(folder, Path) else holds_record(folder):
             raise TreepackError(
                 f"{out} lies inside {folder}, which treepack wrote and which must hold no other files; choose another "
                 f"{option}"
@@ -232,7 +232,7 @@ def _state(out: AnyPath, is_own_file: Callable[[Path], bool] | None, option: str
     if is_own_file is not None and out.is_dir():
         raise TreepackError(f"{out} is a directory; choose another {option}")
     exists = out.exists() and not (is_own_file is None and out.is_dir() and not any(out.iterdir()))
-    return exists, lambda: (is_own_file or _is_own_directory)(out)
+    return exists, lambda: (is_own_file or is_own_directory)(out)
 
 
 def _is_own_object(out: AnyPath, is_own_file: Callable[[Path], bool]) -> bool:
@@ -241,7 +241,7 @@ def _is_own_object(out: AnyPath, is_own_file: Callable[[Path], bool]) -> bool:
 
 
 def _is_own(path: AnyPath) -> bool:
-    return _is_own_directory(path) if isinstance(path, Path) else is_own_prefix(path, output_state(path))
+    return is_own_directory(path) if isinstance(path, Path) else is_own_prefix(path, output_state(path))
 
 
 def is_inside(path: AnyPath, folder: AnyPath) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from treepack.files.directory import MANIFEST
+from treepack.files.directory import MANIFEST, is_own_directory
 from treepack.files.remote.address import AnyPath
 
 TRIE, RATED_TRIE, PACKED = ("trie",), ("advantages", "trie"), ("packed",)
@@ -23,8 +23,8 @@ _PARTS = {*TRIE, *RATED_TRIE, *PACKED}
 def prepared_part(path: AnyPath, names: tuple[str, ...], *, alone: bool = False) -> AnyPath:
     """Return the first directory of these names inside the output `path` of `treepack prepare`, else `path` itself.
 
-    With `alone`, `path` must contain nothing but such directories, because a folder of rollouts that a command reads
-    may have a trie beside them. Addresses are not looked at.
+    With `alone`, `path` must contain nothing but what treepack writes, because a folder of rollouts that a command
+    reads may have a trie beside them. Addresses are not looked at.
     """
     if not names or not isinstance(path, Path):
         return path
@@ -32,6 +32,7 @@ def prepared_part(path: AnyPath, names: tuple[str, ...], *, alone: bool = False)
         inside = {each.name for each in path.iterdir() if not each.name.startswith(".")}
     except OSError:  # no directory that can be read; the reader of the path gives the error
         return path
-    if MANIFEST in inside or (alone and not inside <= _PARTS):
+    others = (path / name for name in inside - _PARTS) if alone else ()
+    if MANIFEST in inside or not all(each.suffix == ".html" or is_own_directory(each) for each in others):
         return path
     return next((path / name for name in names if name in inside and (path / name / MANIFEST).is_file()), path)

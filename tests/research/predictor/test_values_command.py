@@ -155,6 +155,7 @@ def test_what_cannot_be_fitted_is_one_sentence_and_leaves_nothing(treepack: Comm
     small = tiny_config(tmp_path / "small.json", vocab_size=30)
     cases = [
         ([records[0] | {"reward": 0.5}, *records[1:]], config, (), "has the reward 0.5; TRACE needs 0 for failure"),
+        ([records[0] | {"reward": 0.9999999}, *records[1:]], config, (), "has the reward 0.9999999; TRACE needs 0"),
         (records, small, (), "and the vocabulary ends at 29; use the model whose tokenizer made the data"),
         (records, config, ("--capacity", 9), "has 10 tokens and rows hold 9; give --capacity 10 or more"),
         (records, config, ("--segment", "recorded"), "no trajectory has 'segments' in its metadata"),

@@ -40,9 +40,12 @@ def unknown_format(
 ) -> UnknownFormatError:
     """Return the error about `record`, which none of `formats` with the fields `names` matches, with a remedy."""
     if _is_of_model(record.path):
+        folder = Path(record.path).parent
+        can_be_loaded = any((folder / name).is_file() for name in ("config.json", _TOKENIZER))  # a checkpoint cannot
+        use = ", and this directory as --model or --tokenizer" if can_be_loaded else ""
         return UnknownFormatError(
-            f"{displayed(str(Path(record.path).parent))}: is the directory of a saved model, which has no rollouts; "
-            "give files of rollouts, and this directory as --model or --tokenizer"
+            f"{displayed(str(folder))}: is the directory of a saved model, which has no rollouts; give files of "
+            f"rollouts{use}"
         )
     fields = f"but the fields {_list_fields(record.value)}" if record.value else "because it has no fields"
     return UnknownFormatError(

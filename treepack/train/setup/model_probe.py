@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -197,16 +197,8 @@ class _Passes:
         self.forward[length] = max(0, forward - min(self.chunk, length) * self.logits)
 
 
-class _MeasuredPass(NamedTuple):
-    """The two peaks of a pass in bytes, as in `ModelProbe`, and its seconds."""
-
-    forward: int
-    backward: int
-    seconds: float
-
-
-def _measured(runner: WholeRows, row: Batch, meter: MemoryMeter) -> _MeasuredPass:
-    """Run a pass over a row, and measure it; without layers, both peaks are that of the whole pass."""
+def _measured(runner: WholeRows, row: Batch, meter: MemoryMeter) -> tuple[int, int, float]:
+    """Run a pass over a row; return its two peaks, both of the whole pass without layers, and its seconds."""
     peaks = list[int]()
 
     def reached(_: Tensor) -> None:
@@ -230,7 +222,7 @@ def _measured(runner: WholeRows, row: Batch, meter: MemoryMeter) -> _MeasuredPas
         for handle in handles:
             handle.remove()
     peaks.append(meter.peak())
-    return _MeasuredPass(max(0, peaks[0] - before), max(0, peaks[-1] - before), meter.clock() - start)
+    return max(0, peaks[0] - before), max(0, peaks[-1] - before), meter.clock() - start
 
 
 def cast_bytes(causal: Any) -> int:
