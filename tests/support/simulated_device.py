@@ -129,7 +129,7 @@ class ScriptedMemory:
                 return 0  # of a step
             # Of each length a pass with every layer recomputed and one with none, each with two peaks; before those of
             # the first length another pass.
-            number = max(0, next(peaks) // 2 - 1)  # the very first pass compiles
+            number = next(peaks) // 2
             place = number - 2 if number > 3 else number // 2
             return int(LENGTHS[place // 2] * (self.kept if place % 2 else self.recomputed))
 
