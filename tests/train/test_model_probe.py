@@ -105,6 +105,15 @@ def test_short_passes_have_their_peak_before_the_layers_run_backward_and_long_on
     assert result.pass_bytes(10_000, LAYERS, 16, moved=10) == pytest.approx(device.fixed + 10_000 * 520, rel=1e-6)
 
 
+def test_logits_that_need_less_memory_than_assumed_do_not_bend_the_line(loaded: LoadedModel) -> None:
+    # 16 targets are assumed to need 9,600 bytes of logits, and need none: the line begins below 0.
+    device = SimulatedDevice(free=10**9, fixed=1000, layer=LayerBytes(kept=300, input=10, end=1000, again=500))
+    result = probe(loaded, device)
+    assert result.forward.fixed == 1000 - 9600
+    assert result.pass_bytes(10_000, LAYERS, 16) == pytest.approx(1000 + 10_000 * 1030, rel=1e-6)
+    assert result.pass_bytes(1, LAYERS, 1) >= 0
+
+
 def test_longer_passes_run_until_the_processor_is_not_what_they_wait_for(loaded: LoadedModel) -> None:
     # A start takes 1,000 us and a token 10: passes of 64 tokens or fewer show nothing of the GPU.
     device = SimulatedDevice(free=10**9, launch=0.001, seconds=1e-5)

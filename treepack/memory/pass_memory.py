@@ -18,7 +18,7 @@ class PeakBytes:
     """A peak of GPU memory in a pass over whole rows, beside logits and casts.
 
     Attributes:
-        fixed: bytes beside the tokens.
+        fixed: bytes beside the tokens; negative if the logits of the measured passes needed less than assumed.
         kept: bytes of a token if every layer keeps its activations.
         recomputed: bytes of a token if every layer runs again in the backward pass.
     """
@@ -59,7 +59,7 @@ class ModelProbe:
         """Return the probe with the values of `dataclasses.asdict`.
 
         Raises:
-            KeyError, TypeError: the record is of a different version.
+            KeyError, TypeError: a different version of treepack wrote the record.
         """
         peaks = {name: PeakBytes(**record[name]) for name in ("forward", "backward")}
         return cls(**{**record, **peaks})
@@ -85,7 +85,7 @@ class ModelProbe:
             peak.fixed + tokens * (self.token_bytes(peak, recomputed) - away) for peak in (self.forward, self.backward)
         )
         casts = self.casts * (1 - recomputed / max(1, self.num_layers))
-        return int(casts + max(forward + min(chunk, tokens) * self.logits, backward))
+        return int(casts + max(0, forward + min(chunk, tokens) * self.logits, backward))
 
     def seconds(self, recomputed: int) -> float:
         """Return the seconds of a token in a long pass."""

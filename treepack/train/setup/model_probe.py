@@ -36,8 +36,7 @@ LENGTHS = (192, 2176, 4736, 9344, 18560)
 _BUSY = 1.5  # the time of a pass whose kernels are measured, in starts of a pass
 _LONG = 6  # the same of a compiled pass: a longer one would tell no more
 _CHAIN = 64  # tokens of each of their sequences: every model has these positions
-# Logits of a target, their softmax and their gradient, in float32.
-_LOGIT_BYTES = 12
+_LOGIT_BYTES = 12  # of a target, at most: logits, their softmax and their gradient in float32
 # Ranks compare integers of 64 bits: seconds in picoseconds, and bytes of a token in parts of 1,024.
 _SECONDS, _BYTES = 1e12, 1024.0
 
@@ -83,16 +82,14 @@ def probe_model(
     count = 0 if adapted is None else len(adapted.modules)
     chunk = min(chunk, CHUNK)
     logits = _LOGIT_BYTES * int(loaded.causal.get_input_embeddings().weight.shape[0])
-    # of each number of recomputed layers
-    known = {number: _Passes(chunk, logits) for number in counts or (count, 0)}
+    known = {number: _Passes(chunk, logits) for number in counts or (count, 0)}  # by number of recomputed layers
     chosen = {number: lengths if plain is None else _longest(lengths, plain, number, fits) for number in known}
     if plain is not None and len(known) > 1:
         chosen[0] = chosen[0][-1:]  # one pass beside the line of recomputed ones
     runner, training = WholeRows(loaded, chunk, autocast), loaded.model.training
     loaded.model.train()
-    devices = [loaded.device] if loaded.device.type == "cuda" else []
     try:
-        with torch.random.fork_rng(devices=devices):
+        with torch.random.fork_rng(devices=[loaded.device] if loaded.device.type == "cuda" else []):
             if plain is None:
                 tree = star(batch, lengths[0])
                 compile_in_threads(loaded.device, lambda: _measured(runner, tree, meter))
@@ -109,6 +106,13 @@ def probe_model(
                         passes.measure(runner, batch, length, meter)
     finally:
         loaded.model.train(training)
+    return _as_probe(known, count, logits, casts, plain, compiled=compiled)
+
+
+def _as_probe(
+    known: dict[int, _Passes], count: int, logits: int, casts: int, plain: ModelProbe | None, *, compiled: bool
+) -> ModelProbe:
+    """Return the probe of passes by number of recomputed layers; arguments as in `probe_model` and `_peak`."""
 
     def peak(name: str) -> PeakBytes:
         measured = {number: getattr(each, name) for number, each in known.items()}
@@ -138,7 +142,7 @@ def _peak(measured: dict[int, dict[int, int]], count: int, casts: int, plain: Pe
         plain: the peak of layers without compilation.
     """
     first = next(iter(measured))
-    fixed = max(0, _line(measured[first])[0] - (0 if first else casts))
+    fixed = _line(measured[first])[0] - (0 if first else casts)
     rates = {count: 1.0, 0: 1.0} if plain is None else {count: plain.recomputed, 0: plain.kept}
     for number, sizes in measured.items():
         longest = max(sizes)
@@ -160,7 +164,7 @@ def _line(sizes: Mapping[int, float]) -> tuple[int, float]:
     # {1024: 2_048_000, 3072: 4_096_000} -> 1000 for each token, and 1_024_000 without tokens
     short, long = sorted(sizes)[-2:]
     per_token = max(1.0, (sizes[long] - sizes[short]) / (long - short))
-    return max(0, int(sizes[short] - short * per_token)), per_token
+    return int(sizes[short] - short * per_token), per_token
 
 
 class _Passes:
@@ -194,7 +198,7 @@ class _Passes:
         if not self.seconds:
             _measured(runner, row, meter)
         forward, self.backward[length], self.seconds[length] = _measured(runner, row, meter)
-        self.forward[length] = max(0, forward - min(self.chunk, length) * self.logits)
+        self.forward[length] = forward - min(self.chunk, length) * self.logits
 
 
 def _measured(runner: WholeRows, row: Batch, meter: MemoryMeter) -> tuple[int, int, float]:
@@ -211,8 +215,7 @@ def _measured(runner: WholeRows, row: Batch, meter: MemoryMeter) -> tuple[int, i
         if states.requires_grad:
             states.register_hook(reached)
 
-    layers = find_layers(runner.loaded.causal)
-    handles = [layer.register_forward_hook(watch) for layer in layers[-1:]]
+    handles = [layer.register_forward_hook(watch) for layer in find_layers(runner.loaded.causal)[-1:]]
     start, before = meter.clock(), meter.allocated()
     meter.reset()
     try:
