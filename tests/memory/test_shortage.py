@@ -1,4 +1,4 @@
-"""The sentence about memory that ran out: what is needed, what is free, and the smallest plan."""
+"""A lack of memory is one sentence with the needed bytes, the free bytes, and the smallest plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the processes of tests do. Each imports the module of its work, and pytest would take longer than the work."""
+"""Jobs for the worker processes of tests. This module does not import pytest, which would take longer than a job."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Die:
 
 
 class Sum:
-    """The state of a process: the sum of what it was given."""
+    """The state of a process: the sum of all numbers that it got."""
 
     def __init__(self, start: int) -> None:
         self.value = start

@@ -258,8 +258,8 @@ def _whole(
             size = probe.pass_bytes(tokens, recomputed, chunk, moved=room.moved if offload else 0)
             if offload and recomputed * room.moved * tokens > room.host:
                 continue
-            # Kept activations are of many sizes, and FSDP2 gathers in streams of its own: with less room the allocator
-            # gives all that is free back to the GPU in every step.
+            # Kept activations have many sizes, and FSDP2 gathers weights in separate streams. With less free memory the
+            # allocator returns all unused memory to the GPU in every step.
             keeps = options.checkpoint_layers == "auto" and recomputed < probe.num_layers
             if keeps and room.gpu - room.spare < size <= room.gpu:
                 continue
