@@ -153,8 +153,6 @@ def _run() -> None:
         if error.name != "torch":
             _stop_by_fault(error)
         _stop(f"this command needs torch, which is not installed; {torch_hint()}")
-    except MemoryError:
-        _stop("memory ran out; read fewer inputs at once, or use fewer --workers")
     except Exception as error:
         _stop_by_fault(error)
 

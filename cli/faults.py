@@ -22,6 +22,8 @@ from contextlib import suppress
 from pathlib import Path
 
 LONGEST = 300  # characters of the exception's message
+# How the system, and its loader of shared libraries, say it.
+NO_MEMORY = re.compile("cannot allocate memory|failed to map segment", re.IGNORECASE)
 # The place of gloo's code in an error about a connection, and the classes of torch.distributed.
 LOST_RANK = re.compile(r"gloo/transport|^Dist(Backend|Network|Store)Error\b")
 
@@ -36,6 +38,8 @@ def describe_fault(error: Exception) -> str:
     if LOST_RANK.search(message):
         cause = message.partition(". ")[0]  # gloo adds advice for its own developers
         return f"stopped because another rank of the run ended or does not answer ({cause}); see the error of that rank"
+    if isinstance(error, MemoryError) or NO_MEMORY.search(message):
+        return "memory ran out; read fewer inputs at once, use fewer --workers, or raise a limit such as ulimit -v"
     problem = f"stopped by a fault of its own ({message}{_place(error)})"
     try:
         descriptor, name = tempfile.mkstemp(prefix="treepack-fault-", suffix=".txt")

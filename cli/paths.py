@@ -65,7 +65,11 @@ class _OutputType(click.ParamType[AnyPath]):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> AnyPath:
         """Parse `value`, which may have been parsed already."""
-        return as_output(value, option=param.opts[0] if param is not None else "--out")
+        option = param.opts[0] if param is not None else "--out"
+        out = as_output(value, option=option)
+        if not isinstance(out, Path) and out.scheme == "memory":
+            raise TreepackError(f"{out}: memory:// ends with this command; choose another {option}")
+        return out
 
 
 def _part(path: AnyPath, names: tuple[str, ...], *, alone: bool = False) -> AnyPath:

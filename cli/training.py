@@ -161,7 +161,11 @@ def train_model(
     Raises:
         TreepackError: an option, the data, the model or `out` cannot be used, or training fails.
     """
-    _check_early(packed, model, options, out, run_options, overwrite=overwrite)
+    if _check_early(packed, model, options, out, run_options, overwrite=overwrite):
+        if is_first_process():
+            show({"steps": 0, "saved": str(out)})
+            show_end(out, then=_next_command(out, options, {}))
+        return
     with _watched_start(out, run_options) as start:
         import_torch()
         from treepack.train.ranks import find_device, join_ranks, leave_ranks
@@ -272,14 +276,16 @@ def _check_early(
     run_options: RunOptions,
     *,
     overwrite: bool,
-) -> None:
+) -> bool:
     """Refuse what can be refused without torch, whose import takes seconds, and lock a local `out` until the end.
+
+    Return True if the run to resume is finished, with the model that these arguments ask for.
 
     Raises:
         TreepackError: the data, the model, an option or `out` cannot be used.
     """
     from treepack.train.early_checks import check_resumed, check_training
-    from treepack.train.saving.run_record import check_out
+    from treepack.train.saving.run_record import already_finished, check_out
     from treepack.train.watch.sinks import check_sinks
 
     held_out = () if run_options.held_out is None else (run_options.held_out,)
@@ -292,8 +298,12 @@ def _check_early(
     has_advantages = any("term_advantage" in each.term_columns for each in headers)
     if has_advantages and options.objective.loss == "sft" and is_first_process():
         _echo("note: the rows have advantages, which --loss sft does not use; --loss grpo and others do")
-    if run_options.resume:
-        check_resumed(headers, others, options, out)
+    if not run_options.resume:
+        return False
+    finished = check_resumed(headers, others, model, options, out)
+    if finished and is_first_process():
+        _echo(f"note: {already_finished(out)}")
+    return finished
 
 
 def _train_in(
@@ -308,8 +318,6 @@ def _train_in(
     overwrite: bool,
 ) -> dict[str, Any]:
     """Train in `place`, and return the summary."""
-    from treepack.train.loop import already_finished
-    from treepack.train.saving.run_record import num_finished
     from treepack.train.setup.opening import open_run, resume_run
 
     held_out = run_options.held_out
@@ -317,9 +325,6 @@ def _train_in(
         run = resume_run(packed, model, options, place.out, ranks, held_out=held_out)
     else:
         run = open_run(packed, model, options, ranks, held_out=held_out)
-    if run is None:
-        _note(ranks, already_finished(place.out, num_finished(place.out) or 0))
-        return {"steps": 0, "saved": str(place.out)}
     for note in run.notes:
         _note(ranks, note)
     with _catch_sigterm() as stop:

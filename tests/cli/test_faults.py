@@ -115,6 +115,24 @@ def test_the_traceback_is_printed_on_request(treepack: Run, folder: Path, monkey
 
 
 @pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        OSError(12, "Cannot allocate memory"),
+        ImportError("libtorch_cpu.so: failed to map segment from shared object"),
+    ],
+)
+def test_a_lack_of_memory_is_no_fault(
+    treepack: Run, folder: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    failing(monkeypatch, error)
+    result = treepack("formats")
+    assert result.status == 1
+    assert result.err.startswith("treepack: memory ran out; read fewer inputs at once")
+    assert not [*folder.glob("treepack-fault-*")]
+
+
+@pytest.mark.parametrize(
     ("error", "status", "words"),
     [
         (click.UsageError("wrong\x1b]0;a"), 2, "Error: wrong\\x1b]0;a"),

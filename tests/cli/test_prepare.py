@@ -85,6 +85,8 @@ def test_a_step_that_fails_names_the_trie_that_is_complete(tmp_path: Path, treep
     assert (failed.status, failed.err.count("\n")) == (1, 1)
     assert "d/trie is complete, so treepack pack can continue from it" in failed.err
     assert not (tmp_path / "d" / "packed").exists()
+    trained = treepack("train", tmp_path / "d", "--model", "none", "--out", tmp_path / "m")
+    assert trained.err.endswith(f"; pack it with: treepack pack {tmp_path}/d/trie --out {tmp_path}/d/packed\n")
     assert treepack("pack", tmp_path / "d" / "trie", "--out", tmp_path / "d" / "packed").status == 0
 
 

@@ -111,7 +111,8 @@ def test_every_command_with_an_output_refuses_one_that_is_being_written(treepack
             name,
             result.err,
         )
-        for scheme, fault in {"http": "http:// is not supported", "hf": "hf:// is read only"}.items():
+        refusals = {"http": "http:// is not supported", "hf": "hf:// is read only", "memory": "memory:// ends with"}
+        for scheme, fault in refusals.items():
             result = treepack(*command, f"{scheme}://bucket/{name}")
             assert result.status == 1, name
             assert f"{scheme}://bucket/{name}: {fault}" in result.err.splitlines()[-1], (name, result.err)

@@ -187,6 +187,7 @@ def test_the_command_mixes_and_resumes_bit_for_bit(treepack: Run, directories: l
 def test_shares_that_do_not_fit_are_refused(directories: list[Path], mix: tuple[float, ...], complaint: str) -> None:
     with pytest.raises(TreepackError, match=complaint):
         plan_steps(open_packed(directories), replace(OPTIONS, mix=mix))
+    assert replace(OPTIONS, mix=(9, 1)) == replace(OPTIONS, mix=(0.9, 0.1))  # so one may resume the other
     with pytest.raises(TreepackError, match=r"mix is 1.0, -1.0; expected positive numbers"):
         replace(OPTIONS, mix=(1.0, -1.0))
 

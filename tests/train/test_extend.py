@@ -108,7 +108,7 @@ def test_a_finished_run_is_left_as_it_is(packed: Path, config: Path, tmp_path: P
     steps, notes = go(packed, config, tmp_path / "out")
     assert (steps, len(notes)) == ([], 1)
     assert "is already finished, with 8 steps" in notes[0]
-    with pytest.raises(TreepackError, match="8 steps are already finished and this run has 5; give --steps of more"):
+    with pytest.raises(TreepackError, match="8 steps are done and this run has 5; give --steps of at least 8"):
         go(packed, config, tmp_path / "out", steps=5)
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")} == before
 

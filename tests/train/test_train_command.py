@@ -53,8 +53,12 @@ def test_a_complete_run_is_left_as_it_is(treepack: Run, arguments: list[str], tm
     done = treepack(*arguments, "--resume")
     assert done.status == 0
     assert "is already finished, with 8 steps" in done.err
-    assert "loading the weights" not in done.err
-    assert "opening " not in done.err
+    assert "importing torch" not in done.err
+    assert str(tmp_path / "out") in done.out
+    fewer = treepack(*arguments, "--steps", "5", "--resume")
+    assert fewer.status == 1
+    assert "importing torch" not in fewer.err
+    assert "out: 8 steps are done and this run has 5; give --steps of at least 8" in fewer.err
     assert (tmp_path / "out" / "metrics.jsonl").read_bytes() == before
 
 

@@ -267,6 +267,11 @@ def _no_manifest(directory: DirectoryLocation, kind: str | None) -> TreepackErro
     inner = path / ("trie" if kind == schema.TRIE_FORMAT else "packed")  # `path` is an output of treepack prepare
     if (inner / MANIFEST).is_file():
         return TreepackError(f"{directory}: is no {wanted}, but contains one; give {inner}")
+    for trie in (path / "advantages", path / "trie"):  # of a `prepare` that ended before it packed
+        if (trie / MANIFEST).is_file():
+            return TreepackError(
+                f"{directory}: is no {wanted}, but contains a trie; pack it with: treepack pack {trie} --out {inner}"
+            )
     pack = "" if kind == schema.TRIE_FORMAT else ", and pack it with: treepack pack TRIE --out PACKED"
     fault = f"has no {MANIFEST}, so it is" if path.is_dir() else "is"
     return TreepackError(

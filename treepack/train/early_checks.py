@@ -34,8 +34,17 @@ from treepack.model.experts.division import check_share
 from treepack.objectives.needed_columns import check_needed_columns
 from treepack.pack.files import training_steps
 from treepack.train.input_checks import check_launched, check_mix, check_shared_rows, check_terms
-from treepack.train.options import TrainOptions
-from treepack.train.saving.run_record import FORMAT, VERSION, files_sha256, refuse_differences
+from treepack.train.options import LENGTH_OPTIONS, TrainOptions
+from treepack.train.saving.run_record import (
+    FINISHED,
+    FORMAT,
+    VERSION,
+    files_sha256,
+    num_finished,
+    read_run_record,
+    refuse_differences,
+    refuse_fewer_steps,
+)
 
 
 def check_training(
@@ -66,15 +75,21 @@ def check_training(
 
 
 def check_resumed(
-    headers: Sequence[PackedHeader], held_out: Sequence[PackedHeader], options: TrainOptions, out: AnyPath
-) -> None:
+    headers: Sequence[PackedHeader],
+    held_out: Sequence[PackedHeader],
+    model: str,
+    options: TrainOptions,
+    out: AnyPath,
+) -> bool:
     """Refuse to continue the run in `out`, if there is one, with different rows or options; the model is not compared.
 
+    Return True if that run is finished and no other was asked for.
+
     Raises:
-        TreepackError: as `run_record.refuse_differences`.
+        TreepackError: as `run_record.refuse_differences`, or more than `options.steps` are finished.
     """
     if not is_stored(out / RUN):
-        return
+        return False
     now: dict[str, Any] = {"format": FORMAT, "version": VERSION, "options": options.fixed_options}
     for name, each in (("packed_sha256", headers), ("eval_sha256", held_out)):
         if each:
@@ -83,6 +98,14 @@ def check_resumed(
     unknown |= {"dtype"} if options.dtype == "auto" else set()
     unknown |= {"blocks"} if options.blocks is None else set()
     refuse_differences(out, now, unknown=unknown)
+    done = num_finished(out)
+    refuse_fewer_steps(out, done, options.steps or done)
+    if not done:
+        return False
+    # Another path to the same model, or another way to give the same steps, opens the run, which finds that out.
+    record = read_run_record(out / FINISHED)
+    lengths = {name: getattr(options, name) for name in LENGTH_OPTIONS}
+    return record["model"] == model and {name: record["options"][name] for name in lengths} == lengths
 
 
 def check_scoring(packed: str | AnyPath, model: str) -> None:

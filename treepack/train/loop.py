@@ -47,7 +47,7 @@ from treepack.train.saving.run_directory import (
     record_plan,
     staged_model,
 )
-from treepack.train.saving.run_record import is_finished
+from treepack.train.saving.run_record import already_finished, is_finished, refuse_fewer_steps
 from treepack.train.step import StepMetrics, step_memory_errors
 from treepack.train.watch.metrics import MetricsLog
 
@@ -69,11 +69,11 @@ def train(
 
     Args:
         run: from `open_run`.
-        out: the directory of the run, see `train.saving.run_directory`: a path, an address, or a place that the caller
-        has opened. overwrite: replace an existing `out`. resume: continue from the newest whole checkpoint in `out`, or
-        start from the first step if it has none. stop: called after every step; if it returns true on any rank, a
-        checkpoint is written and the iterator ends. note: called with a sentence about the step from which the run
-        continues, about each damaged checkpoint, and
+        out: the directory of the run, see `train.saving.run_directory`: a path, an address, or an opened place.
+        overwrite: replace an existing `out`.
+        resume: continue from the newest whole checkpoint in `out`, or start from the first step if it has none.
+        stop: called after every step; if it returns true on any rank, a checkpoint is written and the iterator ends.
+        note: called with a sentence about the step from which the run continues, about each damaged checkpoint, and
             about recorded log-probabilities from a different distribution; see `sampling_check`.
 
     Raises:
@@ -85,15 +85,10 @@ def train(
         place = out if isinstance(out, Place) else stack.enter_context(open_place(out, ranks))
         ranks.lead(lambda: begin(run, place.out, overwrite=overwrite, resume=resume))
         if is_complete(place.out, run.options, len(run.schedule)):
-            note(already_finished(place.out, len(run.schedule)))
+            note(already_finished(place.out))
         else:
             ranks.lead(place.claim)
             yield from _steps(run, place, stop or (lambda: False), note)
-
-
-def already_finished(out: AnyPath, num_steps: int) -> str:
-    """Return the note about a run whose model is complete."""
-    return f"{out} is already finished, with {num_steps} steps; --steps with a larger number trains on"
 
 
 def _steps(
@@ -242,11 +237,7 @@ def _restore_position(
             )
         extend_run(run, out, 0)
         return 0, 0, HeldOutScore()
-    if checkpoint.step > num_steps:
-        raise TreepackError(
-            f"{out}: {checkpoint.step} steps are done and this run has {num_steps}; give --steps of at least "
-            f"{checkpoint.step}, or start a new --out"
-        )
+    refuse_fewer_steps(out, checkpoint.step, num_steps)
     _log.info("reading the checkpoint of step %d", checkpoint.step)
     with step_memory_errors():
         position = restore(checkpoint, run.loaded.model, optimiser)

@@ -182,6 +182,8 @@ class TrainOptions:
         check_chunk(self.loss_chunk)
         if self.mix is not None and not all(math.isfinite(share) and share > 0 for share in self.mix):
             raise TreepackError(f"mix is {', '.join(map(str, self.mix))}; expected positive numbers")
+        if self.mix is not None:  # 9,1 and 0.9,0.1 are the same run
+            object.__setattr__(self, "mix", tuple(share / sum(self.mix) for share in self.mix))
 
     def as_record(self) -> dict[str, Any]:
         """Return the options as JSON values."""

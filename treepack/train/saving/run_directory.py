@@ -27,17 +27,16 @@ from typing import Any
 from torch import Tensor
 
 from treepack import __version__
-from treepack.data.packed_header import read_header
 from treepack.errors import TreepackError, first_line
 from treepack.files.directory import RUN, finished_file
 from treepack.files.remote import object_store
-from treepack.files.remote.address import AnyPath, as_path
+from treepack.files.remote.address import AnyPath
 from treepack.files.remote.object_store import ExistsError
 from treepack.files.remote.retries import patiently
 from treepack.files.remote.stored_files import clear_folder, is_stored, remove_stored
 from treepack.model.weights.writing import SavedWeights
 from treepack.train.options import LENGTH_OPTIONS, TrainOptions
-from treepack.train.run import Packed, TrainingRun
+from treepack.train.run import TrainingRun
 from treepack.train.saving.choices import ENTRY, chosen_values
 from treepack.train.saving.place import Place
 from treepack.train.saving.run_record import (
@@ -46,7 +45,6 @@ from treepack.train.saving.run_record import (
     VERSION,
     check_out,
     files_sha256,
-    is_finished,
     num_finished,
     read_run_record,
     refuse_differences,
@@ -70,12 +68,6 @@ def begin(run: TrainingRun, out: AnyPath, *, overwrite: bool, resume: bool) -> N
     check_out(out, inputs=[*run.paths, run.loaded.source], overwrite=overwrite, resume=resume)
     if resume and is_stored(out / RUN):
         refuse_differences(out, _identity(run))
-        num_steps = num_finished(out) or 0
-        if num_steps > len(run.schedule):
-            raise TreepackError(
-                f"{out}: {num_steps} steps are already finished and this run has {len(run.schedule)}; give --steps of "
-                "more than that, or start a new --out"
-            )
         return
     try:
         clear_folder(out, first=FINISHED, last=RUN)
@@ -98,29 +90,6 @@ def is_complete(out: AnyPath, options: TrainOptions, num_steps: int) -> bool:
     # A run that ended early because of its patience continues if its patience changes.
     ended_early = record.get("last_step", num_steps) < num_steps
     return not ended_early or record["options"]["patience"] == options.patience
-
-
-def is_same_finished_run(out: AnyPath, packed: Packed, model: str, options: TrainOptions) -> bool:
-    """Return True if the model in `out` is complete, and certainly the result of these arguments.
-
-    Neither the rows nor the weights of `model` are read: another path to the same model, or another way to give the
-    same number of steps, gives false, and the caller opens the run.
-
-    Raises:
-        TreepackError: train.json is damaged, or a packed directory cannot be read.
-    """
-    if not is_finished(out):
-        return False
-    record = read_run_record(out / FINISHED)
-    fixed = json.loads(json.dumps(options.fixed_options))
-    if {name: record["options"].get(name) for name in fixed} != fixed:
-        return False
-    paths = [as_path(path) for path in ([packed] if isinstance(packed, str | Path) else packed)]
-    if (record["packed"], record["model"]) != (", ".join(map(str, paths)), model):
-        return False
-    headers = [read_header(path) for path in paths]
-    content: str = record["packed_sha256"]
-    return content == files_sha256(entry for header in headers for entry in header.manifest["files"])
 
 
 def extend_run(run: TrainingRun, out: AnyPath, done: int) -> str | None:

@@ -62,16 +62,31 @@ def is_finished(out: AnyPath) -> bool:
     return is_stored(out / FINISHED)
 
 
-def num_finished(out: AnyPath) -> int | None:
-    """Return the number of steps of the complete model in `out`, None if there is none.
+def num_finished(out: AnyPath) -> int:
+    """Return the number of steps of the complete model in `out`, 0 if there is none.
 
     Raises:
         TreepackError: train.json is damaged.
     """
-    if not is_finished(out):
-        return None
-    record = read_run_record(out / FINISHED)
-    return int(record["num_steps"])
+    return int(read_run_record(out / FINISHED)["num_steps"]) if is_finished(out) else 0
+
+
+def refuse_fewer_steps(out: AnyPath, done: int, num_steps: int) -> None:
+    """Refuse a run of `num_steps` steps that continues one of which `done` steps are done.
+
+    Raises:
+        TreepackError: with both numbers.
+    """
+    if done > num_steps:
+        raise TreepackError(
+            f"{out}: {done} steps are done and this run has {num_steps}; give --steps of at least {done}, or start a "
+            "new --out"
+        )
+
+
+def already_finished(out: AnyPath) -> str:
+    """Return the note about a run whose model is complete."""
+    return f"{out} is already finished, with {num_finished(out)} steps; --steps with a larger number trains on"
 
 
 def refuse_differences(out: AnyPath, now: Mapping[str, Any], *, unknown: Collection[str] = ()) -> None:

@@ -36,7 +36,6 @@ from treepack.train.options import CHUNK, TrainOptions
 from treepack.train.ranks import Ranks, find_device
 from treepack.train.run import Packed, TrainingRun
 from treepack.train.saving.choices import recorded_memory, with_recorded
-from treepack.train.saving.run_directory import is_same_finished_run
 from treepack.train.saving.run_record import files_sha256
 from treepack.train.setup.compute import choose_compute
 from treepack.train.setup.memory_input import MemoryInput
@@ -126,19 +125,15 @@ def resume_run(
     *,
     held_out: Packed | None = None,
     meter: MemoryMeter | None = None,
-) -> TrainingRun | None:
-    """Open the run that continues the one in `out`, as `open_run`; None if that is finished and needs no step.
+) -> TrainingRun:
+    """Open the run that continues the one in `out`, as `open_run`.
 
-    The numbers that the run in `out` has chosen replace "auto". A finished run is recognised without its rows and its
-    model; if anything differs, the run is opened, and `train` extends it or names the difference.
+    The numbers that the run in `out` has chosen replace "auto".
 
     Raises:
         TreepackError: as `open_run`, or the store of `out` cannot be reached.
     """
     options = with_recorded(options, out, ranks)
-    resolved = replace(options, dtype=choose_compute(options).dtype)
-    if is_same_finished_run(out, packed, str(model), resolved):
-        return None
     recorded = recorded_memory(options, out, ranks)
     return open_run(packed, model, options, ranks, held_out=held_out, meter=meter, recorded=recorded)
 
