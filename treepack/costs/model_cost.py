@@ -5,9 +5,9 @@
 
 A product with a weight is 2 operations forward and 4 backward. Recomputation does not count, nor do norms, rotations,
 softmax and embedding look-ups, which are not matrix products. The output layer runs over the trained targets only, as
-in `loss.weighted_nll`. Only active experts count. A layer with a window or chunks of W tokens has at most W pairs for
-each token; the first W tokens of a path have fewer, which makes this a few per cent too high. A recurrent layer has no
-score pairs: its cost is a number for each token (`recurrent_cost`).
+in `token_loss.weighted_nll`. Only active experts count. A layer with a window or chunks of W tokens has at most W pairs
+for each token; the first W tokens of a path have fewer, which makes this a few per cent too high. A recurrent layer has
+no score pairs: its cost is a number for each token (`recurrent_cost`).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     [Batch, ...] --collate--> {"input_ids": [B, T], ...} --the trainer--> compute_loss(model, inputs):
 
     batch_loss        sum of loss_weight * nll over the rows, like `forward.row_loss` for each row
-    batch_logprobs    log-probabilities of the tokens of inputs["terms"], for `objectives.objective_loss`
+    batch_logprobs    log-probabilities of the tokens of inputs["terms"], for `losses.objective_loss`
 
 The model is called with everything that the trainer wrapped around it (DistributedDataParallel, the autocast of
 accelerate, PEFT), so that hooks on its forward run. The loss is computed inside this forward pass, where the weights of
@@ -78,7 +78,7 @@ def _empty_terms() -> TermTensors:
 
 
 def batch_loss(model: Any, inputs: dict[str, Any], *, chunk: int = CHUNK) -> Tensor:
-    """Return the sum over the targets of all rows of loss_weight * nll, a float64 scalar; see `loss.weighted_nll`.
+    """Return the sum over the targets of all rows of loss_weight * nll, a float64 scalar: `token_loss.weighted_nll`.
 
     Args:
         model: a causal language model of transformers with tree attention, with the wrappers of the trainer.
@@ -97,7 +97,7 @@ def batch_loss(model: Any, inputs: dict[str, Any], *, chunk: int = CHUNK) -> Ten
 
 
 def batch_loss_and_metrics(model: Any, inputs: dict[str, Any], *, chunk: int = CHUNK) -> tuple[Tensor, Tensor]:
-    """Return `batch_loss`, and the sums of loss_weight times two metrics of its targets, see `loss.target_metrics`.
+    """Return `batch_loss`, and the sums of loss_weight times two metrics of its targets: `token_loss.target_metrics`.
 
     Arguments and errors are as in `batch_loss`. The metrics take one more pass of the output layer.
     """
@@ -118,10 +118,10 @@ def batch_logprobs(
     with_entropies: bool = True,
     chunk: int = CHUNK,
 ) -> tuple[Tensor, Tensor]:
-    """Return log-probabilities and entropies [n] of the n tokens of inputs["terms"]; see `loss.tree_logprobs`.
+    """Return log-probabilities and entropies [n] of the n tokens of inputs["terms"]; see `token_loss.tree_logprobs`.
 
     Temperatures and kept sets come from the terms. `temperature` replaces missing ones; it is 1 by default. All other
-    arguments and errors are as in `batch_loss` and `loss.tree_logprobs`.
+    arguments and errors are as in `batch_loss` and `token_loss.tree_logprobs`.
 
     Raises:
         TreepackError: as `batch_loss`, and if the batch has no terms.

@@ -176,7 +176,7 @@ class RowRunner(Protocol):
         temperature: Tensor | float = 1.0,
         kept: RaggedTensor | None = None,
     ) -> TokenScores:
-        """Return numbers about `tokens` of the batch, int64 [n]; see `loss.tree_logprobs`."""
+        """Return numbers about `tokens` of the batch, int64 [n]; see `token_loss.tree_logprobs`."""
 
     def values(self, batch: Batch) -> Tensor:
         """Return the values of the states after all tokens [num_tokens]."""
@@ -228,7 +228,7 @@ class WholeRows:
         temperature: Tensor | float = 1.0,
         kept: RaggedTensor | None = None,
     ) -> TokenScores:
-        """Return numbers about `tokens` of the batch, int64 [n]; differentiable, see `loss.tree_logprobs`.
+        """Return numbers about `tokens` of the batch, int64 [n]; differentiable, see `token_loss.tree_logprobs`.
 
         Raises:
             TreepackError: as `loss`.
@@ -300,7 +300,7 @@ class WholeRows:
 
 
 def row_loss(loaded: LoadedModel, batch: Batch, *, chunk: int = CHUNK) -> Tensor:
-    """Return the sum over the row's targets of loss_weight * nll, a float64 scalar; see `loss.weighted_nll`."""
+    """Return the sum over the row's targets of loss_weight * nll, a float64 scalar; see `token_loss.weighted_nll`."""
     expect_type(loaded, LoadedModel, "row_loss: loaded", "load_model")
     expect_type(batch, Batch, "row_loss: batch", "make_batch")
     return WholeRows(loaded, chunk).loss(batch).loss
@@ -316,7 +316,7 @@ def row_logprobs(
     with_entropies: bool = True,
     chunk: int = CHUNK,
 ) -> tuple[Tensor, Tensor]:
-    """Return log-probabilities and entropies [n] of the row's `tokens`, int64 [n]; see `loss.tree_logprobs`."""
+    """Return log-probabilities and entropies [n] of the row's `tokens`, int64 [n]; see `token_loss.tree_logprobs`."""
     reads = ScoreRequest(entropies=with_entropies)
     runner = WholeRows(loaded, chunk)
     logprobs, entropies, *_ = runner.scores(batch, tokens, reads, temperature=temperature, kept=kept)

@@ -48,7 +48,7 @@ def score(
     chunk: int,
     teacher: TeacherLaw | None = None,
 ) -> TokenScores:
-    """Return the requested numbers about tokens, from the states [T, D] of a row or piece; see `loss.tree_logprobs`.
+    """Return the requested numbers about tokens, from the states [T, D] of a row or piece: `token_loss.tree_logprobs`.
 
     Raises:
         TreepackError: the model has no value head and values are read.
@@ -112,7 +112,7 @@ def _words_and_states(
 def values_before(
     loaded: LoadedModel, states: Tensor, layer: OutputLayer, targets: tuple[Tensor, Tensor, Tensor]
 ) -> Tensor:
-    """Return the values [n] before tokens, from the states [T, D] of a row or piece; see `loss.tree_logprobs`.
+    """Return the values [n] before tokens, from the states [T, D] of a row or piece; see `token_loss.tree_logprobs`.
 
     Raises:
         TreepackError: the model has no value head.
@@ -133,10 +133,10 @@ class TermObjective:
         objective: any but sft.
         terms: the terms, about the tokens in `targets`.
         factors: float64 [num_trajectories], from `denominators.step_factors`.
-        targets: int64 tokens [n], input_ids [T] and parent [T], see `loss.tree_logprobs`.
+        targets: int64 tokens [n], input_ids [T] and parent [T], see `token_loss.tree_logprobs`.
         temperature: one for all tokens, or one for each.
         chunk: tokens whose logits are in memory at a time.
-        kept: token ids of each token's distribution, see `loss.tree_logprobs`.
+        kept: token ids of each token's distribution, see `token_loss.tree_logprobs`.
         edges: of joined rows.
     """
 
@@ -150,7 +150,7 @@ class TermObjective:
     edges: RowEdges | None = None
 
     def loss(self, loaded: LoadedModel, states: Tensor, layer: OutputLayer) -> RowResult:
-        """Return loss and sums, see `objectives.objective_loss`, from the states [T, D] of the rows or the piece.
+        """Return loss and sums, see `losses.objective_loss`, from the states [T, D] of the rows or the piece.
 
         An objective with `is_tokenwise` computes its gradients through the output layer here, except in float16. So
         only one backward pass may go through the loss.

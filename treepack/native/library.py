@@ -12,7 +12,7 @@ are arrays that the caller has made.
 All .c files of this folder are compiled into one shared library, `loops`, when treepack is installed. It uses nothing
 of Python, so one build serves all versions. The library is optional: without a C compiler the installation succeeds,
 and every decorated function runs its twin, which gives the same result up to 100 times slower, after one note.
-`function.twin` is always the twin; tests compare the two.
+The attribute `twin` of the function is always the twin; tests compare the two.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ def preference_pairs(
 def dpo_loss(
     logprobs: Tensor, terms: TermTensors, factors: Tensor, *, beta: float, chunk: int
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the loss and the sums of `objectives.objective_loss` for dpo; "weight" is the number of pairs."""
+    """Return the loss and the sums of `losses.objective_loss` for dpo; "weight" is the number of pairs."""
     assert terms.reward is not None
     num = len(factors)
     # h of each trajectory, [K]: the shift of its log-probability from that of the reference policy

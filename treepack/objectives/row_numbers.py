@@ -50,7 +50,7 @@ class RowResult(NamedTuple):
     Attributes:
         loss: float64 scalar, the part of the step's loss.
         rows: float64 [n], the part of each row, without a graph.
-        sums: float64 scalars for the means of a step, see `objectives.objective_loss`; empty for sft.
+        sums: float64 scalars for the means of a step, see `losses.objective_loss`; empty for sft.
         tokens_forward: tokens that ran forward.
         tokens_backward: tokens that ran backward.
         carried_bytes: most bytes of carried keys, values, sums of gradients, and kept outputs of trunk.

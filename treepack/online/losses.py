@@ -27,7 +27,7 @@ def sequence_loss(
     step_tokens: float | None = None,
     step_sequences: float | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the loss of a policy on sequences, and sums whose totals over a step `objectives.step_means` divides.
+    """Return the loss of a policy on sequences, and sums whose totals over a step `losses.step_means` divides.
 
     Args:
         logprobs: [B, L], with a graph, as `tree_logprobs_like` returns them for padded ids.

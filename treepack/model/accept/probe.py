@@ -67,7 +67,7 @@ def probe(model: Any, *, source: str, device: torch.device | None = None) -> tup
     """Run a small tree and refuse a model that does not treat each branch as if it were alone.
 
     Three checks: every layer calls tree attention; the logits are the output layer applied to the hidden states,
-    with a scale and a soft cap that are measured and remembered (`head.logit_map_of`); the hidden states of every
+    with a scale and a soft cap that are measured and kept (`output_head.logit_map_of`); the hidden states of every
     branch equal the hidden states of the branch alone under transformers' eager attention. Weights, gradients, random
     state, modes of modules and attention implementation do not change. From then on, indexers of the model skip rows
     (`attention.indexed`).

@@ -1,6 +1,6 @@
 """Loss and slopes of an objective of single tokens, chunk by chunk of the tokens.
 
-    terms of a row --prices_of_terms--> the price for `loss.priced_terms`: statistics of a chunk -> slopes
+    terms of a row --prices_of_terms--> the price for `token_loss.priced_terms`: statistics of a chunk -> slopes
 
 The terms of a chunk are gathered when its log-probabilities are there; no column is sorted as a whole. The gradient by
 the log-probabilities is that of `policy_terms.term_sums`, computed by autograd on tensors of one chunk.
@@ -41,7 +41,7 @@ def prices_of_terms(
     Its sums are the result of `policy_terms.term_sums`, then the part of each row of the loss.
 
     Args:
-        terms: the terms of the tokens, as `objectives.weigh_terms` returns them.
+        terms: the terms of the tokens, as `losses.weigh_terms` returns them.
         factors: float64 [K], f of the trajectories.
         objective: with `is_tokenwise`.
         order: int64 [n], the number of each token in the order of the chunks; terms of tokens without one are left out.
