@@ -62,6 +62,21 @@ def test_a_complete_run_is_left_as_it_is(treepack: Run, arguments: list[str], tm
     assert (tmp_path / "out" / "metrics.jsonl").read_bytes() == before
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("num_steps", "8"), ("last_step", None), ("options", None), ("options", [])]
+)
+def test_a_finished_run_with_a_damaged_record_is_refused_in_a_sentence(
+    treepack: Run, arguments: list[str], tmp_path: Path, name: str, value: object
+) -> None:
+    out = tmp_path / "out"
+    assert treepack(*arguments, "--steps", "1").status == 0
+    record = json.loads((out / "train.json").read_text())
+    (out / "train.json").write_text(json.dumps(record | {name: value}))
+    done = treepack(*arguments, "--steps", "1", "--resume")
+    assert done.status == 1
+    assert done.err == f"treepack: {out}/train.json: is damaged (no record of a run); remove it and resume the run\n"
+
+
 def test_a_run_with_more_steps_opens_its_rows_once(treepack: Run, arguments: list[str]) -> None:
     assert treepack(*arguments).status == 0
     done = treepack(*arguments, "--steps", "9", "--resume")

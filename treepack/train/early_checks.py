@@ -105,7 +105,7 @@ def check_resumed(
     # Another path to the same model, or another way to give the same steps, opens the run, which finds that out.
     record = read_run_record(out / FINISHED)
     lengths = {name: getattr(options, name) for name in LENGTH_OPTIONS}
-    return record["model"] == model and {name: record["options"][name] for name in lengths} == lengths
+    return record.get("model") == model and lengths.items() <= record["options"].items()
 
 
 def check_scoring(packed: str | AnyPath, model: str) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, field
+from fractions import Fraction
 from typing import Any
 
 from treepack.errors import TreepackError
@@ -182,8 +183,10 @@ class TrainOptions:
         check_chunk(self.loss_chunk)
         if self.mix is not None and not all(math.isfinite(share) and share > 0 for share in self.mix):
             raise TreepackError(f"mix is {', '.join(map(str, self.mix))}; expected positive numbers")
-        if self.mix is not None:  # 9,1 and 0.9,0.1 are the same run
-            object.__setattr__(self, "mix", tuple(share / sum(self.mix) for share in self.mix))
+        # 9,1 and 0.9,0.1 are the same run. Shares with the sum 1 stay, so that options made again are equal.
+        if self.mix is not None and not math.isclose(sum(self.mix), 1):
+            ratios = [Fraction(str(share)) for share in self.mix]
+            object.__setattr__(self, "mix", tuple(float(ratio / sum(ratios)) for ratio in ratios))
 
     def as_record(self) -> dict[str, Any]:
         """Return the options as JSON values."""
