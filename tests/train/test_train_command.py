@@ -119,6 +119,17 @@ def test_options_of_mixtures_and_evaluations_that_mean_nothing_are_wrong_usage(
     assert complaint in done.err
 
 
+@pytest.mark.parametrize(("rewards", "noted"), [((1.0, 0.0), True), ((1.0, 1.0), False)])
+def test_supervised_training_of_good_and_bad_rollouts_is_noted(
+    treepack: Run, arguments: list[str], tmp_path: Path, rewards: tuple[float, float], noted: bool
+) -> None:
+    rollouts = [make(f"t{i}", [5, 6, 7 + i], reward=reward) for i, reward in enumerate(rewards)]
+    arguments[1] = str(packed_directory(tmp_path / "rewarded", rollouts, capacity=40))
+    done = treepack(*arguments, "--quiet")
+    assert done.status == 0, done.err
+    assert ("which --loss sft does not use: it trains good and bad rollouts alike" in done.err) is noted
+
+
 def test_resume_and_overwrite_exclude_each_other(treepack: Run, arguments: list[str], tmp_path: Path) -> None:
     done = treepack(*arguments, "--resume", "--overwrite")
     assert done.status == 2
