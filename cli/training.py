@@ -327,6 +327,10 @@ def _train_in(
         run = open_run(packed, model, options, ranks, held_out=held_out)
     for note in run.notes:
         _note(ranks, note)
+    if options.objective.loss == "sft" and run.rewards is not None and "term_advantage" not in run.dataset.term_columns:
+        total, count = run.rewards.sum(axis=0).tolist()
+        if total != count:  # rollouts that were selected have the reward 1
+            _note(ranks, "the rows have rewards, which --loss sft does not use: it trains good and bad rollouts alike")
     with _catch_sigterm() as stop:
         steps = _run_steps(run, place, stop, run_options, start, overwrite=overwrite)
     return run_summary(run, place.out, steps)

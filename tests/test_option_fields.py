@@ -40,6 +40,7 @@ class BakeOptions:
     [
         ({"minutes": 0}, "minutes is 0; expected 1 to 90"),
         ({"minutes": 91}, "minutes is 91; expected 1 to 90"),
+        ({"minutes": None}, "minutes is None; expected a number"),
         ({"share": -0.5}, "share is -0.5; expected a finite number of at least 0"),
         ({"share": math.nan}, "share is nan; expected a finite number of at least 0"),
         ({"share": math.inf}, "share is inf; expected a finite number of at least 0"),

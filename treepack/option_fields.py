@@ -79,8 +79,7 @@ def expect_type(value: object, kind: type, name: str, source: str) -> None:
         TreepackError: with both types.
     """
     if not isinstance(value, kind):
-        given = type(value).__name__
-        raise TreepackError(f"{name} is of type {given}; expected {kind.__name__}; use {source}")
+        raise TreepackError(f"{name} is of type {type(value).__name__}; expected {kind.__name__}; use {source}")
 
 
 def as_count(value: Any, name: str) -> int:
@@ -132,7 +131,7 @@ def check_options(options: Any) -> None:
             continue
         maximum = math.inf if text.maximum is None else text.maximum
         is_float = str(each.type).startswith("float")
-        if is_float and not isinstance(value, numbers.Real):
+        if (is_float or value is None) and not isinstance(value, numbers.Real):
             raise TreepackError(f"{name} is {value!r}; expected a number")
         # Not `value < minimum`, which is False for NaN.
         if not text.minimum <= value <= maximum or (is_float and not math.isfinite(value)):

@@ -171,7 +171,8 @@ def test_a_folder_that_has_rollouts_too_does_not_stand_for_its_trie(tmp_path: Pa
     assert prepared_part(tmp_path, (*PACKED, *TRIE), alone=True) == tmp_path / "trie"
     # What treepack writes beside it is no rollout.
     assert treepack("pack", tmp_path / "trie", "--out", tmp_path / "more").status == 0
-    (tmp_path / "report.html").touch()
+    drawn = ("--out", tmp_path / "report.html", "--png", tmp_path / "pictures")
+    assert treepack("report", tmp_path / "more", *drawn).status == 0
     assert prepared_part(tmp_path, TRIE, alone=True) == tmp_path / "trie"
     (tmp_path / "notes").mkdir()
     assert prepared_part(tmp_path, TRIE, alone=True) == tmp_path

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from support.command_line import Run
@@ -177,6 +177,13 @@ def test_the_command_mixes_and_resumes_bit_for_bit(treepack: Run, directories: l
     assert json.loads((tmp_path / "whole" / "run.json").read_text())["packed"] == ", ".join(map(str, directories))
 
 
+@given(st.lists(st.integers(1, 10**6), min_size=1, max_size=6), st.sampled_from([1, 10, 1000]))
+@example([1, 1, 6], 10)
+def test_options_that_are_made_again_have_the_same_shares(shares: list[int], unit: int) -> None:
+    options = replace(OPTIONS, mix=tuple(share / unit for share in shares))
+    assert replace(options, steps=9).mix == options.mix  # else the same command would not resume its own run
+
+
 @pytest.mark.parametrize(
     ("mix", "complaint"),
     [
@@ -187,7 +194,8 @@ def test_the_command_mixes_and_resumes_bit_for_bit(treepack: Run, directories: l
 def test_shares_that_do_not_fit_are_refused(directories: list[Path], mix: tuple[float, ...], complaint: str) -> None:
     with pytest.raises(TreepackError, match=complaint):
         plan_steps(open_packed(directories), replace(OPTIONS, mix=mix))
-    assert replace(OPTIONS, mix=(9, 1)) == replace(OPTIONS, mix=(0.9, 0.1))  # so one may resume the other
+    for one, other in (((9, 1), (0.9, 0.1)), ((1, 6), (0.1, 0.6)), ((7, 2, 1), (0.7, 0.2, 0.1))):
+        assert replace(OPTIONS, mix=one) == replace(OPTIONS, mix=other)  # so one may resume the other
     with pytest.raises(TreepackError, match=r"mix is 1.0, -1.0; expected positive numbers"):
         replace(OPTIONS, mix=(1.0, -1.0))
 

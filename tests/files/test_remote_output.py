@@ -200,7 +200,7 @@ def test_a_file_that_is_read_and_written_again_loses_no_change(store: Any) -> No
 def test_an_output_is_not_inside_its_input(store: Any) -> None:
     write(1)
     inner = as_path("memory://bucket/run/trie/inner")
-    with pytest.raises(TreepackError, match="trie/inner lies inside the input memory://bucket/run/trie"):
+    with pytest.raises(TreepackError, match="trie/inner lies inside memory://bucket/run/trie, which treepack wrote"):
         refuse_existing(inner, overwrite=False, inputs=["memory://bucket/run/trie"])
     with pytest.raises(TreepackError, match=r"holds the input memory://bucket/run/trie/manifest\.json, which --over"):
         refuse_existing(OUT, overwrite=True, inputs=[OUT / "manifest.json"])

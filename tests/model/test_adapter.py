@@ -234,8 +234,9 @@ def test_routers_have_no_adapter_unless_all_linear_layers_have_one(tmp_path: Pat
     [
         ({"dropout": 0.05}, "lora_dropout is 0.05, but a token shared by branches has one hidden state"),
         ({"merge": True, "quantize": "nf4"}, "merge is not possible over a base of 4 bits"),
-        ({"quantize": "int8"}, "quantize is 'int8'; expected nf4"),
-        ({"rank": 0}, "lora_rank is 0; expected at least 1"),
+        ({"quantize": "int8"}, "quantize is 'int8'; expected one of nf4"),
+        ({"rank": 0}, "rank is 0; expected at least 1"),
+        ({"rank": "x"}, "rank is 'x'; expected a whole number"),
         ({"rank": None, "alpha": 8.0}, "give lora_rank too"),
         ({"alpha": 0.0}, "lora_alpha is 0.0; expected a positive number"),
     ],

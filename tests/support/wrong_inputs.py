@@ -76,6 +76,7 @@ WRONG_INPUTS = {
     "train data --model untyped.json --out x": UNTYPED,
     "train data --model m.json --out x --device cpu --attention triton": NO_KERNELS,
     "train data --model m.json --out x --eval none": MISSING,
+    "train data --model m.json --out x --merge": "m.json: contains no adapter to train; give --lora-rank for a new one",
     "train data --model m.json --out x --device gpu": NO_DEVICE,
     "train data --model m.json --out x --mix 1,1": "--mix has 2 of 1 shares; give one for each packed directory",
     "train steps steps --mix 1,1 --model m.json --out x": "steps, steps: rows of training steps keep the order of "

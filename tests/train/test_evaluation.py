@@ -20,6 +20,7 @@ from treepack.train.evaluation import HeldOutScore, evaluate
 from treepack.train.loop import train
 from treepack.train.options import TrainOptions
 from treepack.train.run import TrainingRun
+from treepack.train.saving.run_record import num_finished
 from treepack.train.setup.opening import open_run
 from treepack.trajectory import Trajectory
 
@@ -114,10 +115,10 @@ def test_a_run_without_improvement_ends_early_with_its_best_model(folder: Path) 
     saved = open_run(folder / "packed", folder / "out", OPTIONS, held_out=folder / "held-out")
     assert saved.held_out is not None
     assert evaluate(saved.held_out)[0]["eval_loss"] == pytest.approx(losses[best - 1], rel=1e-6)
-    assert (
-        list(train(opened(folder, steps=40, eval_every=1, patience=3, lr=1.0, keep=1), folder / "out", resume=True))
-        == []
-    )
+    again = opened(folder, steps=40, eval_every=1, patience=3, lr=1.0, keep=1)
+    assert list(train(again, folder / "out", resume=True, note=notes.append)) == []
+    assert notes[-1].endswith(f"finished, with {len(steps)} steps; --patience with a larger number trains on")
+    assert num_finished(folder / "out") == len(steps)
 
 
 @pytest.mark.slow

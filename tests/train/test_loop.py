@@ -337,6 +337,9 @@ def test_an_existing_output_is_replaced_only_when_asked(packed: Path, config: Pa
         {"attention": "x"},
         {"seed": -1},
         {"seed": 2**63},
+        {"seed": "x"},
+        {"mix": "0.5,0.5"},
+        {"mix": (1, "2")},
         {"keep": 0},
         {"checkpoint_every": -1},
         {"max_skipped": -1},
@@ -345,6 +348,14 @@ def test_an_existing_output_is_replaced_only_when_asked(packed: Path, config: Pa
 )
 def test_options_without_meaning_are_refused_by_name(fields: dict[str, Any]) -> None:
     with pytest.raises(TreepackError, match=f"^{next(iter(fields))} is "):
+        TrainOptions(**fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "made"), [({"objective": "grpo"}, "choose_objective"), ({"lora": 8}, "LoraOptions")]
+)
+def test_options_of_a_wrong_type_name_what_makes_them(fields: dict[str, Any], made: str) -> None:
+    with pytest.raises(TreepackError, match=rf"^TrainOptions: {next(iter(fields))} is of type .*; use {made}\("):
         TrainOptions(**fields)
 
 

@@ -62,6 +62,21 @@ def test_a_complete_run_is_left_as_it_is(treepack: Run, arguments: list[str], tm
     assert (tmp_path / "out" / "metrics.jsonl").read_bytes() == before
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("num_steps", "8"), ("last_step", None), ("options", None), ("options", [])]
+)
+def test_a_finished_run_with_a_damaged_record_is_refused_in_a_sentence(
+    treepack: Run, arguments: list[str], tmp_path: Path, name: str, value: object
+) -> None:
+    out = tmp_path / "out"
+    assert treepack(*arguments, "--steps", "1").status == 0
+    record = json.loads((out / "train.json").read_text())
+    (out / "train.json").write_text(json.dumps(record | {name: value}))
+    done = treepack(*arguments, "--steps", "1", "--resume")
+    assert done.status == 1
+    assert done.err == f"treepack: {out}/train.json: is damaged (no record of a run); remove it and resume the run\n"
+
+
 def test_a_run_with_more_steps_opens_its_rows_once(treepack: Run, arguments: list[str]) -> None:
     assert treepack(*arguments).status == 0
     done = treepack(*arguments, "--steps", "9", "--resume")
@@ -102,6 +117,17 @@ def test_options_of_mixtures_and_evaluations_that_mean_nothing_are_wrong_usage(
     done = treepack(*arguments, *options)
     assert (done.status, done.out) == (2, "")
     assert complaint in done.err
+
+
+@pytest.mark.parametrize(("rewards", "noted"), [((1.0, 0.0), True), ((1.0, 1.0), False)])
+def test_supervised_training_of_good_and_bad_rollouts_is_noted(
+    treepack: Run, arguments: list[str], tmp_path: Path, rewards: tuple[float, float], noted: bool
+) -> None:
+    rollouts = [make(f"t{i}", [5, 6, 7 + i], reward=reward) for i, reward in enumerate(rewards)]
+    arguments[1] = str(packed_directory(tmp_path / "rewarded", rollouts, capacity=40))
+    done = treepack(*arguments, "--quiet")
+    assert done.status == 0, done.err
+    assert ("which --loss sft does not use: it trains good and bad rollouts alike" in done.err) is noted
 
 
 def test_resume_and_overwrite_exclude_each_other(treepack: Run, arguments: list[str], tmp_path: Path) -> None:

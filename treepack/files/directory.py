@@ -160,9 +160,7 @@ def refuse_existing(
     is_own_file: Callable[[Path], bool] | None = None,
     option: str = "--out",
 ) -> None:
-    """Refuse an output that exists, that treepack did not write, or that contains or is inside an input.
-
-    An output inside a different directory that treepack wrote is refused too, because it would be a foreign file there.
+    """Refuse an output that exists, that contains an input, or that is inside a directory that treepack wrote.
 
     Args:
         out: the directory to write, or the file if `is_own_file` is given.
@@ -179,12 +177,8 @@ def refuse_existing(
     given = [as_path(path) for path in inputs if path is not None]
     paths = [path for path in given if isinstance(path, Path) == isinstance(out, Path)]
     for path in paths:
-        inside = is_inside(out, path)
-        if is_own_file is not None and inside:
+        if is_own_file is not None and is_inside(out, path):
             raise TreepackError(f"{out} is or lies inside the input {path}; choose another {option}")
-        # A new directory inside a folder of rollouts is fine; one inside a trie would go when the trie is replaced.
-        if inside and not is_inside(path, out) and _is_own(path):
-            raise TreepackError(f"{out} lies inside the input {path}; choose another {option}")
     exists, is_own = _state(out, is_own_file, option)
     refuse_inside(out, option=option)  # after a store that cannot be reached was refused
     if not exists:
@@ -238,10 +232,6 @@ def _state(out: AnyPath, is_own_file: Callable[[Path], bool] | None, option: str
 def _is_own_object(out: AnyPath, is_own_file: Callable[[Path], bool]) -> bool:
     with borrowed_copy(out) as local:
         return is_own_file(local)
-
-
-def _is_own(path: AnyPath) -> bool:
-    return is_own_directory(path) if isinstance(path, Path) else is_own_prefix(path, output_state(path))
 
 
 def is_inside(path: AnyPath, folder: AnyPath) -> bool:

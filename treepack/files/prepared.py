@@ -32,7 +32,8 @@ def prepared_part(path: AnyPath, names: tuple[str, ...], *, alone: bool = False)
         inside = {each.name for each in path.iterdir() if not each.name.startswith(".")}
     except OSError:  # no directory that can be read; the reader of the path gives the error
         return path
-    others = (path / name for name in inside - _PARTS) if alone else ()
-    if MANIFEST in inside or not all(each.suffix == ".html" or is_own_directory(each) for each in others):
+    others = [path / name for name in inside - _PARTS if not name.endswith(".html")] if alone else []
+    others = [each for each in others if {file.suffix for file in each.glob("*")} != {".png"}]  # pictures of a report
+    if MANIFEST in inside or not all(is_own_directory(each) for each in others):
         return path
     return next((path / name for name in names if name in inside and (path / name / MANIFEST).is_file()), path)

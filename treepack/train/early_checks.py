@@ -17,6 +17,7 @@ from typing import Any
 from treepack.costs.model_cost import language_model, num_experts
 from treepack.costs.model_fields import check_scans
 from treepack.data.packed_header import PackedHeader, join_manifests, read_header
+from treepack.errors import TreepackError
 from treepack.files import schema
 from treepack.files.directory import RUN
 from treepack.files.manifest import read_manifest
@@ -67,6 +68,8 @@ def check_training(
         refuse_missing(options.init_from, kind="model", files=(CONFIG_FILE, RUN, "checkpoint.json", ADAPTER_FILE))
         if not Path(options.init_from).exists():
             find_config(options.init_from)
+    if options.lora and options.lora.rank is None and Path(model).exists() and not Path(model, ADAPTER_FILE).is_file():
+        raise TreepackError(f"{model}: contains no adapter to train; give lora_rank for a new one")
     max_token_id = max(each.manifest["max_token_id"] for each in (*headers, *others))
     size, teacher = _check_model(model, max_token_id, expert_ranks=options.ranks_of_experts), options.objective.teacher
     if teacher is not None and (words := _check_model(teacher, max_token_id)) and size:
@@ -105,7 +108,7 @@ def check_resumed(
     # Another path to the same model, or another way to give the same steps, opens the run, which finds that out.
     record = read_run_record(out / FINISHED)
     lengths = {name: getattr(options, name) for name in LENGTH_OPTIONS}
-    return record["model"] == model and {name: record["options"][name] for name in lengths} == lengths
+    return record.get("model") == model and lengths.items() <= record["options"].items()
 
 
 def check_scoring(packed: str | AnyPath, model: str) -> None:

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from fractions import Fraction
+from typing import Any, SupportsFloat
 
 from treepack.errors import TreepackError
 from treepack.model.adapters.lora_options import LoraOptions
 from treepack.objectives.objective import DISTILLATION, Objective
-from treepack.option_fields import check_options, option
+from treepack.option_fields import check_options, expect_type, option
 
 CHANGEABLE_ON_RESUME = frozenset(
     "checkpoint_layers offload_checkpoints offload_optimizer compile attention carry pass_tokens loss_chunk "
@@ -163,9 +164,9 @@ class TrainOptions:
 
     def __post_init__(self) -> None:
         """Refuse invalid values."""
-        if not 0 <= self.seed <= MAX_SEED:
-            raise TreepackError(f"seed is {self.seed}; expected 0 to 2**63 - 1")
         check_options(self)
+        expect_type(self.objective, Objective, "TrainOptions: objective", 'choose_objective("grpo")')
+        expect_type(self.lora or LoraOptions(), LoraOptions, "TrainOptions: lora", "LoraOptions(rank=8)")
         layers = self.checkpoint_layers
         if layers not in ("auto", "all") and not (isinstance(layers, int) and layers >= 0):
             raise TreepackError(f"checkpoint_layers is {layers!r}; expected a number of layers, all or auto")
@@ -180,10 +181,13 @@ class TrainOptions:
                 raise TreepackError(f"{name} is {getattr(self, name)!r}; expected True, False or auto")
         check_tokens(self.carry, self.pass_tokens)
         check_chunk(self.loss_chunk)
-        if self.mix is not None and not all(math.isfinite(share) and share > 0 for share in self.mix):
-            raise TreepackError(f"mix is {', '.join(map(str, self.mix))}; expected positive numbers")
-        if self.mix is not None:  # 9,1 and 0.9,0.1 are the same run
-            object.__setattr__(self, "mix", tuple(share / sum(self.mix) for share in self.mix))
+        shares = () if self.mix is None else self.mix
+        if not all(isinstance(share, SupportsFloat) and 0 < share < math.inf for share in shares):
+            raise TreepackError(f"mix is {', '.join(map(str, shares))}; expected positive numbers")
+        # 9,1 and 0.9,0.1 are the same run. Shares with the sum 1 stay, so that options made again are equal.
+        if self.mix is not None and not math.isclose(sum(self.mix), 1):
+            ratios = [Fraction(str(share)) for share in self.mix]
+            object.__setattr__(self, "mix", tuple(float(ratio / sum(ratios)) for ratio in ratios))
 
     def as_record(self) -> dict[str, Any]:
         """Return the options as JSON values."""

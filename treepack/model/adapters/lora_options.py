@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from treepack.errors import TreepackError
-from treepack.option_fields import option
+from treepack.option_fields import check_options, option
 
 DEFAULT_ALPHA = 32.0  # for every rank, as in "LoRA Without Regret" (Schulman et al., 2025): the rate fits every rank
 
@@ -37,8 +37,7 @@ class LoraOptions:
 
     def __post_init__(self) -> None:
         """Refuse invalid values."""
-        if self.rank is not None and self.rank < 1:
-            raise TreepackError(f"lora_rank is {self.rank}; expected at least 1")
+        check_options(self)
         if self.alpha is not None and not (math.isfinite(self.alpha) and self.alpha > 0):
             raise TreepackError(f"lora_alpha is {self.alpha}; expected a positive number")
         if self.rank is None and (self.alpha is not None or self.targets != "auto"):
@@ -48,8 +47,6 @@ class LoraOptions:
                 f"lora_dropout is {self.dropout:g}, but a token shared by branches has one hidden state for all of "
                 "them, so no branch can drop numbers of its own; leave it at 0"
             )
-        if self.quantize not in (None, "nf4"):
-            raise TreepackError(f"quantize is {self.quantize!r}; expected nf4")
         if self.merge and self.quantize:
             raise TreepackError(
                 "merge is not possible over a base of 4 bits: rounding the sum to 4 bits again would lose the adapter, "

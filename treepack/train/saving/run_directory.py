@@ -45,6 +45,7 @@ from treepack.train.saving.run_record import (
     VERSION,
     check_out,
     files_sha256,
+    is_finished,
     num_finished,
     read_run_record,
     refuse_differences,
@@ -84,12 +85,11 @@ def is_complete(out: AnyPath, options: TrainOptions, num_steps: int) -> bool:
     Raises:
         TreepackError: train.json is damaged.
     """
-    if num_finished(out) != num_steps:
+    record = read_run_record(out / FINISHED) if is_finished(out) else {}
+    if record.get("num_steps") != num_steps:
         return False
-    record = read_run_record(out / FINISHED)
     # A run that ended early because of its patience continues if its patience changes.
-    ended_early = record.get("last_step", num_steps) < num_steps
-    return not ended_early or record["options"]["patience"] == options.patience
+    return num_finished(out) == num_steps or record["options"].get("patience") == options.patience
 
 
 def extend_run(run: TrainingRun, out: AnyPath, done: int) -> str | None:

@@ -26,6 +26,7 @@ from treepack.train.options import LENGTH_OPTIONS, TrainOptions
 FORMAT = "treepack-train"
 VERSION = 2
 FINISHED = "train.json"
+_STEPS = ("num_steps", "last_step")  # numbers in train.json; the second one if the patience may end the run
 
 # Entries that must be equal, with the names that a user has for them.
 _ENTRIES = {
@@ -63,12 +64,13 @@ def is_finished(out: AnyPath) -> bool:
 
 
 def num_finished(out: AnyPath) -> int:
-    """Return the number of steps of the complete model in `out`, 0 if there is none.
+    """Return the number of steps of the complete model in `out`, 0 if there is none; fewer if its patience ended.
 
     Raises:
         TreepackError: train.json is damaged.
     """
-    return int(read_run_record(out / FINISHED)["num_steps"]) if is_finished(out) else 0
+    record = read_run_record(out / FINISHED) if is_finished(out) else {}
+    return int(record.get("last_step", record.get("num_steps", 0)))
 
 
 def refuse_fewer_steps(out: AnyPath, done: int, num_steps: int) -> None:
@@ -86,7 +88,9 @@ def refuse_fewer_steps(out: AnyPath, done: int, num_steps: int) -> None:
 
 def already_finished(out: AnyPath) -> str:
     """Return the note about a run whose model is complete."""
-    return f"{out} is already finished, with {num_finished(out)} steps; --steps with a larger number trains on"
+    done = num_finished(out)
+    option = "--patience" if done < read_run_record(out / FINISHED).get("num_steps", 0) else "--steps"
+    return f"{out} is already finished, with {done} steps; {option} with a larger number trains on"
 
 
 def refuse_differences(out: AnyPath, now: Mapping[str, Any], *, unknown: Collection[str] = ()) -> None:
@@ -164,9 +168,11 @@ def read_run_record(path: AnyPath) -> dict[str, Any]:
         TreepackError: it is damaged.
     """
     try:
-        record = json.loads(read_stored(path) or b"")
+        record: dict[str, Any] = json.loads(read_stored(path) or b"")
+        options = record.get("options") if isinstance(record, dict) else None
+        if not isinstance(options, dict) or any(type(record.get(name, 0)) is not int for name in _STEPS):
+            raise ValueError("no record of a run")
     except (OSError, ValueError, RecursionError) as error:
-        raise TreepackError(f"{path}: is damaged ({error}); remove {path.parent} and start again") from error
-    if not isinstance(record, dict):
-        raise TreepackError(f"{path}: is damaged (no object); remove {path.parent} and start again")
+        remedy = "remove it and resume the run" if path.name == FINISHED else f"remove {path.parent} and start again"
+        raise TreepackError(f"{path}: is damaged ({error}); {remedy}") from error
     return record
