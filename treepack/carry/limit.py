@@ -28,7 +28,8 @@ from treepack.memory.host_pages import CarriedBytes
 from treepack.memory.shortage import gib, shortage
 from treepack.model.loaded import LoadedModel
 
-SMALLEST, PREFERRED, LARGEST = 1024, 8192, 65_536
+# Tokens of a piece.
+SMALLEST_PIECE, PREFERRED, LARGEST_PIECE = 1024, 8192, 65_536
 
 
 @dataclass(frozen=True)
@@ -103,22 +104,17 @@ def choose_limit(
         if plan is None:
             raise _refusal(limit, longest_row, longest_path, costs, room)
         return plan
-    largest = min(LARGEST, max(SMALLEST, align(longest_row)))
-    plans = [_plan(size, longest_row, longest_path, costs, room) for size in range(SMALLEST, largest + 1, ALIGNMENT)]
-    fitting = [plan for plan in reversed(plans) if plan is not None]
-    choices = (
-        [
-            plan
-            for plan in fitting
-            if plan.peak.host == 0 and plan.keep_outputs and plan.limit >= min(PREFERRED, largest)
-        ],
-        [plan for plan in fitting if plan.keep_outputs and plan.limit <= PREFERRED],
-        [plan for plan in fitting if plan.limit <= PREFERRED],
-    )
-    for choice in choices:
-        if choice:
-            return choice[0]
-    raise _refusal(SMALLEST, longest_row, longest_path, costs, room)
+    largest = min(LARGEST_PIECE, max(SMALLEST_PIECE, align(longest_row)))
+    sizes = range(largest, SMALLEST_PIECE - 1, -ALIGNMENT)
+    plans = [_plan(size, longest_row, longest_path, costs, room) for size in sizes]
+    fitting = [plan for plan in plans if plan is not None]
+    kept = [plan for plan in fitting if plan.keep_outputs]
+    choices = [plan for plan in kept if plan.peak.host == 0 and plan.limit >= min(PREFERRED, largest)]
+    choices += [plan for plan in kept if plan.limit <= PREFERRED]
+    choices += [plan for plan in fitting if plan.limit <= PREFERRED]
+    if not choices:
+        raise _refusal(SMALLEST_PIECE, longest_row, longest_path, costs, room)
+    return choices[0]
 
 
 def _plan(limit: int, longest_row: int, longest_path: int, costs: CarryCosts, room: CarriedBytes) -> CarryPlan | None:
@@ -185,7 +181,7 @@ def measure_costs(
         meter: the memory to measure, by default that of the model's GPU.
     """
     meter = meter or gpu_meter(loaded.device)
-    sizes = (SMALLEST, 2 * SMALLEST)
+    sizes = (SMALLEST_PIECE, 2 * SMALLEST_PIECE)
     rows = [_chain(batch, size) for size in sizes]
 
     def run(number: int) -> None:
@@ -195,19 +191,19 @@ def measure_costs(
     small, large = (meter.peak_of(partial(run, number)) for number in range(2))
     loaded.model.zero_grad(set_to_none=True)
     # Peaks 1,000 + 3 n of n = 1,024 and 2,048 tokens: 4,072 and 7,144 -> 3 per token, and fixed 1,000
-    piece = max(0, large - small) // SMALLEST
-    row = open_row(loaded, rows[1], SMALLEST, with_gradients=True)
+    piece = max(0, large - small) // SMALLEST_PIECE
+    row = open_row(loaded, rows[1], SMALLEST_PIECE, with_gradients=True)
     with options.autocast():
         loaded.compute(lambda: push(row, row.plan.passes[0]))
     shapes, outputs = row.stack.shapes, row.outputs
     return CarryCosts(
         num_layers=len(shapes),
-        fixed=max(0, small - SMALLEST * piece),
+        fixed=max(0, small - SMALLEST_PIECE * piece),
         piece=piece,
         keys_values=max(shape.num_bytes(1, 0) for shape in shapes),
         sums=max(shape.num_bytes(0, 1) for shape in shapes),
-        output=-(-outputs.num_bytes.gpu // SMALLEST // len(shapes)),
-        lse=-(-outputs.lse_bytes // SMALLEST // len(shapes)),
+        output=-(-outputs.num_bytes.gpu // SMALLEST_PIECE // len(shapes)),
+        lse=-(-outputs.lse_bytes // SMALLEST_PIECE // len(shapes)),
         # The piece has one token with a child in another piece: the last one.
         state=row.stack.states.num_bytes,
     )

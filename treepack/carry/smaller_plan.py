@@ -9,9 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from treepack.carry.limit import CarryPlan
+from treepack.carry.limit import SMALLEST_PIECE, CarryPlan
+from treepack.carry.pieces import ALIGNMENT
 
-SMALLEST_PIECE, SMALLEST_CHUNK = 1024, 64
+SMALLEST_CHUNK = 64
 
 
 @dataclass(frozen=True)
@@ -77,8 +78,8 @@ def smaller_plan(plan: RunPlan, longest: int, num_layers: int, *, can_carry: boo
 
 
 def smaller_piece(tokens: int) -> int:
-    """Return half of the tokens of a piece, a multiple of 128."""
-    return tokens // 256 * 128
+    """Return half of the tokens of a piece, a multiple of `ALIGNMENT`: 5000 -> 2432."""
+    return tokens // (2 * ALIGNMENT) * ALIGNMENT
 
 
 def plan_in_words(plan: RunPlan) -> str:

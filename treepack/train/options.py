@@ -208,6 +208,11 @@ class TrainOptions:
         return {**record, "betas": list(self.betas), "mix": None if self.mix is None else list(self.mix)}
 
     @property
+    def piece_limit(self) -> int | None:
+        """The tokens of a piece; None if every row runs as a whole, and before they are chosen."""
+        return self.carry if isinstance(self.carry, int) else None
+
+    @property
     def ranks_of_row(self) -> int:
         """The ranks that compute a row together; one before they are chosen."""
         return 1 if self.sequence_ranks == "auto" else int(self.sequence_ranks)

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 
 from treepack.carry.fitting import SharedShortageError
+from treepack.carry.pieces import ALIGNMENT
+from treepack.carry.smaller_plan import smaller_piece
 from treepack.data.batch import Batch
 from treepack.data.mixture import source_names, source_of_rows
 from treepack.data.prefetch import Prefetch
@@ -163,7 +165,7 @@ def forward_rows(run: TrainingRun, rows: list[int]) -> Report:
         for own, batch in zip(share, batches, strict=True):
             if not own and apart:
                 continue  # no rank waits for another one
-            with step_memory_errors(batch, carry=run.options.carry):
+            with step_memory_errors(batch, limit=run.options.piece_limit):
                 result = row_runner(run, batch).loss(taught(run, batch), _part(run, own, denominator, factors))
             if own:
                 report.add(own, batch, result)
@@ -241,7 +243,7 @@ def _compute_rows(
     share = run.passes(numbers)
     batches: Iterable[Batch] = (next(rows) for _ in share)
     balancing: dict[str, float] = {}
-    apart, sharded, carry = runs_apart(run, numbers), run.loaded.root is not None, run.options.carry
+    apart, sharded, limit = runs_apart(run, numbers), run.loaded.root is not None, run.options.piece_limit
     # In the last pass all ranks sum their gradients: a pass of whole rows, or one of padding after rows in pieces.
     num_apart = len(share) if not (apart and sharded) or has_long_rows(run, numbers) else max(0, len(share) - 1)
     # Sharded weights live only while their layer runs, so their casts are not kept.
@@ -254,11 +256,11 @@ def _compute_rows(
             for own, batch in islice(passes, num_apart):
                 if not own and apart:
                     continue  # no rank waits for another one
-                with step_memory_errors(batch, carry=carry), report.times.measure(own):
+                with step_memory_errors(batch, limit=limit), report.times.measure(own):
                     _accumulate(run, batch, own, denominator, factors, report)
         if apart and sharded:
             own, batch = next(passes, ((), run.dataset.padding()))
-            with summing_gradients(run.loaded), step_memory_errors(batch, carry=carry), report.times.measure(own):
+            with summing_gradients(run.loaded), step_memory_errors(batch, limit=limit), report.times.measure(own):
                 _accumulate(run, batch, own, denominator, factors, report)
     sum_over_replicas(run.loaded.causal)
     return balancing
@@ -324,7 +326,7 @@ def _count_routes(run: TrainingRun, balance: RouterBalance, batches: list[Batch]
     """Count the routes of all rows of a step by a forward pass; return the auxiliary loss and the seconds it took."""
     start, loaded = time.perf_counter(), run.loaded
     for batch in batches:
-        with balance.counting(batch.scale.to(loaded.device)), step_memory_errors(batch, carry=run.options.carry):
+        with balance.counting(batch.scale.to(loaded.device)), step_memory_errors(batch, limit=run.options.piece_limit):
             row_runner(run, batch).forward(batch)
     if reshard and loaded.root is not None:
         loaded.root.reshard()  # a forward without a backward leaves the root gathered
@@ -340,20 +342,20 @@ def _clip(run: TrainingRun) -> float:
     return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
 
-def step_memory_errors(batch: Batch | None = None, *, carry: int | str | None = None) -> AbstractContextManager[None]:
+def step_memory_errors(batch: Batch | None = None, *, limit: int | None = None) -> AbstractContextManager[None]:
     """Turn a lack of memory into a TreepackError about the row `batch`, or about the update if it is None.
 
     Args:
         batch: the row.
-        carry: the option of the run; a row of more tokens runs in pieces.
+        limit: the tokens of a piece; a row of more tokens runs in pieces.
     """
     if batch is None:
         return memory_errors("in the update of the weights", "train with --offload-optimizer or on more GPUs")
     terms = f" and {len(batch.terms.index):,} terms" if batch.terms is not None else ""
     place = f"in {batch.name} of {batch.num_tokens:,} tokens{terms}"
     others = "--checkpoint-layers all, --dtype bf16, a smaller --loss-chunk or on more GPUs"
-    if isinstance(carry, int) and batch.num_tokens > carry:
-        return memory_errors(f"{place} in pieces of {carry:,}", f"train with --carry {_half(carry)}, {others}")
+    if limit is not None and batch.num_tokens > limit:
+        return memory_errors(f"{place} in pieces of {limit:,}", f"train with --carry {_half(limit)}, {others}")
     if batch.edges is not None:
         shorter = f"train with --pass-tokens {_half(batch.num_tokens)}, {others}"
         return memory_errors(f"{place}, which are one pass", shorter)
@@ -361,5 +363,4 @@ def step_memory_errors(batch: Batch | None = None, *, carry: int | str | None = 
 
 
 def _half(tokens: int) -> int:
-    # Rounded down to a multiple of 128: 5000 tokens -> 2432.
-    return max(128, tokens // 256 * 128)
+    return max(ALIGNMENT, smaller_piece(tokens))

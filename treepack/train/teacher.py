@@ -75,6 +75,6 @@ def taught(run: TrainingRun, batch: Batch) -> Batch:
     """Return a row of a run with the numbers of its teacher, or as it is if the run has none."""
     if run.teacher is None:
         return batch
-    carry, objective = run.options.carry, run.options.objective
-    limit, chunk = None if carry is None else int(carry), int(run.options.loss_chunk)
-    return add_teacher(batch, run.teacher, objective, chunk=chunk, limit=limit, memory=run.carry_memory)
+    options, chunk = run.options, int(run.options.loss_chunk)
+    limit, memory = options.piece_limit, run.carry_memory
+    return add_teacher(batch, run.teacher, options.objective, chunk=chunk, limit=limit, memory=memory)

@@ -173,7 +173,7 @@ def open_verification(packed: Packed, model: str | Path, options: TrainOptions) 
     # `verify_rows` recomputes the layers if that is needed.
     adapt_layers(loaded.causal, checkpointing=False, compiled=options.compile is True)
     fit = check_fit(data, loaded, options)
-    if isinstance(options.carry, int):
+    if options.piece_limit is not None:
         check_carry(loaded)
     usual: dict[str, Any] = {"carry": None, "loss_chunk": CHUNK, "pass_tokens": 1}
     chosen = {name: value for name, value in usual.items() if getattr(options, name) == "auto"}

@@ -21,7 +21,9 @@ from typing import Any
 
 import torch
 
+from treepack.carry.limit import SMALLEST_PIECE
 from treepack.carry.offload import CarryMemory, spare_memory
+from treepack.carry.pieces import align
 from treepack.carry.refusal import can_carry, check_carry
 from treepack.carry.smaller_plan import PLANNED, RunPlan
 from treepack.data.joined import usual_pass
@@ -76,7 +78,7 @@ def choose_memory(given: MemoryInput) -> MemoryChoices:
         TreepackError: memory is too small on any rank, or the model cannot run rows in pieces.
     """
     loaded, options = given.loaded, given.options
-    if isinstance(options.carry, int):
+    if options.piece_limit is not None:
         check_carry(loaded)
     lines: tuple[str, ...] = ()
     memory = None if given.meter is None else StepMemory(given.meter)
@@ -123,7 +125,7 @@ def apply_plan(loaded: LoadedModel, options: TrainOptions, plan: RunPlan) -> Non
 def _is_planned(given: MemoryInput) -> bool:
     """Return True if options of passes have values, and no row runs in pieces, whose memory would be measured."""
     options = given.options
-    cut = isinstance(options.carry, int) and given.rows().longest_of_all > options.carry
+    cut = options.piece_limit is not None and given.rows().longest_of_all > options.piece_limit
     return not cut and all(getattr(options, name) != "auto" for name in PLANNED if name != "offload_optimizer")
 
 
@@ -171,7 +173,7 @@ def _num_layers(loaded: LoadedModel) -> int:
 def _longest_pass(given: MemoryInput, plan: RunPlan) -> int:
     """Return the tokens of the longest row, piece, or pass of the run that has gradients, with padding."""
     longest = max(given.data.longest_row, min(plan.pass_tokens, given.rows().step_tokens))
-    return -(-min(longest, plan.carry or longest) // 128) * 128
+    return align(min(longest, plan.carry or longest))
 
 
 class _Planner:
@@ -226,7 +228,7 @@ class _Planner:
         with suppress(TreepackError):
             found = choose_room(probes, self.rows, rooms, options)
         whole = None if found is None else found[0]
-        wanted = isinstance(options.carry, int) and self.rows.longest_of_all > options.carry
+        wanted = options.piece_limit is not None and self.rows.longest_of_all > options.piece_limit
         if wanted or (options.carry == "auto" and pieces_may_win(whole, probes, self.rows) and self._can_carry()):
             self.rows = replace(self.rows, longest_path=self.given.longest_path())
             found, pieces = None, self._pieces(min(probes, key=lambda probe: probe.seconds_kept))
@@ -358,7 +360,7 @@ class _Planner:
     def _can_carry(self) -> bool:
         """Return True if rows can run in pieces; then the routers of a mixture are followed from now on."""
         given, loaded = self.given, self.given.loaded
-        if self.rows.longest_of_all <= 1024:
+        if self.rows.longest_of_all <= SMALLEST_PIECE:
             return False
         # Every rank gathers the whole weights, and keeps whole gradients.
         if loaded.root is not None and given.ranks.any(2 * whole_bytes(loaded) > self.meter.free()):

@@ -20,8 +20,9 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar
 
-from treepack.carry.limit import LARGEST, CarryCosts, choose_limit
-from treepack.carry.smaller_plan import SMALLEST_PIECE, RunPlan, plan_in_words
+from treepack.carry.limit import LARGEST_PIECE, SMALLEST_PIECE, CarryCosts, CarryPlan, choose_limit
+from treepack.carry.pieces import align
+from treepack.carry.smaller_plan import RunPlan, plan_in_words
 from treepack.data.joined import GPU_PASS
 from treepack.errors import TreepackError
 from treepack.memory.pass_memory import ModelProbe
@@ -175,11 +176,7 @@ def choose_plan(
         return found
     if not every and pieces:
         costs = min((each.costs for each in pieces), key=lambda costs: costs.piece)
-        limit = options.carry if isinstance(options.carry, int) else None
-        # Raises the error that names the bytes of pieces.
-        choose_limit(
-            rows.longest_of_all, rows.longest_path, costs, gpu_bytes=room.gpu, host_bytes=room.host, limit=limit
-        )
+        _choose_limit(rows, room, costs, options)  # raises the error that names the bytes of pieces
     raise _refusal(min(every, key=lambda plan: plan.num_bytes, default=None), probes, rows, room)
 
 
@@ -236,7 +233,7 @@ def _plans(
     offload: bool,
 ) -> Iterator[RunPlan]:
     """Yield the candidates: long passes and few recomputed layers first."""
-    limit = options.carry if isinstance(options.carry, int) else None
+    limit = options.piece_limit
     for probe in probes:
         if limit is None or rows.longest <= limit:
             yield from _whole(probe, rows, room, options, chunk, offload)
@@ -250,7 +247,6 @@ def _whole(
     probe: ModelProbe, rows: RunRows, room: RunRoom, options: TrainOptions, chunk: int, offload: bool
 ) -> Iterator[RunPlan]:
     """Yield plans of whole rows, joined into passes."""
-    carry = options.carry if isinstance(options.carry, int) else None
     layers = range(1 if offload else 0, probe.num_layers + 1)
     for tokens in pass_sizes(rows, options.pass_tokens):
         passed = options.pass_tokens if options.pass_tokens != "auto" else tokens
@@ -268,7 +264,7 @@ def _whole(
             if offload:  # copies away in the forward pass, a quarter of the time; back in the rest
                 copy = recomputed * room.moved / room.HOST_RATE
                 seconds = max(seconds / 4, copy) + max(seconds * 3 / 4, copy)
-            yield RunPlan(probe.compiled, recomputed, offload, carry, int(passed), chunk, size, seconds)
+            yield RunPlan(probe.compiled, recomputed, offload, options.piece_limit, int(passed), chunk, size, seconds)
 
 
 def _in_pieces(
@@ -276,15 +272,12 @@ def _in_pieces(
 ) -> Iterator[RunPlan]:
     """Yield the plan of rows in pieces with these costs, if there is one that fits."""
     counts = layer_counts(options, probe.num_layers, (piece.recomputed,))
-    limit = options.carry if isinstance(options.carry, int) else None
     states, plan = 0, None
     fixed = piece.costs.fixed + max(0, chunk - PIECE_LOGITS) * probe.logits
     while piece.recomputed in counts:
         costs = replace(piece.costs, fixed=fixed + states)
         try:
-            plan = choose_limit(
-                rows.longest_of_all, rows.longest_path, costs, gpu_bytes=room.gpu, host_bytes=room.host, limit=limit
-            )
+            plan = _choose_limit(rows, room, costs, options)
         except TreepackError:
             return
         # Shorter pieces have more branch points between them.
@@ -301,6 +294,11 @@ def _in_pieces(
     )
 
 
+def _choose_limit(rows: RunRows, room: RunRoom, costs: CarryCosts, options: TrainOptions) -> CarryPlan:
+    longest, path, limit = rows.longest_of_all, rows.longest_path, options.piece_limit
+    return choose_limit(longest, path, costs, gpu_bytes=room.gpu, host_bytes=room.host, limit=limit)
+
+
 def pieces_may_win(plan: RunPlan | None, probes: Sequence[ModelProbe], rows: RunRows) -> bool:
     """Return True if rows in pieces may be faster than the plan of whole rows, or if that is None.
 
@@ -312,13 +310,13 @@ def pieces_may_win(plan: RunPlan | None, probes: Sequence[ModelProbe], rows: Run
     if plan.checkpoint_layers == 0 or rows.longest_of_all <= 2 * SMALLEST_PIECE:
         return False
     probe = next(each for each in probes if each.compiled == plan.compile)
-    half = min(LARGEST, _aligned(rows.longest_of_all // 2))
+    half = min(LARGEST_PIECE, align(rows.longest_of_all // 2))
     return plan.seconds > _WORTHWHILE * rows.cut(half).seconds((1 + rows.attention) * probe.seconds_kept, probe.launch)
 
 
 def pass_sizes(rows: RunRows, wanted: int | str) -> list[int]:
     """Return the tokens that the longest pass may have, descending: none is shorter than the longest row."""
-    useful = max(rows.longest, _aligned(rows.step_tokens))  # a step has no longer pass
+    useful = max(rows.longest, align(rows.step_tokens))  # a step has no longer pass
     if wanted != "auto":
         return [max(rows.longest, min(int(wanted), useful))]
     sizes = [GPU_PASS >> shift for shift in range(GPU_PASS.bit_length()) if GPU_PASS >> shift >= SMALLEST_PASS]
@@ -331,10 +329,6 @@ def layer_counts(options: TrainOptions, num_layers: int, auto: Iterable[int]) ->
     if wanted == "all":
         return [num_layers]
     return list(auto) if wanted == "auto" else [int(wanted)]
-
-
-def _aligned(tokens: int) -> int:
-    return -(-tokens // 128) * 128
 
 
 def _refusal(smallest: RunPlan | None, probes: Sequence[ModelProbe], rows: RunRows, room: RunRoom) -> TreepackError:
