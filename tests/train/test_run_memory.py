@@ -31,7 +31,7 @@ from treepack.train.setup.probe_record import ProbeRecord, keep_probes, known_pr
 from treepack.train.setup.run_data import open_data
 from treepack.train.setup.run_memory import MemoryChoices, choose_memory, coming_bytes
 from treepack.train.setup.run_model import check_fit, load_run_model
-from treepack.train.setup.run_plan import RowCut, RunRoom
+from treepack.train.setup.run_plan import PlanInput, RowCut, RunRoom
 
 OPTIONS = TrainOptions(device="cpu", rows_per_step=2, compile=False, loss_chunk=64)
 PEAK = PeakBytes(1000, 200.0, 100.0)
@@ -93,7 +93,7 @@ def test_as_few_layers_are_recomputed_as_memory_demands(plan: Plan, layers: int)
 def test_what_waits_in_host_memory_has_a_line_each(plan: Plan) -> None:
     choices, given = plan(device_for(3), carry=None)
     moved = replace(choices.plan, offload_checkpoints=True, offload_optimizer=True)
-    lines = choice_lines(moved, PLAIN, given.rows(), RunRoom(1 << 20), given, "", pieces=False)
+    lines = choice_lines(moved, PlanInput([PLAIN], given.rows(), given.options), RunRoom(1 << 20), given, "")
     assert " about " in lines[-1]
     assert "offload-checkpoints on: no whole row fits without it" in lines
     moments = gib(8 * sum(p.numel() for p in given.loaded.model.parameters()))

@@ -6,35 +6,29 @@ from datetime import timedelta
 
 from treepack.carry.smaller_plan import RunPlan
 from treepack.memory.device_memory import update_bytes
-from treepack.memory.pass_memory import ModelProbe
 from treepack.memory.shortage import gib
 from treepack.train.options import CHUNK, STATE_BYTES
 from treepack.train.setup.memory_input import MemoryInput
-from treepack.train.setup.run_plan import RunRoom, RunRows
+from treepack.train.setup.run_plan import PlanInput, RunRoom
 
 
 def choice_lines(
     plan: RunPlan,
-    probe: ModelProbe,
-    rows: RunRows,
+    measured: PlanInput,
     room: RunRoom,
     given: MemoryInput,
     compilation: str,
-    *,
-    pieces: bool,
 ) -> tuple[str, ...]:
     """Return a line for every option that was "auto", and one for memory and time.
 
     Args:
         plan: the plan.
-        probe: the measurement that it is made from.
-        rows: the rows of the run.
+        measured: the measurements that it is made from.
         room: the free memory.
         given: the run; options that are not "auto" get no line.
         compilation: the reason for layers that are compiled or not.
-        pieces: True if rows in pieces were measured too.
     """
-    options = given.options
+    options, probe, rows = given.options, measured.probe_of(plan), measured.rows
     kept, recomputed = (
         f"{max(probe.token_bytes(peak, count) for peak in (probe.forward, probe.backward)) / 1024:,.0f} KiB"
         for count in (0, probe.num_layers)
@@ -43,7 +37,7 @@ def choice_lines(
         "compile": f"compile {'on: ' if plan.compile else ''}{compilation}",
         "checkpoint_layers": f"checkpoint-layers {plan.checkpoint_layers} of {probe.num_layers}: a token needs {kept} "
         f"if layers keep their activations, and {recomputed} if all run again",
-        "carry": _carry_line(plan, rows, pieces=pieces),
+        "carry": _carry_line(plan, measured),
         "pass_tokens": f"pass-tokens {plan.pass_tokens}: the longest row has {rows.longest:,} tokens, a step "
         f"{rows.step_tokens:,}, and a pass of few tokens takes {1000 * probe.launch:.0f} ms",
     }
@@ -72,8 +66,8 @@ def expectation(plan: RunPlan, room: RunRoom, given: MemoryInput) -> str:
     )
 
 
-def _carry_line(plan: RunPlan, rows: RunRows, *, pieces: bool) -> str:
+def _carry_line(plan: RunPlan, measured: PlanInput) -> str:
     if plan.carry is None:
-        return "carry off: whole rows " + ("are faster than pieces" if pieces else "fit")
+        return "carry off: whole rows " + ("are faster than pieces" if measured.pieces else "fit")
     resident = "" if plan.pieces is None else f", and {plan.pieces.resident_layers} layers carry on the GPU"
-    return f"carry {plan.carry}: the longest row has {rows.longest_of_all:,} tokens{resident}"
+    return f"carry {plan.carry}: the longest row has {measured.rows.longest_of_all:,} tokens{resident}"

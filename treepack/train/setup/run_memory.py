@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from treepack.carry.limit import SMALLEST_PIECE
+from treepack.carry.limit import SMALLEST_PIECE, CarryCosts
 from treepack.carry.offload import CarryMemory, spare_memory
 from treepack.carry.pieces import align
 from treepack.carry.refusal import can_carry, check_carry
@@ -42,12 +42,13 @@ from treepack.train.setup.model_probe import agreed, cast_bytes, probe_model
 from treepack.train.setup.piece_probe import measured_pieces, whole_bytes
 from treepack.train.setup.probe_record import ProbeRecord, keep_probes, known_probes, pays
 from treepack.train.setup.run_plan import (
-    PieceProbe,
     PlanForecast,
+    PlanInput,
     RunRoom,
     RunRows,
     choose_plan,
     choose_room,
+    layer_counts,
     pieces_may_win,
 )
 from treepack.train.sharding import adapt
@@ -191,11 +192,11 @@ class _Planner:
         given = self.given
         try:
             probes, about_compilation = self._probes()
-            plan, room, pieces = self._choose(probes)
+            plan, room, measured = self._choose(probes)
         finally:
             given.loaded.model.zero_grad(set_to_none=True)
             torch.cuda.empty_cache()
-        probe = next(each for each in probes if each.compiled == plan.compile)
+        probe = measured.probe_of(plan)
         whole, wanted = 2 * whole_bytes(given.loaded), given.options.whole_weights is True
         if wanted and may_keep_whole(given):
             room = replace(room, gpu=room.gpu + whole)
@@ -203,37 +204,37 @@ class _Planner:
         repeated = plan.pieces is None and self.rows.step_tokens > max(plan.pass_tokens, self.rows.longest_of_all)
         if may_keep_whole(given) and (wanted or (repeated and plan.num_bytes + whole <= room.gpu)):
             plan = replace(plan, whole_weights=True, num_bytes=plan.num_bytes + whole)
-        lines = choice_lines(plan, probe, self.rows, room, given, about_compilation, pieces=bool(pieces))
+        lines = choice_lines(plan, measured, room, given, about_compilation)
         forecast = PlanForecast(probe, self.rows, room.moved, whole)
         memory = replace(self.memory, needed=plan.num_bytes, record=forecast.as_record(), forecast=forecast.num_bytes)
         return plan, lines, memory
 
-    def _choose(self, probes: list[ModelProbe]) -> tuple[RunPlan, RunRoom, tuple[PieceProbe, ...]]:
+    def _choose(self, probes: list[ModelProbe]) -> tuple[RunPlan, RunRoom, PlanInput]:
         # Ranks that meet in every layer cannot repeat a step that lacks memory, so as much as possible stays free.
         for part in (1, 0.5, 0.25):
             with suppress(TreepackError):
                 return self._choose_within(int(part * self.memory.margin), probes)
         return self._choose_within(0, probes)
 
-    def _choose_within(self, margin: int, probes: list[ModelProbe]) -> tuple[RunPlan, RunRoom, tuple[PieceProbe, ...]]:
-        """Return the plan, its room, and the measured pieces, with so much memory left.
+    def _choose_within(self, margin: int, probes: list[ModelProbe]) -> tuple[RunPlan, RunRoom, PlanInput]:
+        """Return the plan, its room, and the measurements, with so much memory left.
 
         One process can repeat a step, so half of that may be left for a faster plan that recomputes all layers.
         """
-        options, pieces = self.given.options, tuple[PieceProbe, ...]()
+        options, measured = self.given.options, PlanInput(probes, self.rows, self.given.options)
         rooms = [self._room(margin)]
         if not self.given.ranks.grouped:
             rooms.append(replace(self._room(margin // 2), spare=margin - margin // 2))
         found = None
         with suppress(TreepackError):
-            found = choose_room(probes, self.rows, rooms, options)
+            found = choose_room(measured, rooms)
         whole = None if found is None else found[0]
         wanted = options.piece_limit is not None and self.rows.longest_of_all > options.piece_limit
-        if wanted or (options.carry == "auto" and pieces_may_win(whole, probes, self.rows) and self._can_carry()):
-            self.rows = replace(self.rows, longest_path=self.given.longest_path())
-            found, pieces = None, self._pieces(min(probes, key=lambda probe: probe.seconds_kept))
-        plan, room = found or choose_room(probes, self.rows, rooms, options, pieces)
-        return plan, room.without_moments() if plan.offload_optimizer else room, pieces
+        if wanted or (options.carry == "auto" and pieces_may_win(whole, measured) and self._can_carry()):
+            rows = replace(self.rows, longest_path=self.given.longest_path())
+            found, measured = None, replace(measured, rows=rows, pieces=self._pieces(probes[0].num_layers))
+        plan, room = found or choose_room(measured, rooms)
+        return plan, room.without_moments() if plan.offload_optimizer else room, measured
 
     def _room(self, margin: int) -> RunRoom:
         """Return the free memory of the smallest rank, while gradients exist, without a margin."""
@@ -329,7 +330,8 @@ class _Planner:
     def _recomputed(self, probe: ModelProbe) -> int:
         """Return the recomputed layers of the plan of whole rows, -1 if none fits."""
         with suppress(TreepackError):
-            return choose_plan([probe], self.rows, self._room(self.memory.margin), self.given.options).checkpoint_layers
+            given = PlanInput([probe], self.rows, self.given.options)
+            return choose_plan(given, self._room(self.memory.margin)).checkpoint_layers
         return -1
 
     def _probe(self, plain: ModelProbe | None = None, *, counts: tuple[int, ...] | None = None) -> ModelProbe:
@@ -367,14 +369,13 @@ class _Planner:
             return False
         return can_carry(loaded)
 
-    def _pieces(self, probe: ModelProbe) -> tuple[PieceProbe, ...]:
-        """Measure rows in pieces with every layer recomputed and with none, or with the number that is given."""
-        given, loaded = self.given, self.given.loaded
-        wanted = given.options.checkpoint_layers
-        counts = (wanted,) if isinstance(wanted, int) else (0, probe.num_layers) if wanted == "auto" else (
-            probe.num_layers,)  # fmt: skip
-        record = self.record
-        for count in sorted({*counts} - {*map(int, record.pieces)}):
+    def _pieces(self, num_layers: int) -> dict[int, CarryCosts]:
+        """Return the costs of rows in pieces with every layer recomputed and with none, or with the given number."""
+        given, loaded, record = self.given, self.given.loaded, self.record
+        counts = sorted({*layer_counts(given.options, num_layers, (0, num_layers))})
+        for count in counts:
+            if str(count) in record.pieces:
+                continue
             _log.info("measuring the memory of pieces with %d recomputed layers", count)
             if adapted_layers(loaded.causal) is not None:
                 set_recomputed(loaded.causal, count)
@@ -384,8 +385,7 @@ class _Planner:
             if costs is not None:
                 record.pieces[str(count)] = costs
                 self._keep(record)
-        known = record.pieces
-        return tuple(PieceProbe(probe.compiled, n, known[str(n)]) for n in sorted({*counts}) if str(n) in known)
+        return {count: record.pieces[str(count)] for count in counts if str(count) in record.pieces}
 
 
 def _carry_memory(given: MemoryInput, plan: RunPlan) -> CarryMemory | None:
