@@ -252,6 +252,11 @@ def whole_weights(loaded: LoadedModel) -> Iterator[None]:
             module.reshard()
 
 
+def whole_bytes(loaded: LoadedModel) -> int:
+    """Return the bytes of all parameters of a model, of which this rank may have a part only."""
+    return sum(each.numel() * each.element_size() for each in loaded.model.parameters())
+
+
 @contextmanager
 def summing_gradients(loaded: LoadedModel) -> Iterator[None]:
     """Sum all gradients of the block `whole_weights` over the ranks, in one backward pass that every rank runs here."""

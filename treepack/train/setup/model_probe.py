@@ -245,17 +245,17 @@ def _longest(lengths: Sequence[int], plain: ModelProbe, recomputed: int, fits: C
     return (fitting if len(fitting) > 1 else lengths[:2])[-2:]
 
 
-def chains(batch: Batch, length: int) -> Batch:
-    """Return a row of sequences of `_CHAIN` tokens with the tokens of a row, all of them trained."""
+def chains(batch: Batch, length: int, size: int = _CHAIN) -> Batch:
+    """Return a row of sequences of `size` tokens with the tokens of a row, all of them trained."""
     # Length 6 in sequences of 3: positions [0 1 2 0 1 2], parent [-1 0 1 -1 3 4], subtree_end [3 3 3 6 6 6]
     tokens = torch.arange(length)
-    position = tokens % _CHAIN
+    position = tokens % size
     return replace(
         empty_batch(length),
         input_ids=batch.input_ids.cpu()[tokens % max(1, batch.num_tokens)],
         position_ids=position,
         parent=torch.where(position == 0, -1, tokens - 1),
-        subtree_end=((tokens // _CHAIN + 1) * _CHAIN).clamp(max=length).int(),
+        subtree_end=((tokens // size + 1) * size).clamp(max=length).int(),
         scale=torch.ones(length, dtype=torch.int32),
         loss_weight=(position > 0).double(),
         num_tokens=length,

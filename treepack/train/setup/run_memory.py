@@ -39,7 +39,7 @@ from treepack.train.setup.choice_lines import choice_lines
 from treepack.train.setup.host_memory import host_room, moved_tensors, reserve_host
 from treepack.train.setup.memory_input import MemoryInput
 from treepack.train.setup.model_probe import agreed, cast_bytes, probe_model
-from treepack.train.setup.piece_probe import measured_pieces, whole_bytes
+from treepack.train.setup.piece_probe import measured_pieces
 from treepack.train.setup.probe_record import ProbeRecord, keep_probes, known_probes, pays
 from treepack.train.setup.run_plan import (
     PlanForecast,
@@ -51,7 +51,7 @@ from treepack.train.setup.run_plan import (
     layer_counts,
     pieces_may_win,
 )
-from treepack.train.sharding import adapt
+from treepack.train.sharding import adapt, whole_bytes
 
 _log = logging.getLogger("treepack")
 

@@ -19,8 +19,7 @@ from treepack.carry.smaller_plan import PLANNED, RunPlan, plan_in_words, smaller
 from treepack.memory.shortage import gib
 from treepack.model.layers import adapted_layers, set_recomputed
 from treepack.train.run import TrainingRun
-from treepack.train.setup.piece_probe import whole_bytes
-from treepack.train.sharding import forget_passes
+from treepack.train.sharding import forget_passes, whole_bytes
 
 _log = logging.getLogger("treepack")
 
