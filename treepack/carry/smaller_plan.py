@@ -50,7 +50,9 @@ PLANNED = (
 )
 
 
-def smaller_plan(plan: RunPlan, longest: int, num_layers: int, *, can_carry: bool) -> RunPlan | None:
+def smaller_plan(
+    plan: RunPlan, longest: int, num_layers: int, *, can_carry: bool, tokens: int | None = None
+) -> RunPlan | None:
     """Return the plan to try after memory has run out; None if `plan` is the smallest one.
 
     Sharded weights, then more recomputed layers, then shorter passes, then pieces, then shorter pieces, then smaller
@@ -61,17 +63,20 @@ def smaller_plan(plan: RunPlan, longest: int, num_layers: int, *, can_carry: boo
         longest: tokens of the longest row.
         num_layers: layers that can be recomputed, 0 if there are none.
         can_carry: True if rows can run in pieces.
+        tokens: tokens of the pass that failed, None if it had as many as the plan allows.
     """
+    if tokens is not None:  # half of 1,000,000 would be the same pass
+        plan = replace(plan, pass_tokens=min(plan.pass_tokens, tokens))
     if plan.whole_weights:
         return replace(plan, whole_weights=False)
-    left, tokens = num_layers - plan.checkpoint_layers, plan.pass_tokens
+    left, passed, piece = num_layers - plan.checkpoint_layers, plan.pass_tokens, min(longest, plan.carry or longest)
     if left > 0:
         return replace(plan, checkpoint_layers=plan.checkpoint_layers + -(-left // 2))
-    if tokens > 1 and tokens > min(longest, plan.carry or longest):
-        return replace(plan, pass_tokens=max(1, tokens // 2))
-    size = smaller_piece(min(longest, plan.carry or longest))
+    if passed > 1 and passed > piece:
+        return replace(plan, pass_tokens=max(1, passed // 2))
+    size = smaller_piece(piece)
     if can_carry and size >= SMALLEST_PIECE:
-        return replace(plan, carry=size, pass_tokens=min(tokens, size), pieces=None)  # a pass is no longer than a piece
+        return replace(plan, carry=size, pass_tokens=min(passed, size), pieces=None)  # a pass is no longer than a piece
     if plan.loss_chunk > SMALLEST_CHUNK:
         return replace(plan, loss_chunk=max(SMALLEST_CHUNK, plan.loss_chunk // 2))
     return None

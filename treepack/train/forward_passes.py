@@ -10,7 +10,6 @@ then pieces of rows, then smaller chunks of logits. It stays smaller for later p
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Protocol, TypeVar
 
@@ -86,9 +85,7 @@ class ForwardPasses:
 
         def smaller(plan: RunPlan, _: Exception) -> RunPlan | None:
             sizes = [_size(row) for row in joined(plan)]
-            # No longer than the pass that failed: half of 1,000,000 would be the same pass.
-            tried = replace(plan, pass_tokens=min(plan.pass_tokens, sum(sizes)))
-            return smaller_plan(tried, max(sizes), 0, can_carry=can_carry(loaded))
+            return smaller_plan(plan, max(sizes), 0, can_carry=can_carry(loaded), tokens=sum(sizes))
 
         for waiting in consecutive(rows, _size, self.plan.pass_tokens):
             while waiting:

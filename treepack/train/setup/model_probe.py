@@ -24,7 +24,7 @@ from treepack.memory.device_memory import MemoryMeter
 from treepack.memory.pass_memory import ModelProbe, PeakBytes
 from treepack.model.experts.weights import cast_once
 from treepack.model.forward import WholeRows
-from treepack.model.layers import adapted_layers, find_layers, recomputed_layers
+from treepack.model.layers import find_layers, num_adapted, recomputed_layers
 from treepack.model.loaded import LoadedModel
 from treepack.train.options import CHUNK
 from treepack.train.ranks import Ranks
@@ -78,8 +78,7 @@ def probe_model(
     Raises:
         RuntimeError: memory is too small for a pass of few tokens.
     """
-    adapted = adapted_layers(loaded.causal)
-    count = 0 if adapted is None else len(adapted.modules)
+    count = num_adapted(loaded.causal)
     chunk = min(chunk, CHUNK)
     logits = _LOGIT_BYTES * int(loaded.causal.get_input_embeddings().weight.shape[0])
     known = {number: _Passes(chunk, logits) for number in counts or (count, 0)}  # by number of recomputed layers

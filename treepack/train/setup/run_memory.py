@@ -32,7 +32,14 @@ from treepack.memory.device_memory import StepMemory, update_bytes
 from treepack.memory.offload import LayerOffload
 from treepack.memory.pass_memory import ModelProbe
 from treepack.memory.shortage import memory_errors
-from treepack.model.layers import adapted_layers, compiler_errors, find_layers, has_compiled_layers, set_recomputed
+from treepack.model.layers import (
+    adapted_layers,
+    compiler_errors,
+    find_layers,
+    has_compiled_layers,
+    recomputed_layers,
+    set_recomputed,
+)
 from treepack.model.loaded import LoadedModel
 from treepack.train.options import CHUNK, STATE_BYTES, TrainOptions
 from treepack.train.setup.choice_lines import choice_lines
@@ -51,6 +58,7 @@ from treepack.train.setup.run_plan import (
     layer_counts,
     pieces_may_win,
 )
+from treepack.train.setup.smaller_run import plan_of
 from treepack.train.sharding import adapt, whole_bytes
 
 _log = logging.getLogger("treepack")
@@ -87,7 +95,7 @@ def choose_memory(given: MemoryInput) -> MemoryChoices:
         plan = _unmeasured(given)
         _log.info("plan: whole rows and no measurement, because torch counts no memory on a CPU")
     elif _is_planned(given):
-        plan = _as_given(given)
+        plan = plan_of(given)
         memory = _with_recorded(given, plan, memory)
     else:
         plan, lines, memory = _Planner(given, memory).plan()
@@ -130,16 +138,6 @@ def _is_planned(given: MemoryInput) -> bool:
     return not cut and all(getattr(options, name) != "auto" for name in PLANNED if name != "offload_optimizer")
 
 
-def _as_given(given: MemoryInput) -> RunPlan:
-    """Return the plan of options that are all given."""
-    options = given.options
-    count = _num_layers(given.loaded) if options.checkpoint_layers == "all" else int(options.checkpoint_layers)
-    values: dict[str, Any] = {name: getattr(options, name) for name in PLANNED}
-    values["offload_optimizer"] = options.offload_optimizer is True
-    whole = options.whole_weights is True and given.loaded.root is not None
-    return RunPlan(**{**values, "checkpoint_layers": count}, whole_weights=whole)
-
-
 def _with_recorded(given: MemoryInput, plan: RunPlan, memory: StepMemory) -> StepMemory:
     """Return the memory with the forecast of the run that this one continues, if there is one."""
     record = given.recorded
@@ -163,12 +161,7 @@ def _unmeasured(given: MemoryInput) -> RunPlan:
         "loss_chunk": CHUNK,
     }
     auto = {name: value for name, value in usual.items() if getattr(options, name) == "auto"}
-    return _as_given(replace(given, options=replace(options, **auto)))
-
-
-def _num_layers(loaded: LoadedModel) -> int:
-    adapted = adapted_layers(loaded.causal)
-    return 0 if adapted is None else len(adapted.modules)
+    return plan_of(replace(given, options=replace(options, **auto)))
 
 
 def _longest_pass(given: MemoryInput, plan: RunPlan) -> int:
@@ -377,10 +370,8 @@ class _Planner:
             if str(count) in record.pieces:
                 continue
             _log.info("measuring the memory of pieces with %d recomputed layers", count)
-            if adapted_layers(loaded.causal) is not None:
-                set_recomputed(loaded.causal, count)
             # Without compilation, of whose code for such short pieces a run would use nothing; it needs less memory.
-            with torch.compiler.set_stance("force_eager"):
+            with recomputed_layers(loaded.causal, count), torch.compiler.set_stance("force_eager"):
                 costs = measured_pieces(given, self.batch, self.chunk)
             if costs is not None:
                 record.pieces[str(count)] = costs
