@@ -68,7 +68,7 @@ from treepack.model.experts.weights import cast_once
 from treepack.model.forward import prepare_batch, row_loss
 from treepack.model.head.token_loss import CHUNK
 from treepack.model.layers import has_compiled_layers
-from treepack.train.setup.host_memory import host_pages
+from treepack.train.setup.host_memory import pages_of_row
 from treepack.train.setup.model_probe import probe_model
 from treepack.train.setup.piece_probe import measure_costs
 
@@ -386,7 +386,7 @@ def warm_up(bench: Bench, ways: list[Way]) -> None:
         began, before = time.perf_counter(), count_compilations()
         if way.offload is not None:  # a run pins its pages once
             longest = max(row.num_tokens for row in way.rows)
-            way.offload.pages.reserve(host_pages(bench.loaded, longest, recomputed=way.recomputed, lower=True))
+            way.offload.pages.reserve(pages_of_row(bench.loaded, longest, recomputed=way.recomputed, lower=True))
         if way.carry is not None and way.carry.memory is not None:
             way.carry.memory.pages.reserve(way.pages)
         carry = None if way.carry is None else CarryOptions(limit, autocast=way.carry.autocast)

@@ -367,15 +367,14 @@ def test_a_machine_remembers_measurements(plan: Plan, tmp_path: Path, monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("seconds", "known", "expected"),
+    ("seconds", "record", "expected"),
     [
-        (probe_record.COLD / probe_record.USUAL_SAVING + 1, None, True),
-        (probe_record.COLD / probe_record.USUAL_SAVING - 1, None, False),
+        (probe_record.COLD / probe_record.USUAL_SAVING + 1, ProbeRecord(PLAIN), True),
         (probe_record.COLD / probe_record.USUAL_SAVING - 1, ProbeRecord(PLAIN), False),
         (probe_record.WARM / 0.5 + 1, ProbeRecord(PLAIN, FUSED), True),
         (probe_record.WARM / 0.5 - 1, ProbeRecord(PLAIN, FUSED), False),
         (1e9, ProbeRecord(FUSED, PLAIN), False),
     ],
 )
-def test_compilation_pays_if_the_run_is_long_enough(seconds: float, known: ProbeRecord | None, expected: bool) -> None:
-    assert pays(seconds, known) == expected
+def test_compilation_pays_if_the_run_is_long_enough(seconds: float, record: ProbeRecord, expected: bool) -> None:
+    assert pays(seconds, record) == expected

@@ -7,10 +7,7 @@ batch --row_runner--> its runner: in pieces if the row is longer than a piece, e
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING
-
-import torch
 
 from treepack.carry.backward import runner_of
 from treepack.data.batch import Batch
@@ -43,10 +40,5 @@ def row_runner(run: TrainingRun, batch: Batch) -> RowRunner:
         run.options.piece_limit,
         chunk=int(run.options.loss_chunk),
         memory=run.carry_memory,
-        autocast=functools.partial(lower_precision, run),
+        autocast=ComputeSetting(run.loaded.device, run.options.dtype).lower_precision,
     )
-
-
-def lower_precision(run: TrainingRun) -> torch.autocast:
-    """Return the autocast context of one forward pass."""
-    return ComputeSetting(run.loaded.device, run.options.dtype).lower_precision()

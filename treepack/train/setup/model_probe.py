@@ -281,17 +281,17 @@ def agreed(probe: ModelProbe, ranks: Ranks) -> ModelProbe:
     """Return the most cautious number of any rank for each measured number; all ranks must call this."""
 
     def largest(value: float, unit: float) -> float:
-        return -ranks.smallest(-int(value * unit)) / unit
+        return ranks.largest(int(value * unit)) / unit
 
     def cautious(peak: PeakBytes) -> PeakBytes:
         kept, recomputed = (largest(each, _BYTES) for each in (peak.kept, peak.recomputed))
-        return PeakBytes(-ranks.smallest(-peak.fixed), kept, recomputed)
+        return PeakBytes(ranks.largest(peak.fixed), kept, recomputed)
 
     return replace(
         probe,
         forward=cautious(probe.forward),
         backward=cautious(probe.backward),
-        casts=-ranks.smallest(-probe.casts),
+        casts=ranks.largest(probe.casts),
         seconds_kept=largest(probe.seconds_kept, _SECONDS),
         seconds_recomputed=largest(probe.seconds_recomputed, _SECONDS),
         launch=largest(probe.launch, _SECONDS),

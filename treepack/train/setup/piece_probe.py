@@ -6,7 +6,7 @@ model, a row --measured_pieces--> CarryCosts            the same on all ranks, w
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 
 from treepack.carry.backward import CarryOptions, RowsInPieces
@@ -89,5 +89,4 @@ def measured_pieces(given: MemoryInput, batch: Batch, chunk: int) -> CarryCosts 
     loaded.model.train(training)
     if ranks.any(costs is None) or costs is None:
         return None
-    names = ("fixed", "piece", "keys_values", "sums", "output", "lse", "state")
-    return replace(costs, **{name: -ranks.smallest(-getattr(costs, name)) for name in names})
+    return CarryCosts(**{name: ranks.largest(value) for name, value in asdict(costs).items()})

@@ -46,11 +46,11 @@ class ProbeRecord:
     pieces: dict[str, CarryCosts] = field(default_factory=dict)
 
 
-def pays(seconds: float, known: ProbeRecord | None) -> bool:
+def pays(seconds: float, record: ProbeRecord) -> bool:
     """Return True if compilation saves more time than it takes, in a run of `seconds` without it."""
-    if known is None or known.fused is None:
+    if record.fused is None:
         return seconds * USUAL_SAVING > COLD
-    return seconds * (1 - known.fused.seconds_kept / known.plain.seconds_kept) > WARM
+    return seconds * (1 - record.fused.seconds_kept / record.plain.seconds_kept) > WARM
 
 
 def known_probes(given: MemoryInput, chunk: int) -> ProbeRecord | None:

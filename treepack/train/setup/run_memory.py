@@ -64,7 +64,7 @@ from treepack.train.sharding import adapt, whole_bytes
 _log = logging.getLogger("treepack")
 
 _NO_ROOM = (
-    "while the memory of {} was measured",
+    "while the memory of a pass was measured",
     "train with a smaller --loss-chunk, --dtype bf16, --lora-rank, or on more GPUs",
 )
 
@@ -255,18 +255,16 @@ class _Planner:
         """Return layers as they are, compiled, or both, measured now or in an earlier run, and the reason."""
         given, wanted = self.given, self.given.options.compile
         # The first rank decides, because machines have records of their own.
-        known = given.ranks.lead(lambda: known_probes(given, self.chunk))
-        self.record = known or self._plain_record()
-        plain = self.record.plain
+        self.record = given.ranks.lead(lambda: known_probes(given, self.chunk)) or self._plain_record()
+        plain, fused, about = self.record.plain, self.record.fused, "in an earlier run"
         seconds = given.tokens * plain.seconds_kept
         if wanted is False:
             return [plain], ""
         if not plain.num_layers and wanted == "auto":
             return [plain], "off: the model has no layers to compile"
-        if wanted == "auto" and not given.ranks.lead(lambda: pays(seconds, known)):
+        if wanted == "auto" and not pays(seconds, self.record):
             return [plain], f"off: it would take longer than the run, which needs about {seconds:.0f} s without it"
-        fused, about = None if known is None else known.fused, "in an earlier run"
-        if known is None or fused is None or not self._has_graphs(fused, known.only):
+        if fused is None or not self._has_graphs(fused, self.record.only):
             fused, about = self._compiled_probe(plain)
         if fused is None:
             if wanted is True:
@@ -281,8 +279,8 @@ class _Planner:
         _log.info("measuring memory and time of a pass")
         if has_compiled_layers(given.loaded.causal):
             adapt(given.loaded.causal, replace(given.options, compile=False), given.loaded.device)
-        self._keep(record := ProbeRecord(self._probe()))
-        return record
+        self._keep(ProbeRecord(self._probe()))
+        return self.record
 
     def _keep(self, record: ProbeRecord) -> None:
         self.record = record
@@ -336,7 +334,7 @@ class _Planner:
         def fits(num_bytes: int) -> bool:
             return not given.ranks.any(num_bytes > 0.95 * self.meter.free())
 
-        with memory_errors(_NO_ROOM[0].format("a pass"), _NO_ROOM[1]):
+        with memory_errors(*_NO_ROOM):
             probe = probe_model(
                 given.loaded,
                 self.batch,
