@@ -339,7 +339,7 @@ def test_a_machine_remembers_measurements(plan: Plan, tmp_path: Path, monkeypatc
     monkeypatch.setattr(torch.cuda, "get_device_name", str)
     given = replace(given, loaded=replace(given.loaded, device=torch.device("cuda", 0)))
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-    record = ProbeRecord(PLAIN, FUSED, only=4, pieces={"0": CarryCosts(4, 1000, 20, 8, 8, 4, 1)})
+    record = ProbeRecord(PLAIN, FUSED, only=4, pieces={0: CarryCosts(4, 1000, 20, 8, 8, 4, 1)})
     keep_probes(given, 64, record)
     assert known_probes(given, 64) is None
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from treepack.errors import TreepackError
+from treepack.memory.device_memory import local_part
 from treepack.memory.offload import LayerOffload
 from treepack.memory.shortage import memory_errors
 from treepack.model.adapters.adapter import assign, base_of, is_adapted, put_adapter
@@ -296,10 +297,7 @@ def _keep_whole(root: Any, whole: bool) -> None:
 @torch.no_grad()
 def _copy_part(whole: Tensor, tensor: Tensor) -> None:
     """Copy this rank's part of a whole tensor into `tensor`."""
-    from torch.distributed.tensor import DTensor
-
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    local.copy_(whole[tuple(slice(first, stop) for first, stop in own_part(tensor))])
+    local_part(tensor).copy_(whole[tuple(slice(first, stop) for first, stop in own_part(tensor))])
 
 
 def whole_state(loaded: LoadedModel) -> dict[str, Any]:

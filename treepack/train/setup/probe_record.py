@@ -37,13 +37,13 @@ class ProbeRecord:
         fused: compiled layers; None if no run was long enough for them.
         only: recomputed layers of the passes that measured `fused`, if passes with the others would be another graph,
             which no run used; None if both were measured.
-        pieces: costs of rows in pieces, by the number of recomputed layers in digits.
+        pieces: costs of rows in pieces, by the number of recomputed layers.
     """
 
     plain: ModelProbe
     fused: ModelProbe | None = None
     only: int | None = None
-    pieces: dict[str, CarryCosts] = field(default_factory=dict)
+    pieces: dict[int, CarryCosts] = field(default_factory=dict)
 
 
 def pays(seconds: float, record: ProbeRecord) -> bool:
@@ -60,7 +60,7 @@ def known_probes(given: MemoryInput, chunk: int) -> ProbeRecord | None:
         if path is not None:
             record = json.loads(path.read_text())
             fused = None if record["fused"] is None else ModelProbe.from_record(record["fused"])
-            pieces = {count: CarryCosts(**costs) for count, costs in record["pieces"].items()}
+            pieces = {int(count): CarryCosts(**costs) for count, costs in record["pieces"].items()}
             return ProbeRecord(ModelProbe.from_record(record["plain"]), fused, record["only"], pieces)
     return None
 

@@ -230,7 +230,7 @@ class _Planner:
         return plan, room.without_moments() if plan.offload_optimizer else room, measured
 
     def _room(self, margin: int) -> RunRoom:
-        """Return the free memory of the smallest rank, while gradients exist, without a margin."""
+        """Return the free memory of the smallest rank beside gradients and moments, and beside `margin` bytes."""
         given, loaded = self.given, self.given.loaded
         torch.cuda.empty_cache()
         gpu = self.meter.free() - coming_bytes(loaded, given.options) - margin
@@ -364,17 +364,15 @@ class _Planner:
         """Return the costs of rows in pieces with every layer recomputed and with none, or with the given number."""
         given, loaded, record = self.given, self.given.loaded, self.record
         counts = sorted({*layer_counts(given.options, num_layers, (0, num_layers))})
-        for count in counts:
-            if str(count) in record.pieces:
-                continue
+        for count in (each for each in counts if each not in record.pieces):
             _log.info("measuring the memory of pieces with %d recomputed layers", count)
             # Without compilation, of whose code for such short pieces a run would use nothing; it needs less memory.
             with recomputed_layers(loaded.causal, count), torch.compiler.set_stance("force_eager"):
                 costs = measured_pieces(given, self.batch, self.chunk)
             if costs is not None:
-                record.pieces[str(count)] = costs
+                record.pieces[count] = costs
                 self._keep(record)
-        return {count: record.pieces[str(count)] for count in counts if str(count) in record.pieces}
+        return {count: record.pieces[count] for count in counts if count in record.pieces}
 
 
 def _carry_memory(given: MemoryInput, plan: RunPlan) -> CarryMemory | None:
