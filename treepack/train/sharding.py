@@ -53,9 +53,7 @@ from treepack.model.weights.files import weight_files
 from treepack.model.weights.reading import fill, find_plan, own_part
 from treepack.model.weights.whole_checkpoint import check_savable, has_rest
 from treepack.sequence.share import check_heads, share_rows
-from treepack.train.input_checks import check_expert_ranks
 from treepack.train.options import TrainOptions
-from treepack.train.ranks import Ranks
 
 _NO_ROOM_FOR_WHOLE = (
     "while each rank gathered the whole weights for rows in pieces",
@@ -195,15 +193,6 @@ def _shard(model: Any, causal: Any, options: TrainOptions, device: torch.device)
         module.set_gradient_divide_factor(1.0)  # FSDP's default divides by the number of ranks
         module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sums
     return root
-
-
-def check_sharing(options: TrainOptions, ranks: Ranks) -> None:
-    """Refuse options that the ranks of the run cannot share a model with, before anything is loaded.
-
-    Raises:
-        TreepackError: the ranks are no multiple of the expert ranks.
-    """
-    check_expert_ranks(options.ranks_of_experts, ranks.size, grouped=ranks.grouped)
 
 
 def expert_mesh(device: torch.device, options: TrainOptions) -> Any:

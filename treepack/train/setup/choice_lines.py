@@ -41,18 +41,19 @@ def choice_lines(
         "pass_tokens": f"pass-tokens {plan.pass_tokens}: the longest row has {rows.longest:,} tokens, a step "
         f"{rows.step_tokens:,}, and a pass of few tokens takes {1000 * probe.launch:.0f} ms",
     }
-    chosen = [line for name, line in lines.items() if getattr(options, name) == "auto"]
-    if options.offload_checkpoints == "auto" and plan.offload_checkpoints:
-        chosen.append("offload-checkpoints on: no whole row fits without it")
-    if options.offload_optimizer == "auto" and plan.offload_optimizer:
+    if plan.offload_checkpoints:
+        lines["offload_checkpoints"] = "offload-checkpoints on: no whole row fits without it"
+    if plan.offload_optimizer:
         moments = gib(update_bytes(given.loaded.model, state_bytes=STATE_BYTES, gradients=False))
-        chosen.append(f"offload-optimizer on: the moments of AdamW, {moments}, leave room for a faster plan")
-    if options.loss_chunk == "auto":
-        why = "the default fits" if plan.loss_chunk == CHUNK else "the default does not fit"
-        chosen.append(f"loss-chunk {plan.loss_chunk}: {why}")
-    if options.whole_weights == "auto" and plan.whole_weights:
+        lines["offload_optimizer"] = (
+            f"offload-optimizer on: the moments of AdamW, {moments}, leave room for a faster plan"
+        )
+    fits = "fits" if plan.loss_chunk == CHUNK else "does not fit"
+    lines["loss_chunk"] = f"loss-chunk {plan.loss_chunk}: the default {fits}"
+    if plan.whole_weights:
         why = "all weights and gradients fit on each rank, so ranks exchange them once a step"
-        chosen.append(f"whole-weights on: {why}")
+        lines["whole_weights"] = f"whole-weights on: {why}"
+    chosen = [line for name, line in lines.items() if getattr(options, name) == "auto"]
     return (*chosen, expectation(plan, room, given))
 
 

@@ -376,11 +376,7 @@ class _Planner:
 
 
 def _carry_memory(given: MemoryInput, plan: RunPlan) -> CarryMemory | None:
-    """Return the memory of carried tensors; None on a CPU, and if no row of the run is cut.
-
-    Raises:
-        TreepackError: the rows do not fit with pieces of this size.
-    """
+    """Return the memory of carried tensors; None on a CPU, and if no row of the run is cut."""
     device = given.loaded.device
     if device.type != "cuda" or plan.carry is None or given.rows().longest_of_all <= plan.carry:
         return None
