@@ -293,7 +293,7 @@ def _accumulate(run: TrainingRun, batch: Batch, rows: Pass, part: LossPart, repo
 
 
 def _loss_parts(run: TrainingRun, rows: list[int]) -> Callable[[Pass], LossPart]:
-    """Return the part of a step's loss for each pass over some of its rows: of 0 targets, of sft, for padding."""
+    """Return a function that gives a pass over rows of a step its part of the loss: of sft and 0 for padding."""
     # Of the rows of all ranks. FSDP sums gradients over ranks and never averages, so no rank divides by its own rows.
     denominator = _total_weight(run, rows)
     factors, objective = dict(zip(rows, run.factors(rows), strict=True)), run.options.objective

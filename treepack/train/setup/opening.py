@@ -178,9 +178,7 @@ def open_verification(packed: Packed, model: str | Path, options: TrainOptions) 
     usual: dict[str, Any] = {"carry": None, "loss_chunk": CHUNK, "pass_tokens": 1}
     chosen = {name: value for name, value in usual.items() if getattr(options, name) == "auto"}
     return TrainingRun(
-        dataset=data.dataset,
-        schedule=data.schedule,
-        table=data.table,
+        **_rows_of(data),
         loaded=loaded,
         options=replace(options, dtype=compute.dtype, **chosen),
         tokenizer=fit.tokenizer,

@@ -49,6 +49,7 @@ from treepack.train.setup.model_probe import agreed, cast_bytes, probe_model
 from treepack.train.setup.piece_probe import measured_pieces
 from treepack.train.setup.probe_record import ProbeRecord, keep_probes, known_probes, pays
 from treepack.train.setup.run_plan import (
+    HOST_RATE,
     PlanForecast,
     PlanInput,
     RunRoom,
@@ -99,7 +100,7 @@ def choose_memory(given: MemoryInput) -> MemoryChoices:
         memory = _with_recorded(given, plan, memory)
     else:
         plan, lines, memory = _Planner(given, memory).plan()
-    apply_plan(loaded, options, plan)
+    _apply_plan(loaded, options, plan)
     adapted, notes = adapted_layers(loaded.causal), tuple[str, ...]()
     if plan.offload_checkpoints and adapted is not None and adapted.recomputed > 0:
         lower = given.compute.dtype == "bf16"
@@ -113,14 +114,14 @@ def coming_bytes(loaded: LoadedModel, options: TrainOptions, *, states: bool = T
     return update_bytes(loaded.model, state_bytes=STATE_BYTES if on_gpu else 0)
 
 
-def may_keep_whole(given: MemoryInput) -> bool:
+def _may_keep_whole(given: MemoryInput) -> bool:
     """Return True if each rank may keep all weights and gradients in a step: ranks divide neither rows nor experts."""
     options = given.options
     divided = given.ranks.sequence > 1 or options.ranks_of_experts > 1
     return given.loaded.root is not None and not divided and options.whole_weights is not False
 
 
-def apply_plan(loaded: LoadedModel, options: TrainOptions, plan: RunPlan) -> None:
+def _apply_plan(loaded: LoadedModel, options: TrainOptions, plan: RunPlan) -> None:
     """Compile and recompute the layers of the model as in the plan."""
     adapted = adapted_layers(loaded.causal)
     if has_compiled_layers(loaded.causal) != plan.compile:
@@ -191,11 +192,11 @@ class _Planner:
             torch.cuda.empty_cache()
         probe = measured.probe_of(plan)
         whole, wanted = 2 * whole_bytes(given.loaded), given.options.whole_weights is True
-        if wanted and may_keep_whole(given):
+        if wanted and _may_keep_whole(given):
             room = replace(room, gpu=room.gpu + whole)
         # Rows in pieces gather the whole weights in any case, and one pass a step gathers them once.
         repeated = plan.pieces is None and self.rows.step_tokens > max(plan.pass_tokens, self.rows.longest_of_all)
-        if may_keep_whole(given) and (wanted or (repeated and plan.num_bytes + whole <= room.gpu)):
+        if _may_keep_whole(given) and (wanted or (repeated and plan.num_bytes + whole <= room.gpu)):
             plan = replace(plan, whole_weights=True, num_bytes=plan.num_bytes + whole)
         lines = choice_lines(plan, measured, room, given, about_compilation)
         forecast = PlanForecast(probe, self.rows, room.moved, whole)
@@ -234,7 +235,7 @@ class _Planner:
         given, loaded = self.given, self.given.loaded
         torch.cuda.empty_cache()
         gpu = self.meter.free() - coming_bytes(loaded, given.options) - margin
-        if given.options.whole_weights is True and may_keep_whole(given):
+        if given.options.whole_weights is True and _may_keep_whole(given):
             gpu -= 2 * whole_bytes(loaded)
         lower = given.compute.dtype == "bf16"
         layers = len(find_layers(loaded.causal))
@@ -247,7 +248,7 @@ class _Planner:
         moments = given.ranks.smallest(update_bytes(loaded.model, state_bytes=STATE_BYTES, gradients=False))
         if away != "auto":  # nothing moves, but host memory may have them already
             host, moments = max(0, host - moments) if away else host, 0
-        cost = moments / RunRoom.HOST_RATE * len(given.data.schedule) / max(1.0, given.tokens)
+        cost = moments / HOST_RATE * len(given.data.schedule) / max(1.0, given.tokens)
         spare = margin if loaded.root is not None else 0
         return RunRoom(given.ranks.smallest(max(0, gpu)), host, moved, moments if moments <= host else 0, cost, spare)
 

@@ -18,7 +18,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any
 
 from treepack.carry.limit import LARGEST_PIECE, SMALLEST_PIECE, CarryCosts, CarryPlan, choose_limit
 from treepack.carry.pieces import align
@@ -31,13 +31,15 @@ from treepack.train.options import CHUNK, TrainOptions
 
 # Chunks of logits, the first one by default: smaller ones add up the gradient of the output layer more often.
 CHUNKS = (CHUNK, 1024, 512, 256)
-SMALLEST_PASS = 1024
+_SMALLEST_PASS = 1024
 # Targets whose logits are in memory while pieces are measured: more would hide the memory of layers in short pieces.
 PIECE_LOGITS = 128
 # Pieces must promise this factor: copies to host memory and the code between pieces are not in their estimates.
 _WORTHWHILE = 1.1
 # A plan for a room with less memory left must promise this factor.
 _FASTER = 1.05
+# Bytes a second to and from host memory, each way at the same time, cautiously: PCIe 5 has twice as many.
+HOST_RATE = 25e9
 # A forward pass is a third of a forward and backward pass.
 _FORWARD = 1 / 3
 
@@ -91,9 +93,6 @@ class RunRoom:
     The `moments` bytes of AdamW may move to host memory too, which costs `moments_seconds` of a token. If some layers
     keep their activations, `spare` more bytes stay free.
     """
-
-    # Bytes a second, each way at the same time, cautiously: PCIe 5 has twice as many.
-    HOST_RATE: ClassVar[float] = 25e9
 
     gpu: int
     host: int = 0
@@ -254,7 +253,7 @@ def _whole(given: PlanInput, room: RunRoom, probe: ModelProbe, chunk: int, offlo
             start = probe.launch / max(1, min(tokens, max(rows.step_tokens, rows.longest)))
             seconds = max(probe.seconds(recomputed) + rows.attention * probe.seconds_kept, start)
             if offload:  # copies away in the forward pass, a quarter of the time; back in the rest
-                copy = recomputed * room.moved / room.HOST_RATE
+                copy = recomputed * room.moved / HOST_RATE
                 seconds = max(seconds / 4, copy) + max(seconds * 3 / 4, copy)
             yield RunPlan(probe.compiled, recomputed, offload, options.piece_limit, int(passed), chunk, size, seconds)
 
@@ -302,7 +301,7 @@ def _pass_sizes(rows: RunRows, wanted: int | str) -> list[int]:
     useful = max(rows.longest, align(rows.step_tokens))  # a step has no longer pass
     if wanted != "auto":
         return [max(rows.longest, min(int(wanted), useful))]
-    sizes = [GPU_PASS >> shift for shift in range(GPU_PASS.bit_length()) if GPU_PASS >> shift >= SMALLEST_PASS]
+    sizes = [GPU_PASS >> shift for shift in range(GPU_PASS.bit_length()) if GPU_PASS >> shift >= _SMALLEST_PASS]
     return sorted({min(max(rows.longest, size), useful) for size in (*sizes, rows.longest)}, reverse=True)
 
 

@@ -85,9 +85,6 @@ def fit_forward(
     """
     loaded = run.loaded
 
-    def smaller(tried: TrainingRun, _: Exception) -> TrainingRun | None:
-        return smaller_run(tried, rows=rows)
-
     def undo() -> None:
         forget_passes(loaded)
         loaded.model.zero_grad(set_to_none=True)
@@ -95,16 +92,14 @@ def fit_forward(
     if run.memory is not None:
         room = run.ranks.smallest(run.memory.meter.free() - run.memory.margin)
         if _forecast(run, plan_of(run), rows) > room and (less := smaller_run(run, room, rows)) is not None:
-            run = less
-            words = plan_in_words(plan_of(run))
+            run, words = less, run_in_words(less)
             note(f"a rank has room for {gib(max(0, room))}; {len(rows):,} rows run with a smaller plan: {words}")
-    place = f"in {len(rows):,} rows without gradients"
     return until_it_fits(
         attempt,
         run,
-        smaller,
+        lambda tried, _: smaller_run(tried, rows=rows),
         loaded.device,
-        place=place,
+        place=f"in {len(rows):,} rows without gradients",
         remedy=FORWARD_REMEDY,
         undo=undo,
         waits=partial(ranks_wait, loaded),
