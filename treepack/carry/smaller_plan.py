@@ -44,10 +44,7 @@ class RunPlan:
 
 
 # Options that may be "auto"; none of them changes the result of a run except for rounding.
-PLANNED = (
-    *("compile", "checkpoint_layers", "offload_checkpoints", "offload_optimizer"),
-    *("carry", "pass_tokens", "loss_chunk"),
-)
+PLANNED = tuple("compile checkpoint_layers offload_checkpoints offload_optimizer carry pass_tokens loss_chunk".split())
 
 
 def smaller_plan(

@@ -7,15 +7,11 @@ batch --row_runner--> its runner: in pieces if the row is longer than a piece, e
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from treepack.carry.backward import runner_of
 from treepack.data.batch import Batch
 from treepack.model.forward import RowRunner
+from treepack.train.run import TrainingRun
 from treepack.train.setup.compute import ComputeSetting
-
-if TYPE_CHECKING:
-    from treepack.train.run import TrainingRun
 
 
 def has_long_rows(run: TrainingRun, rows: list[int]) -> bool:

@@ -10,7 +10,6 @@ row has run, and its logits exist for a block of tokens at a time (`head.distrib
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -25,9 +24,7 @@ from treepack.model.loaded import LoadedModel
 from treepack.model.term_objective import loss_sets, loss_temperature
 from treepack.objectives.objective import Objective
 from treepack.objectives.row_numbers import ScoreRequest
-
-if TYPE_CHECKING:
-    from treepack.train.run import TrainingRun
+from treepack.train.run import TrainingRun
 
 
 @torch.no_grad()

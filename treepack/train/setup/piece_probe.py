@@ -9,13 +9,15 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 from functools import partial
 
+import torch
+
 from treepack.carry.backward import CarryOptions, RowsInPieces
 from treepack.carry.limit import SMALLEST_PIECE, CarryCosts
-from treepack.carry.row import open_row, push
+from treepack.carry.row import open_row
 from treepack.data.batch import Batch
 from treepack.memory.device_memory import MemoryMeter
 from treepack.memory.shortage import is_memory_error
-from treepack.model.forward import WholeRows
+from treepack.model.forward import WholeRows, hidden_states
 from treepack.model.loaded import LoadedModel
 from treepack.train.setup.memory_input import MemoryInput
 from treepack.train.setup.model_probe import chains
@@ -48,8 +50,8 @@ def measure_costs(loaded: LoadedModel, batch: Batch, options: CarryOptions, mete
     # Peaks 1,000 + 3 n of n = 1,024 and 2,048 tokens: 4,072 and 7,144 -> 3 per token, and fixed 1,000
     piece = max(0, large - small) // SMALLEST_PIECE
     row = open_row(loaded, rows[1], SMALLEST_PIECE, with_gradients=True)
-    with options.autocast():
-        loaded.compute(lambda: push(row, row.plan.passes[0]))
+    with row.running(row.plan.passes[0]) as trunk, torch.no_grad(), options.autocast():
+        loaded.compute(partial(hidden_states, loaded, trunk.batch, **trunk.options))
     shapes, outputs = row.stack.shapes, row.outputs
     return CarryCosts(
         num_layers=len(shapes),
