@@ -57,7 +57,7 @@ from measure import alloc_retries, commit, device_name, seconds_of
 from step_profile import gaps_of, kernels_of, kinds_of, largest
 
 from treepack.carry.backward import CarryOptions, backward_row
-from treepack.carry.limit import CarryCosts, CarryPlan, choose_limit, measure_costs
+from treepack.carry.limit import CarryCosts, CarryPlan, choose_limit
 from treepack.carry.offload import CarryBudget, CarryMemory
 from treepack.costs.model_cost import PRESETS
 from treepack.data.batch import Batch
@@ -68,8 +68,9 @@ from treepack.model.experts.weights import cast_once
 from treepack.model.forward import prepare_batch, row_loss
 from treepack.model.head.token_loss import CHUNK
 from treepack.model.layers import has_compiled_layers
-from treepack.train.setup.host_memory import host_pages
+from treepack.train.setup.host_memory import pages_of_row
 from treepack.train.setup.model_probe import probe_model
+from treepack.train.setup.piece_probe import measure_costs
 
 WAYS = "recomputed:65536,offload:262144,auto:65536,carry:auto"
 # bfloat16 rounds a logit by 0.4 %, and a loss is a mean over many.
@@ -144,7 +145,7 @@ def plan_pieces(bench: Bench, rows: list[Batch], limit: int | None) -> CarryPlan
         return CarryPlan(plan.limit, 0, True, CarryBudget(stack=0, outputs=0, host_outputs=None), plan.peak)
     set_layers(bench.loaded, 0, None)
     autocast = partial(torch.autocast, bench.device.type, torch.bfloat16)
-    costs = measure_costs(bench.loaded, rows[0], CarryOptions(1, autocast=autocast))
+    costs = measure_costs(bench.loaded, rows[0], CarryOptions(1, autocast=autocast), gpu_meter(bench.device))
     room = {"gpu_bytes": bench.free_bytes(), "host_bytes": bench.host_bytes()}
     print(f"# {costs}, {room}", flush=True)
     return choose_limit(longest, path, costs, **room, limit=limit)
@@ -385,7 +386,7 @@ def warm_up(bench: Bench, ways: list[Way]) -> None:
         began, before = time.perf_counter(), count_compilations()
         if way.offload is not None:  # a run pins its pages once
             longest = max(row.num_tokens for row in way.rows)
-            way.offload.pages.reserve(host_pages(bench.loaded, longest, recomputed=way.recomputed, lower=True))
+            way.offload.pages.reserve(pages_of_row(bench.loaded, longest, recomputed=way.recomputed, lower=True))
         if way.carry is not None and way.carry.memory is not None:
             way.carry.memory.pages.reserve(way.pages)
         carry = None if way.carry is None else CarryOptions(limit, autocast=way.carry.autocast)

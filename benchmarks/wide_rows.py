@@ -53,7 +53,7 @@ from treepack.model.layers import (
 )
 from treepack.model.load import load_model
 from treepack.model.loaded import LoadedModel
-from treepack.train.setup.host_memory import host_pages
+from treepack.train.setup.host_memory import pages_of_row
 from treepack.train.setup.model_probe import probe_model
 
 
@@ -157,7 +157,7 @@ def measure(loaded: LoadedModel, adapted: AdaptedLayers, ways: list[Way], repeat
             seconds=statistics.median(times[way.name]),
             loss=losses[way.name],
             peak=peaks[way.name],
-            pinned=PAGE * host_pages(loaded, way.row.num_tokens, recomputed=way.recomputed, lower=lower)
+            pinned=PAGE * pages_of_row(loaded, way.row.num_tokens, recomputed=way.recomputed, lower=lower)
             if way.offloaded
             else 0,
         )
@@ -233,7 +233,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     adapted.offload = None
     fewest = auto_count(loaded, row, count)
     adapted.offload = offload
-    pages = host_pages(loaded, wide.num_tokens, recomputed=count, lower=not options.dry_run)
+    pages = pages_of_row(loaded, wide.num_tokens, recomputed=count, lower=not options.dry_run)
     if not options.dry_run:
         seconds = seconds_of(device, lambda: offload.pages.reserve(pages))
         print(f"{options.model}, {loaded.attention}: pinned {pages * PAGE / 2**30:.1f} GiB in {seconds:.1f} s")

@@ -180,8 +180,8 @@ def _verify(packed: tuple[str, ...], model: str, options: TrainOptions, num_rows
     check_device(options.device, options.attention)
     headers, _ = check_training(packed, model, options)
     capacity = max(each.manifest["capacity"] for each in headers)
-    if isinstance(options.carry, int) and options.carry >= capacity:
-        raise _none_cut(options.carry, "rows hold", capacity)
+    if options.piece_limit is not None and options.piece_limit >= capacity:
+        raise _none_cut(options.piece_limit, "rows hold", capacity)
     import_torch()
     from treepack.train.setup.opening import open_verification
 
@@ -199,7 +199,7 @@ def _compare(run: TrainingRun, num_rows: int, *, shown: bool) -> tuple[list[int]
     from treepack.train.teacher import taught
     from treepack.train.verification import verify_rows
 
-    limit = None if run.options.carry is None else int(run.options.carry)
+    limit = run.options.piece_limit
     # The shortest rows, because every trajectory of a row is computed alone too, in float64 if possible; with --carry
     # the shortest ones that are cut.
     lengths = run.dataset.num_tokens.tolist()
@@ -227,7 +227,7 @@ def _show_comparison(
     """
     from treepack.errors import TreepackError
 
-    limit = None if run.options.carry is None else int(run.options.carry)
+    limit = run.options.piece_limit
     report, cut = result.gradients, _count_cut(result.batches, limit)
     name, error = report.worst
     show(

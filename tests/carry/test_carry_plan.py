@@ -8,14 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from support.oracle_model import Sample, make_row
-from support.packed_gradients import packed
-from treepack.carry.backward import CarryOptions
-from treepack.carry.limit import PREFERRED, CarryCosts, choose_limit, measure_costs
+from treepack.carry.limit import PREFERRED, CarryCosts, choose_limit
 from treepack.carry.stack import num_offloaded
-from treepack.data.batch import make_batch
 from treepack.errors import TreepackError
-from treepack.memory.device_memory import MemoryMeter
 
 GIB = 1 << 30
 # Qwen3-1.7B under bfloat16, activations of compiled layers.
@@ -83,14 +78,3 @@ def test_rows_that_do_not_fit_are_refused_with_what_is_missing() -> None:
         choose_limit(1_000, 1_000, replace(QWEN, fixed=2 * GIB), gpu_bytes=GIB, host_bytes=GIB)
     with pytest.raises(TreepackError, match=r"needs at least 32\.\d GiB of GPU memory and 320\.\d GiB of host memory"):
         choose_limit(10**6, 10**6, QWEN, gpu_bytes=70 * GIB, host_bytes=GIB)
-
-
-def test_costs_are_measured_on_short_pieces() -> None:
-    loaded = packed("qwen3", "reference")
-    batch = make_batch(make_row([Sample(tuple(range(40)), (0.0, *[1.0] * 39))]), multiple=8)
-    peaks = iter([5_000 + 3 * 1024, 5_000 + 3 * 2048])
-    meter = MemoryMeter(lambda: 0, peaks.__next__, lambda: None)
-    costs = measure_costs(loaded, batch, CarryOptions(7), meter=meter)
-    # float64: two heads of 4 numbers, keys and values
-    assert costs == CarryCosts(2, 5_000, 3, keys_values=128, sums=128, output=0)
-    assert all(parameter.grad is None for parameter in loaded.model.parameters())

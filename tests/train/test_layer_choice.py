@@ -23,7 +23,7 @@ from treepack.train.loop import train
 from treepack.train.options import TrainOptions
 from treepack.train.run import TrainingRun
 from treepack.train.setup import host_memory
-from treepack.train.setup.host_memory import check_host, host_pages
+from treepack.train.setup.host_memory import check_host, pages_of_row
 from treepack.train.setup.opening import open_run
 
 LAYERS = 3
@@ -147,7 +147,7 @@ def test_pages_of_the_host_are_those_that_a_row_takes(packed: Path, config: Path
     assert adapted is not None
     assert adapted.offload is not None
     list(train(run, packed.parent / "out"))
-    assert adapted.offload.pages.count == host_pages(run.loaded, 128, recomputed=LAYERS, lower=False)
+    assert adapted.offload.pages.count == pages_of_row(run.loaded, 128, recomputed=LAYERS, lower=False)
 
 
 @pytest.mark.slow

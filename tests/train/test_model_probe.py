@@ -11,14 +11,19 @@ import pytest
 import torch
 
 from support.oracle_model import Sample, make_row, tiny_config
+from support.packed_gradients import packed
 from support.simulated_device import LayerBytes, SimulatedDevice, simulated
+from treepack.carry.backward import CarryOptions
+from treepack.carry.limit import CarryCosts
 from treepack.data.batch import Batch, make_batch
+from treepack.memory.device_memory import MemoryMeter
 from treepack.memory.pass_memory import ModelProbe
 from treepack.model.layers import adapt_layers, adapted_layers
 from treepack.model.load import load_model
 from treepack.model.loaded import LoadedModel
 from treepack.train.ranks import Ranks
 from treepack.train.setup.model_probe import agreed, cast_bytes, chains, probe_model
+from treepack.train.setup.piece_probe import measure_costs
 
 LAYERS = 3
 
@@ -223,3 +228,13 @@ def test_casts_are_no_bytes_of_a_token(loaded: LoadedModel) -> None:
     alone = probe(loaded, device, plain=plain, counts=(0,), casts=128_000)
     assert alone.pass_bytes(256, 0, 16) == pytest.approx(plain.pass_bytes(256, 0, 16))
     assert fused.pass_bytes(10_000, 0, 16) < plain.pass_bytes(10_000, 0, 16)
+
+
+def test_costs_of_pieces_are_measured_on_short_ones() -> None:
+    loaded = packed("qwen3", "reference")
+    peaks = iter([5_000 + 3 * 1024, 5_000 + 3 * 2048])
+    meter = MemoryMeter(lambda: 0, peaks.__next__, lambda: None)
+    costs = measure_costs(loaded, batch(), CarryOptions(7), meter)
+    # float64: two heads of 4 numbers, keys and values
+    assert costs == CarryCosts(2, 5_000, 3, keys_values=128, sums=128, output=0)
+    assert all(parameter.grad is None for parameter in loaded.model.parameters())

@@ -31,7 +31,7 @@ from treepack.train.setup.probe_record import ProbeRecord, keep_probes, known_pr
 from treepack.train.setup.run_data import open_data
 from treepack.train.setup.run_memory import MemoryChoices, choose_memory, coming_bytes
 from treepack.train.setup.run_model import check_fit, load_run_model
-from treepack.train.setup.run_plan import RowCut, RunRoom
+from treepack.train.setup.run_plan import PlanInput, RowCut, RunRoom
 
 OPTIONS = TrainOptions(device="cpu", rows_per_step=2, compile=False, loss_chunk=64)
 PEAK = PeakBytes(1000, 200.0, 100.0)
@@ -93,7 +93,7 @@ def test_as_few_layers_are_recomputed_as_memory_demands(plan: Plan, layers: int)
 def test_what_waits_in_host_memory_has_a_line_each(plan: Plan) -> None:
     choices, given = plan(device_for(3), carry=None)
     moved = replace(choices.plan, offload_checkpoints=True, offload_optimizer=True)
-    lines = choice_lines(moved, PLAIN, given.rows(), RunRoom(1 << 20), given, "", pieces=False)
+    lines = choice_lines(moved, PlanInput([PLAIN], given.rows(), given.options), RunRoom(1 << 20), given, "")
     assert " about " in lines[-1]
     assert "offload-checkpoints on: no whole row fits without it" in lines
     moments = gib(8 * sum(p.numel() for p in given.loaded.model.parameters()))
@@ -339,7 +339,7 @@ def test_a_machine_remembers_measurements(plan: Plan, tmp_path: Path, monkeypatc
     monkeypatch.setattr(torch.cuda, "get_device_name", str)
     given = replace(given, loaded=replace(given.loaded, device=torch.device("cuda", 0)))
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-    record = ProbeRecord(PLAIN, FUSED, only=4, pieces={"0": CarryCosts(4, 1000, 20, 8, 8, 4, 1)})
+    record = ProbeRecord(PLAIN, FUSED, only=4, pieces={0: CarryCosts(4, 1000, 20, 8, 8, 4, 1)})
     keep_probes(given, 64, record)
     assert known_probes(given, 64) is None
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
@@ -367,15 +367,14 @@ def test_a_machine_remembers_measurements(plan: Plan, tmp_path: Path, monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("seconds", "known", "expected"),
+    ("seconds", "record", "expected"),
     [
-        (probe_record.COLD / probe_record.USUAL_SAVING + 1, None, True),
-        (probe_record.COLD / probe_record.USUAL_SAVING - 1, None, False),
+        (probe_record.COLD / probe_record.USUAL_SAVING + 1, ProbeRecord(PLAIN), True),
         (probe_record.COLD / probe_record.USUAL_SAVING - 1, ProbeRecord(PLAIN), False),
         (probe_record.WARM / 0.5 + 1, ProbeRecord(PLAIN, FUSED), True),
         (probe_record.WARM / 0.5 - 1, ProbeRecord(PLAIN, FUSED), False),
         (1e9, ProbeRecord(FUSED, PLAIN), False),
     ],
 )
-def test_compilation_pays_if_the_run_is_long_enough(seconds: float, known: ProbeRecord | None, expected: bool) -> None:
-    assert pays(seconds, known) == expected
+def test_compilation_pays_if_the_run_is_long_enough(seconds: float, record: ProbeRecord, expected: bool) -> None:
+    assert pays(seconds, record) == expected

@@ -15,7 +15,16 @@ from treepack.carry.smaller_plan import SMALLEST_CHUNK, RunPlan, smaller_plan
 from treepack.errors import TreepackError
 from treepack.memory.pass_memory import ModelProbe, PeakBytes
 from treepack.train.options import TrainOptions
-from treepack.train.setup.run_plan import CHUNKS, PieceProbe, RowCut, RunRoom, RunRows, choose_plan, pieces_may_win
+from treepack.train.setup.run_plan import (
+    CHUNKS,
+    PlanInput,
+    RowCut,
+    RunRoom,
+    RunRows,
+    choose_plan,
+    layer_counts,
+    pieces_may_win,
+)
 
 GIB, KIB = 1 << 30, 1 << 10
 AUTO = TrainOptions(device="cpu")
@@ -99,9 +108,9 @@ def test_the_fastest_plan_that_fits_is_chosen(
 
     if not any(fits(each, longest, each.num_layers, CHUNKS[-1]) for each in every):
         with pytest.raises(TreepackError, match=f"^a row of {longest:,} tokens needs at least"):
-            choose_plan(every, rows, RunRoom(room), options)
+            choose_plan(PlanInput(every, rows, options), RunRoom(room))
         return
-    plan = choose_plan(every, rows, RunRoom(room), options)
+    plan = choose_plan(PlanInput(every, rows, options), RunRoom(room))
     assert plan.num_bytes <= room
     chunk = next(c for c in CHUNKS if any(fits(each, longest, each.num_layers, c) for each in every))
     assert plan.loss_chunk == chunk
@@ -122,28 +131,28 @@ def test_more_memory_is_never_slower(probe: ModelProbe, room: int, longest: int)
     seconds = []
     for size in (room, 2 * room):
         try:
-            seconds.append(choose_plan([probe], rows, RunRoom(size), options).seconds)
+            seconds.append(choose_plan(PlanInput([probe], rows, options), RunRoom(size)).seconds)
         except TreepackError:
             seconds.append(float("inf"))
     assert seconds[1] <= seconds[0]
 
 
 def test_an_h100_keeps_as_many_layers_as_fit_and_compiles() -> None:
-    plan = choose_plan([EAGER, FUSED], ROWS, RunRoom(48 * GIB), AUTO)
+    plan = choose_plan(PlanInput([EAGER, FUSED], ROWS, AUTO), RunRoom(48 * GIB))
     assert plan.compile
     assert 0 < plan.checkpoint_layers < 28
     assert plan.carry is None
     assert (plan.pass_tokens, plan.loss_chunk, plan.offload_checkpoints) == (32_768, 2048, False)
     fewer = FUSED.pass_bytes(32_768, plan.checkpoint_layers - 1, 2048)
     assert plan.num_bytes <= 48 * GIB < fewer
-    assert choose_plan([EAGER, FUSED], ROWS, RunRoom(90 * GIB), AUTO).checkpoint_layers == 0
+    assert choose_plan(PlanInput([EAGER, FUSED], ROWS, AUTO), RunRoom(90 * GIB)).checkpoint_layers == 0
 
 
 def test_kept_layers_leave_more_memory_free() -> None:
     def layers(gpu: int, spare: int, **changes: object) -> int:
         room = RunRoom(gpu * GIB, spare=spare * GIB)
         options = replace(AUTO, loss_chunk=2048, offload_checkpoints=False, **changes)  # type: ignore[arg-type]
-        return choose_plan([FUSED], ROWS, room, options).checkpoint_layers
+        return choose_plan(PlanInput([FUSED], ROWS, options), room).checkpoint_layers
 
     some, more = layers(48, 0), layers(48, 6)
     assert 0 < some < more < 28
@@ -166,37 +175,38 @@ def test_kept_layers_leave_more_memory_free() -> None:
 def test_moments_wait_in_host_memory_where_that_is_faster(gpu: int, seconds: float, away: bool) -> None:
     room = RunRoom(gpu * GIB, 100 * GIB, 0, 60 * GIB, seconds)
     options = replace(AUTO, offload_checkpoints=False, loss_chunk=2048)
-    plan = choose_plan([FUSED], ROWS, room, options)
+    plan = choose_plan(PlanInput([FUSED], ROWS, options), room)
     assert plan.offload_optimizer == away
     if away:
-        alone = choose_plan([FUSED], ROWS, RunRoom((gpu + 60) * GIB), options)
+        alone = choose_plan(PlanInput([FUSED], ROWS, options), RunRoom((gpu + 60) * GIB))
         assert plan == replace(alone, offload_optimizer=True, seconds=alone.seconds + seconds)
     given = [
-        choose_plan([FUSED], ROWS, RunRoom(90 * GIB), replace(options, offload_optimizer=n)) for n in (True, False)
+        choose_plan(PlanInput([FUSED], ROWS, replace(options, offload_optimizer=n)), RunRoom(90 * GIB))
+        for n in (True, False)
     ]
     assert [each.offload_optimizer for each in given] == [True, False]
 
 
 def test_moments_make_room_for_longer_passes_of_layers_that_are_not_recomputed() -> None:
     fixed, rows = replace(FUSED, num_layers=0), RunRows(1024, 1024, 1024, 32_768)
-    plan = choose_plan([fixed], rows, RunRoom(9 * GIB, 100 * GIB, 0, 60 * GIB, 1e-9), AUTO)
+    plan = choose_plan(PlanInput([fixed], rows, AUTO), RunRoom(9 * GIB, 100 * GIB, 0, 60 * GIB, 1e-9))
     assert (plan.offload_optimizer, plan.checkpoint_layers, plan.pass_tokens) == (True, 0, 32_768)
 
 
 def test_a_row_longer_than_memory_runs_in_pieces() -> None:
     rows = RunRows(207_104, 207_104, 60_000, 207_104, cut=lambda limit: twice(1.3 if limit < 20_000 else 1.2))
-    pieces = (PieceProbe(True, 0, COSTS), PieceProbe(True, 28, replace(COSTS, piece=480 * KIB)))
-    plan = choose_plan([FUSED], rows, RunRoom(48 * GIB, 200 * GIB), AUTO, pieces)
+    pieces = {0: COSTS, 28: replace(COSTS, piece=480 * KIB)}
+    plan = choose_plan(PlanInput([FUSED], rows, AUTO, pieces), RunRoom(48 * GIB, 200 * GIB))
     assert plan.carry is not None
     assert plan.pieces is not None
     assert plan.carry == plan.pieces.limit == plan.pass_tokens
     assert plan.checkpoint_layers == 0
     # Without pieces the inputs of layers wait in host memory, if it has room for them.
     moved = 4 * 2048 + 2 * 2048 + 64
-    whole = choose_plan([FUSED], rows, RunRoom(48 * GIB, 200 * GIB, moved), AUTO)
+    whole = choose_plan(PlanInput([FUSED], rows, AUTO), RunRoom(48 * GIB, 200 * GIB, moved))
     assert (whole.offload_checkpoints, whole.carry) == (True, None)
     with pytest.raises(TreepackError, match=r"^a row of 207,104 tokens needs at least .* GiB are free; pack with --ca"):
-        choose_plan([FUSED], rows, RunRoom(48 * GIB, 0, moved), AUTO)
+        choose_plan(PlanInput([FUSED], rows, AUTO), RunRoom(48 * GIB, 0, moved))
 
 
 def test_a_plan_has_room_for_the_states_of_recurrent_layers() -> None:
@@ -208,8 +218,8 @@ def test_a_plan_has_room_for_the_states_of_recurrent_layers() -> None:
         return replace(twice(1.2), states=200_000 // limit)
 
     rows = RunRows(207_104, 207_104, 60_000, 207_104, cut=cut)
-    pieces = (PieceProbe(True, 0, replace(COSTS, state=100 << 20)),)
-    plan = choose_plan([FUSED], rows, RunRoom(48 * GIB, 200 * GIB), AUTO, pieces)
+    pieces = {0: replace(COSTS, state=100 << 20)}
+    plan = choose_plan(PlanInput([FUSED], rows, AUTO, pieces), RunRoom(48 * GIB, 200 * GIB))
     assert plan.carry is not None
     # The states of the last cut are in the plan, whose pieces have room for the rest.
     states = cut(plan.carry).states * (100 << 20)
@@ -221,9 +231,11 @@ def test_a_plan_has_room_for_the_states_of_recurrent_layers() -> None:
 def test_pieces_are_measured_only_if_they_may_win() -> None:
     def may_win(room: int, forward: float) -> bool:
         rows = replace(ROWS, cut=lambda _: twice(forward))
-        return pieces_may_win(choose_plan([FUSED], rows, RunRoom(room), AUTO), [FUSED], rows)
+        return pieces_may_win(
+            choose_plan(PlanInput([FUSED], rows, AUTO), RunRoom(room)), PlanInput([FUSED], rows, AUTO)
+        )
 
-    assert pieces_may_win(None, [FUSED], ROWS)
+    assert pieces_may_win(None, PlanInput([FUSED], ROWS, AUTO))
     assert not may_win(90 * GIB, 1.0), "no layer is recomputed"
     assert may_win(30 * GIB, 1.2)
     assert not may_win(30 * GIB, 2.0), "all tokens of the row would run forward twice"
@@ -236,31 +248,33 @@ def test_host_memory_for_layers_is_taken_where_no_whole_row_fits_and_pieces_are_
     rows = replace(ROWS, cut=lambda limit: replace(twice(1.3), states=40 if limit < 32_768 else 0))
     costs = replace(COSTS, fixed=GIB // 2, piece=300 * KIB, state=100 << 20)
     room = RunRoom(int(9.4 * GIB), 200 * GIB, 14 * KIB)
-    alone = choose_plan([hybrid], rows, room, AUTO)
+    alone = choose_plan(PlanInput([hybrid], rows, AUTO), room)
     assert alone.offload_checkpoints
-    assert not pieces_may_win(alone, [hybrid], replace(rows, cut=lambda _: twice(2.0)))
-    pieces = (PieceProbe(True, 32, costs),)
-    plan = choose_plan([hybrid], rows, room, AUTO, pieces)
+    assert not pieces_may_win(alone, PlanInput([hybrid], replace(rows, cut=lambda _: twice(2.0)), AUTO))
+    pieces = {32: costs}
+    plan = choose_plan(PlanInput([hybrid], rows, AUTO, pieces), room)
     assert (plan.offload_checkpoints, plan.carry) == (True, None)
     assert plan.seconds == hybrid.seconds(plan.checkpoint_layers) > hybrid.seconds_kept
     # Copies of 4.7 MB of a token take 0.19 ms each way, longer than the passes.
-    slow = choose_plan([hybrid], rows, replace(room, moved=144 * KIB), AUTO)
+    slow = choose_plan(PlanInput([hybrid], rows, AUTO), replace(room, moved=144 * KIB))
     assert slow.seconds == pytest.approx(2 * slow.checkpoint_layers * 144 * KIB / 25e9)
-    assert pieces_may_win(slow, [hybrid], replace(rows, cut=lambda _: twice(2.0)))
-    plan = choose_plan([hybrid], rows, replace(room, moved=144 * KIB), AUTO, pieces)
+    assert pieces_may_win(slow, PlanInput([hybrid], replace(rows, cut=lambda _: twice(2.0)), AUTO))
+    plan = choose_plan(PlanInput([hybrid], rows, AUTO, pieces), replace(room, moved=144 * KIB))
     assert (plan.offload_checkpoints, plan.loss_chunk) == (False, 1024)
     assert plan.carry is not None
     # Whole rows come first, if their logits fit in smaller chunks.
     small = with_peaks(hybrid, recomputed=200 * KIB)
-    assert choose_plan([small], rows, room, AUTO).loss_chunk < 2048
-    assert not choose_plan([small], rows, room, AUTO).offload_checkpoints
+    assert choose_plan(PlanInput([small], rows, AUTO), room).loss_chunk < 2048
+    assert not choose_plan(PlanInput([small], rows, AUTO), room).offload_checkpoints
 
 
 def test_pieces_are_not_taken_if_whole_rows_are_faster() -> None:
-    pieces = (PieceProbe(True, 0, COSTS),)
+    pieces = {0: COSTS}
     rows = replace(ROWS, cut=lambda _: twice(1.9))
-    assert choose_plan([FUSED], rows, RunRoom(48 * GIB, GIB), AUTO, pieces).carry is None
-    assert choose_plan([FUSED], replace(rows, cut=lambda _: twice(1.01)), RunRoom(48 * GIB, GIB), AUTO, pieces).carry
+    assert choose_plan(PlanInput([FUSED], rows, AUTO, pieces), RunRoom(48 * GIB, GIB)).carry is None
+    assert choose_plan(
+        PlanInput([FUSED], replace(rows, cut=lambda _: twice(1.01)), AUTO, pieces), RunRoom(48 * GIB, GIB)
+    ).carry
 
 
 def test_kept_layers_keep_the_casts_of_their_weights() -> None:
@@ -293,10 +307,10 @@ def test_short_pieces_take_as_long_as_the_processor_starts_them() -> None:
     # 0.06 s of start at 2.1e-5 s of a token: passes of fewer than 2,857 tokens.
     cut = RowCut(((8000, False), (2000, True), (2000, True), (8000, True)))
     assert cut.seconds(2.1e-5, 0.06) == pytest.approx((8000 * 2.1e-5 / 3 + 2 * 0.06 + 8000 * 2.1e-5) / 12_000)
-    pieces = (PieceProbe(True, 0, COSTS),)
+    pieces = {0: COSTS}
     room, rows = RunRoom(48 * GIB, GIB), replace(ROWS, cut=lambda _: cut)
-    assert choose_plan([FUSED], rows, room, AUTO, pieces).carry is None
-    assert not pieces_may_win(choose_plan([FUSED], rows, room, AUTO), [FUSED], rows)
+    assert choose_plan(PlanInput([FUSED], rows, AUTO, pieces), room).carry is None
+    assert not pieces_may_win(choose_plan(PlanInput([FUSED], rows, AUTO), room), PlanInput([FUSED], rows, AUTO))
 
 
 @pytest.mark.parametrize(
@@ -315,16 +329,16 @@ def test_short_pieces_take_as_long_as_the_processor_starts_them() -> None:
 )
 def test_options_that_the_user_gave_are_kept(changes: dict[str, Any]) -> None:
     room = RunRoom(120 * GIB, 200 * GIB, 12_000)
-    counts = (0, 5, 28)
-    pieces = [PieceProbe(compiled, n, COSTS) for compiled in (False, True) for n in counts]
-    plan = choose_plan([EAGER, FUSED], ROWS, room, replace(AUTO, **changes), pieces)
+    options = replace(AUTO, **changes)
+    pieces = dict.fromkeys(layer_counts(options, 28, (0, 28)), COSTS)
+    plan = choose_plan(PlanInput([EAGER, FUSED], ROWS, options, pieces), room)
     expected = {name: 28 if value == "all" else value for name, value in changes.items()}
     assert {name: plan.options[name] for name in changes} == expected
 
 
 def test_options_without_a_plan_are_refused() -> None:
     with pytest.raises(TreepackError, match=r"^no plan with these options runs a row of 32,768 tokens with 48\.0 GiB"):
-        choose_plan([EAGER], ROWS, RunRoom(48 * GIB), replace(AUTO, carry=4096))
+        choose_plan(PlanInput([EAGER], ROWS, replace(AUTO, carry=4096)), RunRoom(48 * GIB))
 
 
 @given(

@@ -1,6 +1,5 @@
 """Choose the size of pieces, and the carried tensors that stay on the GPU, from the free memory.
 
-    model, a row --measure_costs--> CarryCosts
     CarryCosts, longest row and path, free bytes --choose_limit--> CarryPlan
 
 Long pieces have fewer trunk tokens, which run forward twice. From 8,192 tokens on, a piece runs at the full rate of a
@@ -11,24 +10,17 @@ host memory as needed. The last choice computes outputs of trunk again.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 
-import torch
-
-from treepack.carry.backward import CarryOptions, RowsInPieces
 from treepack.carry.offload import CarryBudget
 from treepack.carry.pieces import ALIGNMENT, align
-from treepack.carry.row import open_row, push
 from treepack.carry.stack import num_offloaded
-from treepack.data.batch import Batch
 from treepack.errors import TreepackError
-from treepack.memory.device_memory import MemoryMeter, gpu_meter
 from treepack.memory.host_pages import CarriedBytes
 from treepack.memory.shortage import gib, shortage
-from treepack.model.loaded import LoadedModel
 
-SMALLEST, PREFERRED, LARGEST = 1024, 8192, 65_536
+# Tokens of a piece.
+SMALLEST_PIECE, PREFERRED, LARGEST_PIECE = 1024, 8192, 65_536
 
 
 @dataclass(frozen=True)
@@ -103,22 +95,17 @@ def choose_limit(
         if plan is None:
             raise _refusal(limit, longest_row, longest_path, costs, room)
         return plan
-    largest = min(LARGEST, max(SMALLEST, align(longest_row)))
-    plans = [_plan(size, longest_row, longest_path, costs, room) for size in range(SMALLEST, largest + 1, ALIGNMENT)]
-    fitting = [plan for plan in reversed(plans) if plan is not None]
-    choices = (
-        [
-            plan
-            for plan in fitting
-            if plan.peak.host == 0 and plan.keep_outputs and plan.limit >= min(PREFERRED, largest)
-        ],
-        [plan for plan in fitting if plan.keep_outputs and plan.limit <= PREFERRED],
-        [plan for plan in fitting if plan.limit <= PREFERRED],
-    )
-    for choice in choices:
-        if choice:
-            return choice[0]
-    raise _refusal(SMALLEST, longest_row, longest_path, costs, room)
+    largest = min(LARGEST_PIECE, max(SMALLEST_PIECE, align(longest_row)))
+    sizes = range(largest, SMALLEST_PIECE - 1, -ALIGNMENT)
+    plans = [_plan(size, longest_row, longest_path, costs, room) for size in sizes]
+    fitting = [plan for plan in plans if plan is not None]
+    kept = [plan for plan in fitting if plan.keep_outputs]
+    choices = [plan for plan in kept if plan.peak.host == 0 and plan.limit >= min(PREFERRED, largest)]
+    choices += [plan for plan in kept if plan.limit <= PREFERRED]
+    choices += [plan for plan in fitting if plan.limit <= PREFERRED]
+    if not choices:
+        raise _refusal(SMALLEST_PIECE, longest_row, longest_path, costs, room)
+    return choices[0]
 
 
 def _plan(limit: int, longest_row: int, longest_path: int, costs: CarryCosts, room: CarriedBytes) -> CarryPlan | None:
@@ -165,72 +152,3 @@ def _refusal(limit: int, longest_row: int, longest_path: int, costs: CarryCosts,
     free = f"{gib(max(0, room.gpu))} and {gib(max(0, room.host))}"
     remedy = "truncate the longest trajectories, train with LoRA, or use a machine with more memory"
     return TreepackError(shortage(subject, needed, free, remedy))
-
-
-def measure_costs(
-    loaded: LoadedModel,
-    batch: Batch,
-    options: CarryOptions,
-    *,
-    meter: MemoryMeter | None = None,
-) -> CarryCosts:
-    """Return the costs of a model, from pieces of 1,024 and 2,048 tokens that run forward and backward.
-
-    The gradients of all parameters are dropped afterwards.
-
-    Args:
-        loaded: the model, as it will be trained.
-        batch: any row; its first tokens run, again and again if they are few.
-        options: the chunk of the loss, and autocast.
-        meter: the memory to measure, by default that of the model's GPU.
-    """
-    meter = meter or gpu_meter(loaded.device)
-    sizes = (SMALLEST, 2 * SMALLEST)
-    rows = [_chain(batch, size) for size in sizes]
-
-    def run(number: int) -> None:
-        RowsInPieces(loaded, replace(options, limit=sizes[number], memory=None)).backward(rows[number])
-
-    run(0)  # makes the gradients of parameters, which do not count as costs
-    small, large = (meter.peak_of(partial(run, number)) for number in range(2))
-    loaded.model.zero_grad(set_to_none=True)
-    # Peaks 1,000 + 3 n of n = 1,024 and 2,048 tokens: 4,072 and 7,144 -> 3 per token, and fixed 1,000
-    piece = max(0, large - small) // SMALLEST
-    row = open_row(loaded, rows[1], SMALLEST, with_gradients=True)
-    with options.autocast():
-        loaded.compute(lambda: push(row, row.plan.passes[0]))
-    shapes, outputs = row.stack.shapes, row.outputs
-    return CarryCosts(
-        num_layers=len(shapes),
-        fixed=max(0, small - SMALLEST * piece),
-        piece=piece,
-        keys_values=max(shape.num_bytes(1, 0) for shape in shapes),
-        sums=max(shape.num_bytes(0, 1) for shape in shapes),
-        output=-(-outputs.num_bytes.gpu // SMALLEST // len(shapes)),
-        lse=-(-outputs.lse_bytes // SMALLEST // len(shapes)),
-        # The piece has one token with a child in another piece: the last one.
-        state=row.stack.states.num_bytes,
-    )
-
-
-def _chain(batch: Batch, size: int) -> Batch:
-    """Return a row of one path with the first `size` tokens of a row, all of them trained."""
-    # 5 tokens of a row of 3: [a b c] -> [a b c a b]
-    tokens = torch.arange(size) % batch.num_tokens
-    place = torch.arange(size)
-    weights = torch.ones(size, dtype=torch.float64)
-    weights[0] = 0
-    return replace(
-        batch,
-        input_ids=batch.input_ids.cpu()[tokens],
-        # Positions that the model is known to have.
-        position_ids=place % (batch.position_ids.max().cpu() + 1),
-        parent=(place - 1).to(batch.parent.dtype),
-        subtree_end=torch.full((size,), size, dtype=torch.int32),
-        scale=torch.ones(size, dtype=torch.int32),
-        loss_weight=weights,
-        num_tokens=size,
-        terms=None,
-        schedule=None,
-        routes=None,
-    )

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from treepack.errors import TreepackError
 from treepack.model.experts.routers import follow_routers
 from treepack.model.loaded import LoadedModel
-
-_REMEDY = "run this model without --carry"
 
 
 def check_carry(loaded: LoadedModel) -> None:
@@ -20,9 +16,8 @@ def check_carry(loaded: LoadedModel) -> None:
     Raises:
         TreepackError: naming the reason.
     """
-    for reason in (_architecture(loaded.causal.config.get_text_config()), _attention(loaded.attention)):
-        if reason is not None:
-            raise TreepackError(f"{loaded.source}: --carry cannot cut its rows into pieces, because {reason}")
+    if (reason := _obstacle(loaded)) is not None:
+        raise TreepackError(f"{loaded.source}: --carry cannot cut its rows into pieces, because {reason}")
     follow_routers(loaded.causal)
 
 
@@ -35,17 +30,13 @@ def can_carry(loaded: LoadedModel) -> bool:
     return True
 
 
-def _architecture(config: Any) -> str | None:
-    """Return why a model of that configuration needs whole rows, and the remedy; None if it does not."""
+def _obstacle(loaded: LoadedModel) -> str | None:
+    """Return why a model, or its attention, computes only whole rows, and the remedy; None if it can run pieces."""
+    config = loaded.causal.config.get_text_config()
     # Zamba 2: hybrid layers take turns with a few attention modules, and keys are carried by module.
     modules, layers = getattr(config, "num_mem_blocks", None), getattr(config, "hybrid_layer_ids", None)
     if modules is not None and layers is not None and modules < len(layers):
-        return f"{len(layers)} of its layers share {modules} attention modules; {_REMEDY}"
-    return None
-
-
-def _attention(name: str) -> str | None:
-    """Return why an implementation of attention computes only whole rows, and the remedy; None if it does not."""
-    if name == "flash":
+        return f"{len(layers)} of its layers share {modules} attention modules; run this model without --carry"
+    if loaded.attention == "flash":
         return "flash computes as many queries as keys; give --attention triton or flex"
     return None

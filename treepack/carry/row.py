@@ -34,7 +34,6 @@ from treepack.memory.host_pages import CarriedBytes
 from treepack.model.accept.first_batch import check_positions
 from treepack.model.experts.replay import check_routes
 from treepack.model.experts.router_balance import places_of_piece
-from treepack.model.forward import hidden_states
 from treepack.model.layers import recomputes
 from treepack.model.loaded import LoadedModel
 from treepack.model.text_half import check_text
@@ -165,9 +164,3 @@ def _uncompiled() -> AbstractContextManager[None]:
         return nullcontext()
     stance: AbstractContextManager[None] = torch.compiler.set_stance("force_eager")
     return stance
-
-
-def push(row: CarriedRow, each: PiecePass) -> None:
-    """Run the layers over a trunk piece, without a graph, for its keys and values."""
-    with row.running(each) as piece, torch.no_grad():
-        hidden_states(row.loaded, piece.batch, **piece.options)

@@ -9,9 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from treepack.carry.limit import CarryPlan
+from treepack.carry.limit import SMALLEST_PIECE, CarryPlan
+from treepack.carry.pieces import ALIGNMENT
 
-SMALLEST_PIECE, SMALLEST_CHUNK = 1024, 64
+SMALLEST_CHUNK = 64
 
 
 @dataclass(frozen=True)
@@ -43,13 +44,12 @@ class RunPlan:
 
 
 # Options that may be "auto"; none of them changes the result of a run except for rounding.
-PLANNED = (
-    *("compile", "checkpoint_layers", "offload_checkpoints", "offload_optimizer"),
-    *("carry", "pass_tokens", "loss_chunk"),
-)
+PLANNED = tuple("compile checkpoint_layers offload_checkpoints offload_optimizer carry pass_tokens loss_chunk".split())
 
 
-def smaller_plan(plan: RunPlan, longest: int, num_layers: int, *, can_carry: bool) -> RunPlan | None:
+def smaller_plan(
+    plan: RunPlan, longest: int, num_layers: int, *, can_carry: bool, tokens: int | None = None
+) -> RunPlan | None:
     """Return the plan to try after memory has run out; None if `plan` is the smallest one.
 
     Sharded weights, then more recomputed layers, then shorter passes, then pieces, then shorter pieces, then smaller
@@ -60,25 +60,28 @@ def smaller_plan(plan: RunPlan, longest: int, num_layers: int, *, can_carry: boo
         longest: tokens of the longest row.
         num_layers: layers that can be recomputed, 0 if there are none.
         can_carry: True if rows can run in pieces.
+        tokens: tokens of the pass that failed, None if it had as many as the plan allows.
     """
+    if tokens is not None:  # half of 1,000,000 would be the same pass
+        plan = replace(plan, pass_tokens=min(plan.pass_tokens, tokens))
     if plan.whole_weights:
         return replace(plan, whole_weights=False)
-    left, tokens = num_layers - plan.checkpoint_layers, plan.pass_tokens
+    left, passed, piece = num_layers - plan.checkpoint_layers, plan.pass_tokens, min(longest, plan.carry or longest)
     if left > 0:
         return replace(plan, checkpoint_layers=plan.checkpoint_layers + -(-left // 2))
-    if tokens > 1 and tokens > min(longest, plan.carry or longest):
-        return replace(plan, pass_tokens=max(1, tokens // 2))
-    size = smaller_piece(min(longest, plan.carry or longest))
+    if passed > 1 and passed > piece:
+        return replace(plan, pass_tokens=max(1, passed // 2))
+    size = smaller_piece(piece)
     if can_carry and size >= SMALLEST_PIECE:
-        return replace(plan, carry=size, pass_tokens=min(tokens, size), pieces=None)  # a pass is no longer than a piece
+        return replace(plan, carry=size, pass_tokens=min(passed, size), pieces=None)  # a pass is no longer than a piece
     if plan.loss_chunk > SMALLEST_CHUNK:
         return replace(plan, loss_chunk=max(SMALLEST_CHUNK, plan.loss_chunk // 2))
     return None
 
 
 def smaller_piece(tokens: int) -> int:
-    """Return half of the tokens of a piece, a multiple of 128."""
-    return tokens // 256 * 128
+    """Return half of the tokens of a piece, a multiple of `ALIGNMENT`: 5000 -> 2432."""
+    return tokens // (2 * ALIGNMENT) * ALIGNMENT
 
 
 def plan_in_words(plan: RunPlan) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from treepack.memory.budget import available_memory
 
@@ -87,6 +88,13 @@ class StepMemory:
         return int(0.08 * self.meter.total)
 
 
+@torch.no_grad()  # with gradients, to_local returns a view, whose memory cannot be replaced
+def local_part(tensor: Any) -> Tensor:
+    """Return this rank's part of a tensor, which is the tensor itself unless FSDP2 shards it."""
+    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local
+
+
 def update_bytes(model: Any, *, state_bytes: int, gradients: bool = True) -> int:
     """Return the bytes of gradients and of an optimiser's states, of `state_bytes` per trained weight, on this rank.
 
@@ -95,6 +103,6 @@ def update_bytes(model: Any, *, state_bytes: int, gradients: bool = True) -> int
     total: int = 0
     for parameter in model.parameters():
         if parameter.requires_grad:
-            own = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+            own = local_part(parameter)
             total += own.numel() * ((own.element_size() if gradients and parameter.grad is None else 0) + state_bytes)
     return total

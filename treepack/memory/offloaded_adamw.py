@@ -18,10 +18,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 from treepack.errors import TreepackError
+from treepack.memory.device_memory import local_part
 from treepack.memory.host_pages import PAGE, PageCopies, copies_of
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -90,18 +90,18 @@ class OffloadedAdamW(torch.optim.AdamW):
         self._allocate(list(loaded))
         for parameter, values in loaded.items():
             for name in (*_MOMENTS, "step"):
-                _own(self.state[parameter][name]).copy_(_own(values[name]))
+                local_part(self.state[parameter][name]).copy_(local_part(values[name]))
 
     def _allocate(self, parameters: Sequence[Tensor]) -> None:
-        block, begin = zeros_in_host(2 * sum(_own(each).numel() for each in parameters), self._device), 0
+        block, begin = zeros_in_host(2 * sum(local_part(each).numel() for each in parameters), self._device), 0
         for parameter in parameters:
-            own = _own(parameter)
+            own = local_part(parameter)
             self.state[parameter]["step"] = torch.zeros((), device=self._device)
             for name in _MOMENTS:
                 # empty_like keeps the mesh. Checkpoints make deep copies, which copy all of the storage of a tensor.
                 self.state[parameter][name] = moment = torch.empty_like(parameter, device="cpu", requires_grad=False)
                 part = torch.from_numpy(block[begin : (begin := begin + own.numel())])
-                _own(moment).set_(part.untyped_storage(), 0, own.shape, own.stride())
+                local_part(moment).set_(part.untyped_storage(), 0, own.shape, own.stride())
 
     def _parts(self, parameter: Tensor, group: dict[str, Any]) -> list[tuple[Any, Any, Callable[..., None]]]:
         """Return weights and gradients [n], moments [n] in host memory, and the update, of each part."""
@@ -115,7 +115,7 @@ class OffloadedAdamW(torch.optim.AdamW):
             adamw([weight], [grad], [first], [second], [], [step], beta1=beta1, beta2=beta2, **options)
 
         whole = (parameter, parameter.grad, *(state[name] for name in _MOMENTS))
-        split = [torch.split(_own(each).view(-1), self._length) for each in whole]
+        split = [torch.split(local_part(each).view(-1), self._length) for each in whole]
         return [((w, g), (first, second), update) for w, g, first, second in zip(*split, strict=True)]
 
     def _fetch(self, part: tuple[Any, Any, Any], room: Tensor) -> tuple[list[Tensor], Any]:
@@ -125,12 +125,6 @@ class OffloadedAdamW(torch.optim.AdamW):
         for moment, there in zip(moments, home, strict=True):
             arrived = self._coming.to_tensor([there.view(torch.uint8)], moment.view(torch.uint8))
         return moments, arrived
-
-
-def _own(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor."""
-    with torch.no_grad():
-        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def zeros_in_host(count: int, device: torch.device) -> NDArray[np.float32]:

@@ -220,6 +220,12 @@ def adapted_layers(model: Any) -> AdaptedLayers | None:
     return adapted
 
 
+def num_adapted(model: Any) -> int:
+    """Return the number of layers that can be recomputed, 0 without `adapted_layers`."""
+    adapted = adapted_layers(model)
+    return 0 if adapted is None else len(adapted.modules)
+
+
 def set_recomputed(model: Any, count: int) -> None:
     """Recompute the first `count` layers from now on; `adapt_layers` with `checkpointing` must have adapted the model.
 

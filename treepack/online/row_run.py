@@ -277,10 +277,9 @@ class RowRun:
                 raise error
             now = row()
             longest = int(now.position_ids.max()) + 1  # tokens of a sequence
-            tried = replace(plan, pass_tokens=min(plan.pass_tokens, now.num_tokens))
-            less = smaller_plan(tried, longest, 0, can_carry=True)
+            less = smaller_plan(plan, longest, 0, can_carry=True, tokens=now.num_tokens)
             if less is not None and less.carry is not None and not self._can_carry(now):
-                less = smaller_plan(tried, longest, 0, can_carry=False)
+                less = smaller_plan(plan, longest, 0, can_carry=False, tokens=now.num_tokens)
             return less
 
         first, device = self._first_plan(row(), has_graph=has_graph), row().input_ids.device

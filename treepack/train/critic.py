@@ -38,20 +38,19 @@ from treepack.files.manifest import Manifest, Provenance, read_manifest, trie_en
 from treepack.files.prepared import TRIE, prepared_part
 from treepack.files.remote.address import AnyPath, as_output, as_path
 from treepack.files.remote.cache import local_copy, naming_addresses
-from treepack.memory.shortage import LOADING, memory_errors
 from treepack.model.accept.compatibility import check_fits
 from treepack.model.accept.vocabulary import NO_CRITIC
 from treepack.model.adapters.adapter import base_of
 from treepack.model.experts.replay import check_routes
 from treepack.model.head.value_head import read_value_head
-from treepack.model.load import load_model, read_config
+from treepack.model.load import read_config
 from treepack.model.loaded import LoadedModel
 from treepack.pack.capacity import usual_capacities
 from treepack.pack.placement import RowPlacer
 from treepack.pack.plan.planning import plan_rows
 from treepack.pack.row import Row
 from treepack.processes import ReportProgress, with_progress
-from treepack.train.forward_passes import ForwardPasses, forward_plan
+from treepack.train.forward_passes import ForwardPasses, forward_plan, load_frozen
 from treepack.train.scoring_options import CriticOptions
 from treepack.train.setup.compute import ComputeSetting, choose_compute
 from treepack.trajectory import Float64, Int64
@@ -109,16 +108,7 @@ def open_critic(trie: Trie, model: str | Path, options: CriticOptions, *, tokeni
         read_config(base)  # refuses a directory that is not a model
         raise TreepackError(f"{model}: {NO_CRITIC}")
     members = plan_rows(trie, capacity=_capacity(trie, options), method="contiguous").members()
-    with memory_errors(*LOADING):
-        loaded = load_model(
-            model,
-            attention=options.attention,
-            autocast=compute.autocast,
-            device=compute.device,
-            value_head=True,
-        )
-        loaded.model.requires_grad_(False)
-        compute.lower_products(loaded.causal)
+    loaded = load_frozen(model, options, compute, value_head=True)
     if options.routes == "replay" and trie.routes is not None:
         check_routes(loaded.causal, loaded.source, torch.from_numpy(np.asarray(trie.routes[:1])))
     if options.carry is not None:

@@ -1,5 +1,6 @@
 """Passes without gradients, of a length that fits: scores of rows, and values of a critic.
 
+    model, options --load_frozen--> LoadedModel      its weights are not trained
     options, device --forward_plan--> RunPlan        how long a pass may be, before anything has run
     rows --ForwardPasses.results--> (row, result)    consecutive rows are one pass
 
@@ -10,9 +11,9 @@ then pieces of rows, then smaller chunks of logits. It stays smaller for later p
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
-from typing import Protocol, TypeVar
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -22,9 +23,12 @@ from treepack.carry.refusal import can_carry
 from treepack.carry.smaller_plan import RunPlan, smaller_plan
 from treepack.data.batch import names_of
 from treepack.data.joined import consecutive, usual_pass
+from treepack.memory.shortage import LOADING, memory_errors
+from treepack.model.load import load_model
 from treepack.model.loaded import LoadedModel
 from treepack.train.options import CHUNK
 from treepack.train.scoring_options import CriticOptions, ScoreOptions, piece_size
+from treepack.train.setup.compute import ComputeSetting
 from treepack.train.setup.smaller_run import FORWARD_REMEDY
 
 
@@ -40,6 +44,23 @@ class SizedRow(Protocol):
 
 Row = TypeVar("Row", bound=SizedRow)
 T = TypeVar("T")
+
+
+def load_frozen(
+    model: str | Path, options: ScoreOptions | CriticOptions, compute: ComputeSetting, **further: Any
+) -> LoadedModel:
+    """Load a model whose weights are not trained; the last arguments are those of `load_model`.
+
+    Raises:
+        TreepackError: as `load_model`, or memory is too small.
+    """
+    with memory_errors(*LOADING):
+        loaded = load_model(
+            model, attention=options.attention, autocast=compute.autocast, device=compute.device, **further
+        )
+        loaded.model.requires_grad_(False)
+        compute.lower_products(loaded.causal)
+    return loaded
 
 
 def forward_plan(options: ScoreOptions | CriticOptions, device: torch.device) -> RunPlan:
@@ -86,9 +107,7 @@ class ForwardPasses:
 
         def smaller(plan: RunPlan, _: Exception) -> RunPlan | None:
             sizes = [_size(row) for row in joined(plan)]
-            # No longer than the pass that failed: half of 1,000,000 would be the same pass.
-            tried = replace(plan, pass_tokens=min(plan.pass_tokens, sum(sizes)))
-            return smaller_plan(tried, max(sizes), 0, can_carry=can_carry(loaded))
+            return smaller_plan(plan, max(sizes), 0, can_carry=can_carry(loaded), tokens=sum(sizes))
 
         for waiting in consecutive(rows, _size, self.plan.pass_tokens):
             while waiting:

@@ -35,11 +35,9 @@ from treepack.data.joined import join_rows
 from treepack.errors import TreepackError
 from treepack.files.manifest import Provenance
 from treepack.files.schema import ragged_dtype
-from treepack.memory.shortage import LOADING, memory_errors
 from treepack.model.adapters.lora_options import LoraOptions
 from treepack.model.head.output_head import find_head
 from treepack.model.head.token_loss import filled_temperature
-from treepack.model.load import load_model
 from treepack.model.loaded import LoadedModel
 from treepack.objectives.row_numbers import ScoreRequest
 from treepack.objectives.temperature import refuse_temperatures, temperature_of_terms
@@ -47,7 +45,7 @@ from treepack.pack.files import read_rows
 from treepack.pack.row import Row
 from treepack.ragged import RaggedArray, join_lists
 from treepack.sequence.share import share_rows
-from treepack.train.forward_passes import ForwardPasses, forward_plan
+from treepack.train.forward_passes import ForwardPasses, forward_plan, load_frozen
 from treepack.train.input_checks import check_terms
 from treepack.train.scoring_options import ScoreOptions, piece_size
 from treepack.train.setup.compute import ComputeSetting, choose_compute
@@ -95,18 +93,8 @@ def open_scoring(packed: str | Path, model: str | Path, options: ScoreOptions) -
         refuse_temperatures([dataset], options.temperature)
     temperature = 1.0 if options.ignore_temperature else temperature_of_terms(dataset, options.temperature)
     lora = None if options.quantize is None else LoraOptions(quantize=options.quantize)
-    with memory_errors(*LOADING):
-        loaded = load_model(
-            model,
-            attention=options.attention,
-            dtype=torch.float32,  # as in training, so that the first ratios of a run are 1
-            autocast=compute.autocast,
-            device=compute.device,
-            seed=options.seed,
-            lora=lora,
-        )
-        loaded.model.requires_grad_(False)
-        compute.lower_products(loaded.causal)
+    # The dtype is that of training, so that the first ratios of a run are 1.
+    loaded = load_frozen(model, options, compute, dtype=torch.float32, seed=options.seed, lora=lora)
     if options.sequence_ranks > 1:
         share_rows(loaded.causal, torch.distributed.group.WORLD)
     if options.carry is not None:

@@ -37,7 +37,7 @@ from treepack.train.sampling_check import compare_sampling
 from treepack.train.saving.checkpoint import Checkpoints, SavedCheckpoint, latest, restore
 from treepack.train.saving.checkpoint_files import CHECKPOINTS
 from treepack.train.saving.checkpoint_upload import CheckpointUpload
-from treepack.train.saving.model_stage import stage_after_training, stage_before_checkpoint
+from treepack.train.saving.model_stage import stage_after_training, stage_before_checkpoint, staged_model
 from treepack.train.saving.place import METRICS, Place, open_place
 from treepack.train.saving.run_directory import (
     begin,
@@ -45,7 +45,6 @@ from treepack.train.saving.run_directory import (
     finish_run,
     is_complete,
     record_plan,
-    staged_model,
 )
 from treepack.train.saving.run_record import already_finished, is_finished, refuse_fewer_steps
 from treepack.train.step import StepMetrics, step_memory_errors

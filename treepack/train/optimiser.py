@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from treepack.memory.offloaded_adamw import OffloadedAdamW
 from treepack.train.options import TrainOptions
-
-if TYPE_CHECKING:
-    from treepack.train.run import TrainingRun
-
+from treepack.train.run import TrainingRun
 
 # Devices with one kernel for the whole update; elsewhere torch chooses.
 FUSED_DEVICES = {"cpu", "cuda"}

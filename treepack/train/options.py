@@ -172,15 +172,13 @@ class TrainOptions:
             raise TreepackError(f"checkpoint_layers is {layers!r}; expected a number of layers, all or auto")
         if layers == 0 and self.offload_checkpoints is True:
             raise TreepackError("offload_checkpoints offloads recomputed layers and checkpoint_layers is 0; omit one")
-        for name in ("sequence_ranks", "expert_ranks"):
-            value = getattr(self, name)
-            if value != "auto" and not (isinstance(value, int) and value >= 1):
-                raise TreepackError(f"{name} is {value!r}; expected a number of ranks of at least 1, or auto")
+        _check_number("sequence_ranks", self.sequence_ranks, "ranks")
+        _check_number("expert_ranks", self.expert_ranks, "ranks")
         for name in ("compile", "offload_checkpoints", "offload_optimizer", "whole_weights"):
             if getattr(self, name) != "auto" and not isinstance(getattr(self, name), bool):  # 1 == True
                 raise TreepackError(f"{name} is {getattr(self, name)!r}; expected True, False or auto")
         check_tokens(self.carry, self.pass_tokens)
-        check_chunk(self.loss_chunk)
+        _check_number("loss_chunk", self.loss_chunk, "targets")
         shares = () if self.mix is None else self.mix
         if not all(isinstance(share, SupportsFloat) and 0 < share < math.inf for share in shares):
             raise TreepackError(f"mix is {', '.join(map(str, shares))}; expected positive numbers")
@@ -212,6 +210,11 @@ class TrainOptions:
         return {**record, "betas": list(self.betas), "mix": None if self.mix is None else list(self.mix)}
 
     @property
+    def piece_limit(self) -> int | None:
+        """The tokens of a piece; None if every row runs as a whole, and before they are chosen."""
+        return self.carry if isinstance(self.carry, int) else None
+
+    @property
     def ranks_of_row(self) -> int:
         """The ranks that compute a row together; one before they are chosen."""
         return 1 if self.sequence_ranks == "auto" else int(self.sequence_ranks)
@@ -235,15 +238,9 @@ def check_tokens(carry: int | str | None, pass_tokens: int | str) -> None:
     """
     if carry not in (None, "auto") and not (isinstance(carry, int) and carry >= 1):
         raise TreepackError(f"carry is {carry!r}; expected a number of tokens of at least 1, auto or None")
-    if pass_tokens != "auto" and not (isinstance(pass_tokens, int) and pass_tokens >= 1):
-        raise TreepackError(f"pass_tokens is {pass_tokens!r}; expected a number of tokens of at least 1, or auto")
+    _check_number("pass_tokens", pass_tokens, "tokens")
 
 
-def check_chunk(loss_chunk: int | str) -> None:
-    """Refuse a value that is not a number of targets.
-
-    Raises:
-        TreepackError: with the value.
-    """
-    if loss_chunk != "auto" and not (isinstance(loss_chunk, int) and loss_chunk >= 1):
-        raise TreepackError(f"loss_chunk is {loss_chunk!r}; expected a number of targets of at least 1, or auto")
+def _check_number(name: str, value: int | str, unit: str) -> None:
+    if value != "auto" and not (isinstance(value, int) and value >= 1):
+        raise TreepackError(f"{name} is {value!r}; expected a number of {unit} of at least 1, or auto")

@@ -7,23 +7,16 @@ batch --row_runner--> its runner: in pieces if the row is longer than a piece, e
 
 from __future__ import annotations
 
-import functools
-from typing import TYPE_CHECKING
-
-import torch
-
 from treepack.carry.backward import runner_of
 from treepack.data.batch import Batch
 from treepack.model.forward import RowRunner
+from treepack.train.run import TrainingRun
 from treepack.train.setup.compute import ComputeSetting
-
-if TYPE_CHECKING:
-    from treepack.train.run import TrainingRun
 
 
 def has_long_rows(run: TrainingRun, rows: list[int]) -> bool:
     """Return True if any of `rows`, on whichever rank, is longer than a piece of the run."""
-    limit = _piece_size(run)
+    limit = run.options.piece_limit
     return limit is not None and int(run.dataset.num_tokens[rows].max()) > limit
 
 
@@ -32,26 +25,16 @@ def runs_apart(run: TrainingRun, rows: list[int]) -> bool:
     return has_long_rows(run, rows) or (run.loaded.root is not None and run.options.whole_weights is True)
 
 
-def _piece_size(run: TrainingRun) -> int | None:
-    limit = run.options.carry
-    assert limit != "auto", "open_run chooses a number"
-    return None if limit is None else int(limit)
-
-
 def row_runner(run: TrainingRun, batch: Batch) -> RowRunner:
     """Return the runner of a row, or of joined rows: in pieces if it is longer than a piece of the run."""
+    assert run.options.carry != "auto", "open_run chooses a number"
     # A context for each pass and none around them: autocast keeps a weight that it has cast until the outermost context
     # ends. The cast of a push has no graph, and a later pass that took it would give the weight no gradient.
     return runner_of(
         run.loaded,
         batch,
-        _piece_size(run),
+        run.options.piece_limit,
         chunk=int(run.options.loss_chunk),
         memory=run.carry_memory,
-        autocast=functools.partial(lower_precision, run),
+        autocast=ComputeSetting(run.loaded.device, run.options.dtype).lower_precision,
     )
-
-
-def lower_precision(run: TrainingRun) -> torch.autocast:
-    """Return the autocast context of one forward pass."""
-    return ComputeSetting(run.loaded.device, run.options.dtype).lower_precision()

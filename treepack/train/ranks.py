@@ -83,6 +83,10 @@ class Ranks:
         numbers[self.rank] = number
         return int(self.sum(numbers).min())
 
+    def largest(self, number: int) -> int:
+        """Return the largest `number` of all ranks."""
+        return -self.smallest(-number)
+
     def lead(self, function: Callable[[], T]) -> T:
         """Call `function` on the first rank only, and return its result, which can be pickled, on all ranks.
 
@@ -193,9 +197,15 @@ def join_row_ranks(device: torch.device, sequence: int, command: str) -> Ranks:
 
 def num_machines(size: int) -> int | None:
     """Return the number of machines on which torchrun started `size` processes, None if their numbers differ."""
-    # 4 processes with LOCAL_WORLD_SIZE 2: 2 machines. Other launchers may not set it.
+    # 4 processes with LOCAL_WORLD_SIZE 2: 2 machines
+    local = local_processes()
+    return size // local if local and size % local == 0 else None
+
+
+def local_processes() -> int | None:
+    """Return the number of processes that torchrun started on this machine; None if the launcher did not set it."""
     local = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return size // int(local) if local.isdecimal() and int(local) > 0 and size % int(local) == 0 else None
+    return int(local) if local.isdecimal() and int(local) > 0 else None
 
 
 def leave_ranks() -> None:

@@ -91,8 +91,8 @@ class TrainingRun:
         options, dataset = self.options, self.dataset
         assert options.pass_tokens != "auto", "open_run chooses a number"
         limit = int(options.pass_tokens)
-        if isinstance(options.carry, int):
-            limit = min(limit, options.carry)  # longer passes do not fit
+        if options.piece_limit is not None:
+            limit = min(limit, options.piece_limit)  # longer passes do not fit
         # Rows with other columns of terms are not joined. sft reads no terms.
         columns = [source.term_columns if source.terms else () for source in sources_of(dataset)]
         kind_of = {names: kind for kind, names in enumerate(dict.fromkeys(columns))}

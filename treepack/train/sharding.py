@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from treepack.errors import TreepackError
+from treepack.memory.device_memory import local_part
 from treepack.memory.offload import LayerOffload
 from treepack.memory.shortage import memory_errors
 from treepack.model.adapters.adapter import assign, base_of, is_adapted, put_adapter
@@ -52,9 +53,7 @@ from treepack.model.weights.files import weight_files
 from treepack.model.weights.reading import fill, find_plan, own_part
 from treepack.model.weights.whole_checkpoint import check_savable, has_rest
 from treepack.sequence.share import check_heads, share_rows
-from treepack.train.input_checks import check_expert_ranks
 from treepack.train.options import TrainOptions
-from treepack.train.ranks import Ranks
 
 _NO_ROOM_FOR_WHOLE = (
     "while each rank gathered the whole weights for rows in pieces",
@@ -196,15 +195,6 @@ def _shard(model: Any, causal: Any, options: TrainOptions, device: torch.device)
     return root
 
 
-def check_sharing(options: TrainOptions, ranks: Ranks) -> None:
-    """Refuse options that the ranks of the run cannot share a model with, before anything is loaded.
-
-    Raises:
-        TreepackError: the ranks are no multiple of the expert ranks.
-    """
-    check_expert_ranks(options.ranks_of_experts, ranks.size, grouped=ranks.grouped)
-
-
 def expert_mesh(device: torch.device, options: TrainOptions) -> Any:
     """Return the mesh of FSDP2, along whose last dimension experts are divided too.
 
@@ -252,6 +242,11 @@ def whole_weights(loaded: LoadedModel) -> Iterator[None]:
             module.reshard()
 
 
+def whole_bytes(loaded: LoadedModel) -> int:
+    """Return the bytes of all parameters of a model, of which this rank may have a part only."""
+    return sum(each.numel() * each.element_size() for each in loaded.model.parameters())
+
+
 @contextmanager
 def summing_gradients(loaded: LoadedModel) -> Iterator[None]:
     """Sum all gradients of the block `whole_weights` over the ranks, in one backward pass that every rank runs here."""
@@ -291,10 +286,7 @@ def _keep_whole(root: Any, whole: bool) -> None:
 @torch.no_grad()
 def _copy_part(whole: Tensor, tensor: Tensor) -> None:
     """Copy this rank's part of a whole tensor into `tensor`."""
-    from torch.distributed.tensor import DTensor
-
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    local.copy_(whole[tuple(slice(first, stop) for first, stop in own_part(tensor))])
+    local_part(tensor).copy_(whole[tuple(slice(first, stop) for first, stop in own_part(tensor))])
 
 
 def whole_state(loaded: LoadedModel) -> dict[str, Any]:

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from treepack.carry.fitting import SharedShortageError
+from treepack.carry.pieces import ALIGNMENT
+from treepack.carry.smaller_plan import smaller_piece
 from treepack.data.batch import Batch
 from treepack.data.mixture import source_names, source_of_rows
 from treepack.data.prefetch import Prefetch
@@ -92,10 +93,8 @@ def train_step(run: TrainingRun, optimiser: torch.optim.Optimizer, number: int, 
     for group in optimiser.param_groups:
         group["lr"] = lr
     optimiser.zero_grad(set_to_none=True)  # frees the memory of gradients until the first backward pass
-    # Of the rows of all ranks. FSDP sums gradients over ranks and never averages, so no rank divides by its own rows.
-    denominator = float(run.dataset.total_weight[step.rows].sum())
     report = Report(run, step.rows)
-    balancing = _compute_rows(run, step.rows, rows, denominator, report)
+    balancing = _compute_rows(run, step.rows, rows, report)
     losses, counts, sums = report.over_ranks()
     tokens_flat = counts.pop("tokens_flat")
     # Losses are the same on every rank here, so all ranks agree to skip and none waits in `_clip` for another.
@@ -115,7 +114,7 @@ def train_step(run: TrainingRun, optimiser: torch.optim.Optimizer, number: int, 
     row_ids = run.dataset.row_ids[step.rows].tolist()
     tokens = sum(sizes)
     means = step_means(sums)
-    reward = run.mean_reward(step.rows)
+    reward, weight = run.mean_reward(step.rows), _total_weight(run, step.rows)
     means = {**(means if reward is None else {"reward": reward, **means}), **balancing}
     seconds = time.perf_counter() - start
     return StepMetrics(
@@ -127,14 +126,14 @@ def train_step(run: TrainingRun, optimiser: torch.optim.Optimizer, number: int, 
         num_rows=len(step.rows),
         tokens=tokens,
         tokens_flat=tokens_flat,
-        total_weight=denominator,
+        total_weight=weight,
         seconds=seconds,
         wait_seconds=rows.waited - waited,
         tokens_per_second=tokens / seconds,
         tokens_flat_per_second=tokens_flat / seconds,
         skipped_rows=[int(run.dataset.row_ids[row]) for row in bad],
         slowest_pass=slowest_pass(report.seconds, sizes, row_ids),
-        means={**means, **_means_by_source(run, step.rows, losses, denominator)},
+        means={**means, **_means_by_source(run, step.rows, losses, weight)},
         passes={} if run.options.carry is None else counts,
         memory={} if device.type != "cuda" else {"peak_gib": torch.cuda.max_memory_allocated(device) / 2**30},
     )
@@ -150,10 +149,8 @@ def forward_rows(run: TrainingRun, rows: list[int]) -> Report:
     Raises:
         TreepackError: memory is too small, or a row cannot be read.
     """
-    denominator = float(run.dataset.total_weight[rows].sum())
-    factors = dict(zip(rows, run.factors(rows), strict=True))
     share, report, loaded = run.passes(rows), Report(run, rows), run.loaded
-    apart = runs_apart(run, rows)
+    part_of, apart = _loss_parts(run, rows), runs_apart(run, rows)
     with (
         torch.no_grad(),
         whole_weights(loaded) if apart else nullcontext(),
@@ -163,8 +160,8 @@ def forward_rows(run: TrainingRun, rows: list[int]) -> Report:
         for own, batch in zip(share, batches, strict=True):
             if not own and apart:
                 continue  # no rank waits for another one
-            with step_memory_errors(batch, carry=run.options.carry):
-                result = row_runner(run, batch).loss(taught(run, batch), _part(run, own, denominator, factors))
+            with step_memory_errors(batch, limit=run.options.piece_limit):
+                result = row_runner(run, batch).loss(taught(run, batch), part_of(own))
             if own:
                 report.add(own, batch, result)
     if loaded.root is not None:
@@ -173,7 +170,7 @@ def forward_rows(run: TrainingRun, rows: list[int]) -> Report:
     return report
 
 
-def _means_by_source(run: TrainingRun, rows: list[int], losses: list[float], denominator: float) -> dict[str, float]:
+def _means_by_source(run: TrainingRun, rows: list[int], losses: list[float], total: float) -> dict[str, float]:
     """Return the mean loss (sft only) and the mean reward of each packed directory; empty if there is only one."""
     names = source_names(run.dataset)
     if len(names) == 1:
@@ -182,10 +179,10 @@ def _means_by_source(run: TrainingRun, rows: list[int], losses: list[float], den
     means = {}
     for place, name in enumerate(names):
         own = [row for row, owner in zip(rows, owners, strict=True) if owner == place]
-        weight = float(run.dataset.total_weight[own].sum())
+        weight = _total_weight(run, own)
         if run.options.objective.loss == "sft" and weight:
             loss = math.fsum(loss for loss, owner in zip(losses, owners, strict=True) if owner == place)
-            means[f"loss/{name}"] = loss * denominator / weight
+            means[f"loss/{name}"] = loss * total / weight
         reward = run.mean_reward(own)
         if reward is not None:
             means[f"reward/{name}"] = reward
@@ -233,15 +230,12 @@ class Report:
         return losses, dict(names), dict(zip(self.names, sums, strict=True))
 
 
-def _compute_rows(
-    run: TrainingRun, numbers: list[int], rows: Prefetch, denominator: float, report: Report
-) -> dict[str, float]:
+def _compute_rows(run: TrainingRun, numbers: list[int], rows: Prefetch, report: Report) -> dict[str, float]:
     """Run forward and backward of this rank's share of a step; return the means of the routers' loss, if it is used."""
-    factors = dict(zip(numbers, run.factors(numbers), strict=True))
-    share = run.passes(numbers)
+    share, part_of = run.passes(numbers), _loss_parts(run, numbers)
     batches: Iterable[Batch] = (next(rows) for _ in share)
     balancing: dict[str, float] = {}
-    apart, sharded, carry = runs_apart(run, numbers), run.loaded.root is not None, run.options.carry
+    apart, sharded, limit = runs_apart(run, numbers), run.loaded.root is not None, run.options.piece_limit
     # In the last pass all ranks sum their gradients: a pass of whole rows, or one of padding after rows in pieces.
     num_apart = len(share) if not (apart and sharded) or has_long_rows(run, numbers) else max(0, len(share) - 1)
     # Sharded weights live only while their layer runs, so their casts are not kept.
@@ -254,12 +248,12 @@ def _compute_rows(
             for own, batch in islice(passes, num_apart):
                 if not own and apart:
                     continue  # no rank waits for another one
-                with step_memory_errors(batch, carry=carry), report.times.measure(own):
-                    _accumulate(run, batch, own, denominator, factors, report)
+                with step_memory_errors(batch, limit=limit), report.times.measure(own):
+                    _accumulate(run, batch, own, part_of(own), report)
         if apart and sharded:
             own, batch = next(passes, ((), run.dataset.padding()))
-            with summing_gradients(run.loaded), step_memory_errors(batch, carry=carry), report.times.measure(own):
-                _accumulate(run, batch, own, denominator, factors, report)
+            with summing_gradients(run.loaded), step_memory_errors(batch, limit=limit), report.times.measure(own):
+                _accumulate(run, batch, own, part_of(own), report)
     sum_over_replicas(run.loaded.causal)
     return balancing
 
@@ -288,43 +282,43 @@ def _meeting(run: TrainingRun, *, apart: bool) -> Iterator[None]:
         raise SharedShortageError(str(shortage or f"out of memory {place}"), place) from cause
 
 
-def _accumulate(
-    run: TrainingRun,
-    batch: Batch,
-    rows: Pass,
-    denominator: float,
-    factors: dict[int, Tensor | None],
-    report: Report,
-) -> None:
+def _accumulate(run: TrainingRun, batch: Batch, rows: Pass, part: LossPart, report: Report) -> None:
     """Run forward and backward of one pass; `rows` is empty for padding, which every layer still computes."""
     attached = nullcontext() if run.balance is None else run.balance.attached(batch.scale.to(run.loaded.device))
     with attached:
         # For padding too, whose loss is 0: FSDP gathers weights and sums gradients in the backward pass of all ranks.
-        result = row_runner(run, batch).backward(taught(run, batch), _part(run, rows, denominator, factors))
+        result = row_runner(run, batch).backward(taught(run, batch), part)
     if rows:
         report.add(rows, batch, result)
 
 
-def _part(run: TrainingRun, rows: Pass, denominator: float, factors: dict[int, Tensor | None]) -> LossPart:
-    """Return the part of a step's loss that a pass of `rows` has: that of sft, of 0 targets, for padding."""
-    objective, own = run.options.objective, factors_of(rows, factors)
-    if own is None and objective.has_values:
-        # FSDP gathers the weights of the value head on all ranks, so padding needs values too, of 0 trajectories.
-        own = torch.zeros(0, dtype=torch.float64)
-    return LossPart(denominator=denominator) if own is None else LossPart(objective, own)
+def _loss_parts(run: TrainingRun, rows: list[int]) -> Callable[[Pass], LossPart]:
+    """Return a function that gives a pass over rows of a step its part of the loss: of sft and 0 for padding."""
+    # Of the rows of all ranks. FSDP sums gradients over ranks and never averages, so no rank divides by its own rows.
+    denominator = _total_weight(run, rows)
+    factors, objective = dict(zip(rows, run.factors(rows), strict=True)), run.options.objective
+
+    def part_of(own: Pass) -> LossPart:
+        known = [each for row in own if (each := factors[row]) is not None]
+        if known:
+            return LossPart(objective, torch.cat(known))
+        if objective.has_values:
+            # FSDP gathers the weights of the value head on all ranks, so padding needs values too, of 0 trajectories.
+            return LossPart(objective, torch.zeros(0, dtype=torch.float64))
+        return LossPart(denominator=denominator)
+
+    return part_of
 
 
-def factors_of(rows: Pass, factors: dict[int, Tensor | None]) -> Tensor | None:
-    """Return the loss factors of the trajectories of a pass; None for sft and padding."""
-    known = [each for row in rows if (each := factors[row]) is not None]
-    return torch.cat(known) if known else None
+def _total_weight(run: TrainingRun, rows: list[int]) -> float:
+    return float(run.dataset.total_weight[rows].sum())
 
 
 def _count_routes(run: TrainingRun, balance: RouterBalance, batches: list[Batch], *, reshard: bool) -> dict[str, float]:
     """Count the routes of all rows of a step by a forward pass; return the auxiliary loss and the seconds it took."""
     start, loaded = time.perf_counter(), run.loaded
     for batch in batches:
-        with balance.counting(batch.scale.to(loaded.device)), step_memory_errors(batch, carry=run.options.carry):
+        with balance.counting(batch.scale.to(loaded.device)), step_memory_errors(batch, limit=run.options.piece_limit):
             row_runner(run, batch).forward(batch)
     if reshard and loaded.root is not None:
         loaded.root.reshard()  # a forward without a backward leaves the root gathered
@@ -340,20 +334,20 @@ def _clip(run: TrainingRun) -> float:
     return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
 
-def step_memory_errors(batch: Batch | None = None, *, carry: int | str | None = None) -> AbstractContextManager[None]:
+def step_memory_errors(batch: Batch | None = None, *, limit: int | None = None) -> AbstractContextManager[None]:
     """Turn a lack of memory into a TreepackError about the row `batch`, or about the update if it is None.
 
     Args:
         batch: the row.
-        carry: the option of the run; a row of more tokens runs in pieces.
+        limit: the tokens of a piece; a row of more tokens runs in pieces.
     """
     if batch is None:
         return memory_errors("in the update of the weights", "train with --offload-optimizer or on more GPUs")
     terms = f" and {len(batch.terms.index):,} terms" if batch.terms is not None else ""
     place = f"in {batch.name} of {batch.num_tokens:,} tokens{terms}"
     others = "--checkpoint-layers all, --dtype bf16, a smaller --loss-chunk or on more GPUs"
-    if isinstance(carry, int) and batch.num_tokens > carry:
-        return memory_errors(f"{place} in pieces of {carry:,}", f"train with --carry {_half(carry)}, {others}")
+    if limit is not None and batch.num_tokens > limit:
+        return memory_errors(f"{place} in pieces of {limit:,}", f"train with --carry {_half(limit)}, {others}")
     if batch.edges is not None:
         shorter = f"train with --pass-tokens {_half(batch.num_tokens)}, {others}"
         return memory_errors(f"{place}, which are one pass", shorter)
@@ -361,5 +355,4 @@ def step_memory_errors(batch: Batch | None = None, *, carry: int | str | None = 
 
 
 def _half(tokens: int) -> int:
-    # Rounded down to a multiple of 128: 5000 tokens -> 2432.
-    return max(128, tokens // 256 * 128)
+    return max(ALIGNMENT, smaller_piece(tokens))

@@ -10,7 +10,6 @@ row has run, and its logits exist for a block of tokens at a time (`head.distrib
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -25,9 +24,7 @@ from treepack.model.loaded import LoadedModel
 from treepack.model.term_objective import loss_sets, loss_temperature
 from treepack.objectives.objective import Objective
 from treepack.objectives.row_numbers import ScoreRequest
-
-if TYPE_CHECKING:
-    from treepack.train.run import TrainingRun
+from treepack.train.run import TrainingRun
 
 
 @torch.no_grad()
@@ -75,6 +72,6 @@ def taught(run: TrainingRun, batch: Batch) -> Batch:
     """Return a row of a run with the numbers of its teacher, or as it is if the run has none."""
     if run.teacher is None:
         return batch
-    carry, objective = run.options.carry, run.options.objective
-    limit, chunk = None if carry is None else int(carry), int(run.options.loss_chunk)
-    return add_teacher(batch, run.teacher, objective, chunk=chunk, limit=limit, memory=run.carry_memory)
+    options, chunk = run.options, int(run.options.loss_chunk)
+    limit, memory = options.piece_limit, run.carry_memory
+    return add_teacher(batch, run.teacher, options.objective, chunk=chunk, limit=limit, memory=memory)

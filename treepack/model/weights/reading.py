@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from treepack.memory.device_memory import local_part
 from treepack.model.adapters.adapter import base_name
 from treepack.model.weights.conversion import stored_tensors, trace_loading
 from treepack.model.weights.files import DTYPES, translate_read_errors
@@ -68,21 +69,18 @@ def fill(
     Raises:
         TreepackError: a file cannot be read.
     """
-    from torch.distributed.tensor import DTensor
-
     model.to_empty(device=device)
     model.tie_weights()
     for tensor in (*model.parameters(), *model.buffers()):
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        local = local_part(tensor)
         if local.is_floating_point():
             local.fill_(torch.nan)  # a tensor that is forgotten below must not pass the probe
     stored = {base_name(name): tensor for name, tensor in stored_tensors(model).items()}
     stored = {name: tensor for name, tensor in stored.items() if name in plan}
     assert stored.keys() == plan.keys(), "a weight that is not read would be drawn at random below"
     for name, tensor in stored.items():
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         with translate_read_errors(source):
-            read_part(plan[name], own_part(tensor), files, local)
+            read_part(plan[name], own_part(tensor), files, local_part(tensor))
     # Buffers that no checkpoint contains, such as rotary frequencies, are computed by `initialize_weights`. The flag
     # keeps it from overwriting the weights that were just read.
     for tensor in stored.values():

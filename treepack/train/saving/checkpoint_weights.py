@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from treepack.errors import TreepackError
+from treepack.memory.device_memory import local_part
 from treepack.model.head.value_head import without_value_head
 from treepack.model.weights.files import DTYPES
 from treepack.model.weights.reading import own_part, read_part
@@ -67,12 +68,9 @@ class FileBoxes:
     @torch.no_grad()
     def read(self, tensors: Mapping[str, Tensor], files: Mapping[str, Path]) -> None:
         """Fill the `tensors` of a model by name, of which this rank may hold parts, from weight files."""
-        from torch.distributed.tensor import DTensor
-
         for name, traced in self.tensors.items():
             tensor = tensors[name].detach()
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            read_part(traced, own_part(tensor), files, local)
+            read_part(traced, own_part(tensor), files, local_part(tensor))
 
 
 def find_boxes(model: Any) -> FileBoxes:

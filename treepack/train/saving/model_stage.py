@@ -7,17 +7,43 @@ run --stage_after_training-->    the model's files, if no checkpoint can link th
 from __future__ import annotations
 
 import logging
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
-from treepack.errors import TreepackError
+from treepack.errors import TreepackError, first_line
 from treepack.model.head.value_head import whole_value_head, without_value_head
 from treepack.model.weights.whole_checkpoint import has_rest
 from treepack.model.weights.writing import SavedWeights, saved_weights
 from treepack.train.run import TrainingRun
 from treepack.train.saving.place import Place
-from treepack.train.saving.run_directory import stage_model
+from treepack.train.saving.saved_model import save_model
 from treepack.train.sharding import whole_state
 
 _log = logging.getLogger("treepack")
+
+
+def staged_model(place: Place) -> Path:
+    """Return the folder of a model that is written and not finished yet.
+
+    The library writes several files and may fail between them, so they get their final names in `finish_run`.
+    """
+    return place.folder / ".weights.partial"
+
+
+@contextmanager
+def model_errors(place: Place) -> Iterator[None]:
+    """Remove the staged model if the disk fails, and raise a TreepackError."""
+    try:
+        yield
+    except OSError as error:
+        shutil.rmtree(staged_model(place), ignore_errors=True)
+        raise TreepackError(
+            f"{place.folder}: the model cannot be written ({first_line(error)}); free disk space and continue with "
+            "--resume"
+        ) from error
 
 
 def stage_before_checkpoint(run: TrainingRun, place: Place) -> bool:
@@ -59,14 +85,19 @@ def _stage(run: TrainingRun, place: Place, weights: SavedWeights | None) -> None
     _log.info("writing the model")
     loaded, ranks = run.loaded, run.ranks
     head = whole_value_head(loaded.causal)
+
+    def save(weights: dict[str, Any] | SavedWeights | None) -> None:
+        with model_errors(place):
+            save_model(run, staged_model(place), weights, value_head=head)
+
     if weights is None:
         state = whole_state(loaded) if ranks.grouped else None
-        ranks.lead(lambda: stage_model(run, place, state, value_head=head))
+        ranks.lead(lambda: save(state))
         return
 
     def write() -> None:
         try:
-            stage_model(run, place, weights, value_head=head)
+            save(weights)
         finally:
             weights.gather()  # the other ranks wait in it, even if the disk is full
 

@@ -17,27 +17,24 @@ from __future__ import annotations
 
 import json
 import logging
-import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from treepack import __version__
-from treepack.errors import TreepackError, first_line
+from treepack.errors import TreepackError
 from treepack.files.directory import RUN, finished_file
 from treepack.files.remote import object_store
 from treepack.files.remote.address import AnyPath
 from treepack.files.remote.object_store import ExistsError
 from treepack.files.remote.retries import patiently
 from treepack.files.remote.stored_files import clear_folder, is_stored, remove_stored
-from treepack.model.weights.writing import SavedWeights
 from treepack.train.options import LENGTH_OPTIONS, TrainOptions
 from treepack.train.run import TrainingRun
 from treepack.train.saving.choices import ENTRY, chosen_values
+from treepack.train.saving.model_stage import model_errors, staged_model
 from treepack.train.saving.place import Place
 from treepack.train.saving.run_record import (
     FINISHED,
@@ -51,7 +48,6 @@ from treepack.train.saving.run_record import (
     refuse_differences,
     text_sha256,
 )
-from treepack.train.saving.saved_model import save_model
 from treepack.train.schedule import learning_rate, plan_steps
 
 _log = logging.getLogger("treepack")
@@ -70,13 +66,12 @@ def begin(run: TrainingRun, out: AnyPath, *, overwrite: bool, resume: bool) -> N
     if resume and is_stored(out / RUN):
         refuse_differences(out, _identity(run))
         return
-    try:
-        clear_folder(out, first=FINISHED, last=RUN)
-        _write(out / RUN, _run_record(run), is_new=True)
-    except ExistsError as error:
-        raise TreepackError(f"{out}: another process has just started a run there; choose another --out") from error
-    except OSError as error:
-        raise TreepackError(f"{out}: cannot be written ({error.strerror or error}); choose another --out") from error
+    with _disk_errors(out, "choose another --out"):
+        try:
+            clear_folder(out, first=FINISHED, last=RUN)
+            _write(out / RUN, _run_record(run), is_new=True)
+        except ExistsError as error:
+            raise TreepackError(f"{out}: another process has just started a run there; choose another --out") from error
 
 
 def is_complete(out: AnyPath, options: TrainOptions, num_steps: int) -> bool:
@@ -104,13 +99,11 @@ def extend_run(run: TrainingRun, out: AnyPath, done: int) -> str | None:
     lengths = {name: before["options"][name] for name in LENGTH_OPTIONS}
     old, new = len(plan_steps(run.dataset, replace(run.options, **lengths), run.table)), len(run.schedule)
     if run.ranks.leads:
-        try:
+        with _disk_errors(out):
             same = lengths == {name: getattr(run.options, name) for name in LENGTH_OPTIONS}
             if not same or _values(before) != _values(_run_record(run)):
                 _write(out / RUN, _run_record(run))
             remove_stored(out / FINISHED)
-        except OSError as error:
-            raise TreepackError(f"{out}: cannot be written ({error.strerror or error}); resume the run") from error
     if old == new:
         return None
     if done == 0 or done == new or run.options.min_lr_ratio == 1:
@@ -129,41 +122,8 @@ def record_plan(run: TrainingRun, out: AnyPath) -> None:
     Raises:
         TreepackError: the disk fails.
     """
-    try:
+    with _disk_errors(out):
         _write(out / RUN, {**read_run_record(out / RUN), **chosen_values(run)})
-    except OSError as error:
-        raise TreepackError(f"{out}: cannot be written ({error.strerror or error}); resume the run") from error
-
-
-def stage_model(
-    run: TrainingRun,
-    place: Place,
-    weights: dict[str, Any] | SavedWeights | None,
-    *,
-    value_head: dict[str, Tensor] | None = None,
-) -> None:
-    """Write the model in its own format into `staged_model(place)`; the files of an interrupted attempt are replaced.
-
-    Args:
-        run: the trained run.
-        place: its directory.
-        weights: of a sharded model the full tensors, or the tensors that the other ranks gather with this one; None
-            if the model itself contains them.
-        value_head: the weights of a critic's head, which get a file beside the model.
-
-    Raises:
-        TreepackError: the disk fails.
-    """
-    with _model_errors(place):
-        save_model(run, staged_model(place), weights, value_head=value_head)
-
-
-def staged_model(place: Place) -> Path:
-    """Return the folder of a model that is written and not finished yet.
-
-    The library writes several files and may fail between them, so they get their final names in `finish_run`.
-    """
-    return place.folder / ".weights.partial"
 
 
 def finish_run(
@@ -192,7 +152,7 @@ def finish_run(
     }
     staged = staged_model(place)
     if isinstance(place.out, Path):
-        with _model_errors(place):
+        with model_errors(place):
             for path in sorted(staged.iterdir()):
                 path.replace(place.out / path.name)  # within one file system, so that each file is whole or absent
             staged.rmdir()
@@ -212,16 +172,12 @@ def finish_run(
 
 
 @contextmanager
-def _model_errors(place: Place) -> Iterator[None]:
-    """Remove the staged model if the disk fails, and raise a TreepackError."""
+def _disk_errors(out: AnyPath, remedy: str = "resume the run") -> Iterator[None]:
+    """Turn an error of the disk into a TreepackError."""
     try:
         yield
     except OSError as error:
-        shutil.rmtree(staged_model(place), ignore_errors=True)
-        raise TreepackError(
-            f"{place.folder}: the model cannot be written ({first_line(error)}); free disk space and continue with "
-            "--resume"
-        ) from error
+        raise TreepackError(f"{out}: cannot be written ({error.strerror or error}); {remedy}") from error
 
 
 def _identity(run: TrainingRun) -> dict[str, Any]:

@@ -30,9 +30,16 @@ def save_model(
     directory: Path,
     weights: dict[str, Any] | SavedWeights | None,
     *,
-    value_head: dict[str, Tensor] | None = None,
+    value_head: dict[str, Tensor] | None,
 ) -> None:
-    """Write model, value head and tokenizer into the directory, which is replaced; arguments as in `stage_model`.
+    """Write model, value head and tokenizer into the directory, which is replaced.
+
+    Args:
+        run: the trained run.
+        directory: the directory to write.
+        weights: of a sharded model the full tensors, or the tensors that the other ranks gather with this one; None
+            if the model itself contains them.
+        value_head: the weights of a critic's head, which get a file beside the model.
 
     Raises:
         OSError: the disk fails.

@@ -6,35 +6,29 @@ from datetime import timedelta
 
 from treepack.carry.smaller_plan import RunPlan
 from treepack.memory.device_memory import update_bytes
-from treepack.memory.pass_memory import ModelProbe
 from treepack.memory.shortage import gib
 from treepack.train.options import CHUNK, STATE_BYTES
 from treepack.train.setup.memory_input import MemoryInput
-from treepack.train.setup.run_plan import RunRoom, RunRows
+from treepack.train.setup.run_plan import PlanInput, RunRoom
 
 
 def choice_lines(
     plan: RunPlan,
-    probe: ModelProbe,
-    rows: RunRows,
+    measured: PlanInput,
     room: RunRoom,
     given: MemoryInput,
     compilation: str,
-    *,
-    pieces: bool,
 ) -> tuple[str, ...]:
     """Return a line for every option that was "auto", and one for memory and time.
 
     Args:
         plan: the plan.
-        probe: the measurement that it is made from.
-        rows: the rows of the run.
+        measured: the measurements that it is made from.
         room: the free memory.
         given: the run; options that are not "auto" get no line.
         compilation: the reason for layers that are compiled or not.
-        pieces: True if rows in pieces were measured too.
     """
-    options = given.options
+    options, probe, rows = given.options, measured.probe_of(plan), measured.rows
     kept, recomputed = (
         f"{max(probe.token_bytes(peak, count) for peak in (probe.forward, probe.backward)) / 1024:,.0f} KiB"
         for count in (0, probe.num_layers)
@@ -43,22 +37,23 @@ def choice_lines(
         "compile": f"compile {'on: ' if plan.compile else ''}{compilation}",
         "checkpoint_layers": f"checkpoint-layers {plan.checkpoint_layers} of {probe.num_layers}: a token needs {kept} "
         f"if layers keep their activations, and {recomputed} if all run again",
-        "carry": _carry_line(plan, rows, pieces=pieces),
+        "carry": _carry_line(plan, measured),
         "pass_tokens": f"pass-tokens {plan.pass_tokens}: the longest row has {rows.longest:,} tokens, a step "
         f"{rows.step_tokens:,}, and a pass of few tokens takes {1000 * probe.launch:.0f} ms",
     }
-    chosen = [line for name, line in lines.items() if getattr(options, name) == "auto"]
-    if options.offload_checkpoints == "auto" and plan.offload_checkpoints:
-        chosen.append("offload-checkpoints on: no whole row fits without it")
-    if options.offload_optimizer == "auto" and plan.offload_optimizer:
+    if plan.offload_checkpoints:
+        lines["offload_checkpoints"] = "offload-checkpoints on: no whole row fits without it"
+    if plan.offload_optimizer:
         moments = gib(update_bytes(given.loaded.model, state_bytes=STATE_BYTES, gradients=False))
-        chosen.append(f"offload-optimizer on: the moments of AdamW, {moments}, leave room for a faster plan")
-    if options.loss_chunk == "auto":
-        why = "the default fits" if plan.loss_chunk == CHUNK else "the default does not fit"
-        chosen.append(f"loss-chunk {plan.loss_chunk}: {why}")
-    if options.whole_weights == "auto" and plan.whole_weights:
+        lines["offload_optimizer"] = (
+            f"offload-optimizer on: the moments of AdamW, {moments}, leave room for a faster plan"
+        )
+    fits = "fits" if plan.loss_chunk == CHUNK else "does not fit"
+    lines["loss_chunk"] = f"loss-chunk {plan.loss_chunk}: the default {fits}"
+    if plan.whole_weights:
         why = "all weights and gradients fit on each rank, so ranks exchange them once a step"
-        chosen.append(f"whole-weights on: {why}")
+        lines["whole_weights"] = f"whole-weights on: {why}"
+    chosen = [line for name, line in lines.items() if getattr(options, name) == "auto"]
     return (*chosen, expectation(plan, room, given))
 
 
@@ -72,8 +67,8 @@ def expectation(plan: RunPlan, room: RunRoom, given: MemoryInput) -> str:
     )
 
 
-def _carry_line(plan: RunPlan, rows: RunRows, *, pieces: bool) -> str:
+def _carry_line(plan: RunPlan, measured: PlanInput) -> str:
     if plan.carry is None:
-        return "carry off: whole rows " + ("are faster than pieces" if pieces else "fit")
+        return "carry off: whole rows " + ("are faster than pieces" if measured.pieces else "fit")
     resident = "" if plan.pieces is None else f", and {plan.pieces.resident_layers} layers carry on the GPU"
-    return f"carry {plan.carry}: the longest row has {rows.longest_of_all:,} tokens{resident}"
+    return f"carry {plan.carry}: the longest row has {measured.rows.longest_of_all:,} tokens{resident}"

@@ -1,12 +1,11 @@
 """Host memory in which inputs and attention outputs of recomputed layers wait (`offload_checkpoints`).
 
-model, longest row --host_pages--> pages, which `reserve_host` pins, or refuses
+model, longest row --pages_of_row--> pages, which `reserve_host` pins, or refuses
 """
 
 from __future__ import annotations
 
 import logging
-import os
 
 from treepack.errors import TreepackError
 from treepack.memory.budget import available_memory
@@ -14,6 +13,7 @@ from treepack.memory.host_pages import PAGE
 from treepack.memory.shortage import gib
 from treepack.model.layers import AdaptedLayers, find_layers
 from treepack.model.loaded import LoadedModel
+from treepack.train.ranks import local_processes
 
 _log = logging.getLogger("treepack")
 
@@ -23,7 +23,7 @@ _SHARE = 0.9
 
 def host_room() -> int:
     """Return the bytes of host memory that each of the ranks of this machine may use."""
-    return int(_SHARE * available_memory()) // _local_processes()
+    return int(_SHARE * available_memory()) // (local_processes() or 1)
 
 
 def moved_tensors(loaded: LoadedModel, *, recomputed: int, lower: bool) -> list[int]:
@@ -44,10 +44,10 @@ def moved_tensors(loaded: LoadedModel, *, recomputed: int, lower: bool) -> list[
     return tensors
 
 
-def host_pages(loaded: LoadedModel, num_tokens: int, *, recomputed: int, lower: bool, size: int = PAGE) -> int:
-    """Return the pages of `size` bytes that the moved tensors of a row of `num_tokens` tokens take."""
+def pages_of_row(loaded: LoadedModel, num_tokens: int, *, recomputed: int, lower: bool) -> int:
+    """Return the pages of host memory that the moved tensors of a row of `num_tokens` tokens take."""
     tensors = moved_tensors(loaded, recomputed=recomputed, lower=lower)
-    return sum(-(-each * num_tokens // size) for each in tensors)
+    return sum(-(-each * num_tokens // PAGE) for each in tensors)
 
 
 def reserve_host(loaded: LoadedModel, adapted: AdaptedLayers, longest: int, *, lower: bool) -> str:
@@ -56,7 +56,7 @@ def reserve_host(loaded: LoadedModel, adapted: AdaptedLayers, longest: int, *, l
     Raises:
         TreepackError: the host has too little memory.
     """
-    pages = host_pages(loaded, longest, recomputed=adapted.recomputed, lower=lower)
+    pages = pages_of_row(loaded, longest, recomputed=adapted.recomputed, lower=lower)
     check_host(pages * PAGE, longest)
     kind = "host memory"
     if loaded.device.type == "cuda":
@@ -72,7 +72,7 @@ def check_host(num_bytes: int, num_tokens: int) -> None:
     Raises:
         TreepackError: naming the bytes, and the tokens that would fit.
     """
-    processes, room = _local_processes(), host_room()
+    processes, room = local_processes() or 1, host_room()
     if num_bytes <= room:
         return
     fitting = max(128, int(num_tokens * room / num_bytes) // 128 * 128)
@@ -82,11 +82,6 @@ def check_host(num_bytes: int, num_tokens: int) -> None:
         f"tokens, and {gib(room)} may be used; pack with --capacity {fitting}, give a smaller number of "
         "--checkpoint-layers, or train without --offload-checkpoints"
     )
-
-
-def _local_processes() -> int:
-    local = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return int(local) if local.isdecimal() and int(local) > 0 else 1
 
 
 def _pin(adapted: AdaptedLayers, pages: int) -> None:

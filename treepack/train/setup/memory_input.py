@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from treepack.carry.pieces import plan_row
+from treepack.carry.pieces import align, plan_row
 from treepack.carry.states import most_states
 from treepack.data.batch import Batch
 from treepack.data.mixture import AnyDataset
@@ -77,7 +77,7 @@ class MemoryInput:
         if head is not None:
             linear = linear + 2.0 * num_weights(head.weight) * self.data.dataset.num_tokens
         return RunRows(
-            longest=-(-self.data.longest_row // 128) * 128,
+            longest=align(self.data.longest_row),
             longest_of_all=longest,
             longest_path=longest,  # at most; the positions of all rows are read only for pieces
             step_tokens=-(-steps // self.ranks.row_share[1]),

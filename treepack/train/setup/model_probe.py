@@ -24,7 +24,7 @@ from treepack.memory.device_memory import MemoryMeter
 from treepack.memory.pass_memory import ModelProbe, PeakBytes
 from treepack.model.experts.weights import cast_once
 from treepack.model.forward import WholeRows
-from treepack.model.layers import adapted_layers, find_layers, recomputed_layers
+from treepack.model.layers import find_layers, num_adapted, recomputed_layers
 from treepack.model.loaded import LoadedModel
 from treepack.train.options import CHUNK
 from treepack.train.ranks import Ranks
@@ -78,8 +78,7 @@ def probe_model(
     Raises:
         RuntimeError: memory is too small for a pass of few tokens.
     """
-    adapted = adapted_layers(loaded.causal)
-    count = 0 if adapted is None else len(adapted.modules)
+    count = num_adapted(loaded.causal)
     chunk = min(chunk, CHUNK)
     logits = _LOGIT_BYTES * int(loaded.causal.get_input_embeddings().weight.shape[0])
     known = {number: _Passes(chunk, logits) for number in counts or (count, 0)}  # by number of recomputed layers
@@ -245,17 +244,17 @@ def _longest(lengths: Sequence[int], plain: ModelProbe, recomputed: int, fits: C
     return (fitting if len(fitting) > 1 else lengths[:2])[-2:]
 
 
-def chains(batch: Batch, length: int) -> Batch:
-    """Return a row of sequences of `_CHAIN` tokens with the tokens of a row, all of them trained."""
+def chains(batch: Batch, length: int, size: int = _CHAIN) -> Batch:
+    """Return a row of sequences of `size` tokens with the tokens of a row, all of them trained."""
     # Length 6 in sequences of 3: positions [0 1 2 0 1 2], parent [-1 0 1 -1 3 4], subtree_end [3 3 3 6 6 6]
     tokens = torch.arange(length)
-    position = tokens % _CHAIN
+    position = tokens % size
     return replace(
         empty_batch(length),
         input_ids=batch.input_ids.cpu()[tokens % max(1, batch.num_tokens)],
         position_ids=position,
         parent=torch.where(position == 0, -1, tokens - 1),
-        subtree_end=((tokens // _CHAIN + 1) * _CHAIN).clamp(max=length).int(),
+        subtree_end=((tokens // size + 1) * size).clamp(max=length).int(),
         scale=torch.ones(length, dtype=torch.int32),
         loss_weight=(position > 0).double(),
         num_tokens=length,
@@ -282,17 +281,17 @@ def agreed(probe: ModelProbe, ranks: Ranks) -> ModelProbe:
     """Return the most cautious number of any rank for each measured number; all ranks must call this."""
 
     def largest(value: float, unit: float) -> float:
-        return -ranks.smallest(-int(value * unit)) / unit
+        return ranks.largest(int(value * unit)) / unit
 
     def cautious(peak: PeakBytes) -> PeakBytes:
         kept, recomputed = (largest(each, _BYTES) for each in (peak.kept, peak.recomputed))
-        return PeakBytes(-ranks.smallest(-peak.fixed), kept, recomputed)
+        return PeakBytes(ranks.largest(peak.fixed), kept, recomputed)
 
     return replace(
         probe,
         forward=cautious(probe.forward),
         backward=cautious(probe.backward),
-        casts=-ranks.smallest(-probe.casts),
+        casts=ranks.largest(probe.casts),
         seconds_kept=largest(probe.seconds_kept, _SECONDS),
         seconds_recomputed=largest(probe.seconds_recomputed, _SECONDS),
         launch=largest(probe.launch, _SECONDS),

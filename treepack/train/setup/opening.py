@@ -32,6 +32,7 @@ from treepack.model.experts.router_balance import RouterBalance
 from treepack.model.layers import adapt_layers
 from treepack.model.load import load_model
 from treepack.sequence.share import share_rows
+from treepack.train.input_checks import check_expert_ranks
 from treepack.train.options import CHUNK, TrainOptions
 from treepack.train.ranks import Ranks, find_device
 from treepack.train.run import Packed, TrainingRun
@@ -44,7 +45,6 @@ from treepack.train.setup.run_data import RunData, open_data, open_held_out
 from treepack.train.setup.run_memory import choose_memory
 from treepack.train.setup.run_model import NO_ROOM, check_fit, load_run_model
 from treepack.train.setup.run_teacher import load_teacher
-from treepack.train.sharding import check_sharing
 
 
 def open_run(
@@ -75,7 +75,7 @@ def open_run(
     ranks, compute = (ranks or Ranks()).sharing(options.ranks_of_row), choose_compute(options)
     if options.lora is not None:
         check_trainable(model, options.lora)
-    check_sharing(options, ranks)
+    check_expert_ranks(options.ranks_of_experts, ranks.size, grouped=ranks.grouped)
     data = open_data(packed, options, ranks)
     evaluated = None if held_out is None else open_held_out(held_out, options, ranks, blocks=data.blocks)
     # A machine that has opened the data before waits here for one that has not, by gloo, which waits 30 minutes. The
@@ -146,7 +146,7 @@ def open_verification(packed: Packed, model: str | Path, options: TrainOptions) 
     Raises:
         TreepackError: as `open_run`.
     """
-    check_sharing(options, Ranks())
+    check_expert_ranks(options.ranks_of_experts, 1, grouped=False)
     device = find_device(options.device)
     # Only the reference implementation, and FlexAttention on a CPU, compute in float64; "auto" is one of them there.
     exact = options.attention == "reference" or (device.type == "cpu" and options.attention in ("auto", "flex"))
@@ -173,14 +173,12 @@ def open_verification(packed: Packed, model: str | Path, options: TrainOptions) 
     # `verify_rows` recomputes the layers if that is needed.
     adapt_layers(loaded.causal, checkpointing=False, compiled=options.compile is True)
     fit = check_fit(data, loaded, options)
-    if isinstance(options.carry, int):
+    if options.piece_limit is not None:
         check_carry(loaded)
     usual: dict[str, Any] = {"carry": None, "loss_chunk": CHUNK, "pass_tokens": 1}
     chosen = {name: value for name, value in usual.items() if getattr(options, name) == "auto"}
     return TrainingRun(
-        dataset=data.dataset,
-        schedule=data.schedule,
-        table=data.table,
+        **_rows_of(data),
         loaded=loaded,
         options=replace(options, dtype=compute.dtype, **chosen),
         tokenizer=fit.tokenizer,

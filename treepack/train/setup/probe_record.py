@@ -37,20 +37,20 @@ class ProbeRecord:
         fused: compiled layers; None if no run was long enough for them.
         only: recomputed layers of the passes that measured `fused`, if passes with the others would be another graph,
             which no run used; None if both were measured.
-        pieces: costs of rows in pieces, by the number of recomputed layers in digits.
+        pieces: costs of rows in pieces, by the number of recomputed layers.
     """
 
     plain: ModelProbe
     fused: ModelProbe | None = None
     only: int | None = None
-    pieces: dict[str, CarryCosts] = field(default_factory=dict)
+    pieces: dict[int, CarryCosts] = field(default_factory=dict)
 
 
-def pays(seconds: float, known: ProbeRecord | None) -> bool:
+def pays(seconds: float, record: ProbeRecord) -> bool:
     """Return True if compilation saves more time than it takes, in a run of `seconds` without it."""
-    if known is None or known.fused is None:
+    if record.fused is None:
         return seconds * USUAL_SAVING > COLD
-    return seconds * (1 - known.fused.seconds_kept / known.plain.seconds_kept) > WARM
+    return seconds * (1 - record.fused.seconds_kept / record.plain.seconds_kept) > WARM
 
 
 def known_probes(given: MemoryInput, chunk: int) -> ProbeRecord | None:
@@ -60,7 +60,7 @@ def known_probes(given: MemoryInput, chunk: int) -> ProbeRecord | None:
         if path is not None:
             record = json.loads(path.read_text())
             fused = None if record["fused"] is None else ModelProbe.from_record(record["fused"])
-            pieces = {count: CarryCosts(**costs) for count, costs in record["pieces"].items()}
+            pieces = {int(count): CarryCosts(**costs) for count, costs in record["pieces"].items()}
             return ProbeRecord(ModelProbe.from_record(record["plain"]), fused, record["only"], pieces)
     return None
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from treepack.carry.smaller_plan import SMALLEST_PIECE
+from treepack.carry.limit import SMALLEST_PIECE
 from treepack.errors import TreepackError
 from treepack.memory.device_memory import MemoryMeter
 from treepack.memory.model_memory import ModelMemory, WeightCounts, count_weights, memory_of

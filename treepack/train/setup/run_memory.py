@@ -21,7 +21,9 @@ from typing import Any
 
 import torch
 
+from treepack.carry.limit import SMALLEST_PIECE, CarryCosts
 from treepack.carry.offload import CarryMemory, spare_memory
+from treepack.carry.pieces import align
 from treepack.carry.refusal import can_carry, check_carry
 from treepack.carry.smaller_plan import PLANNED, RunPlan
 from treepack.data.joined import usual_pass
@@ -30,30 +32,40 @@ from treepack.memory.device_memory import StepMemory, update_bytes
 from treepack.memory.offload import LayerOffload
 from treepack.memory.pass_memory import ModelProbe
 from treepack.memory.shortage import memory_errors
-from treepack.model.layers import adapted_layers, compiler_errors, find_layers, has_compiled_layers, set_recomputed
+from treepack.model.layers import (
+    adapted_layers,
+    compiler_errors,
+    find_layers,
+    has_compiled_layers,
+    recomputed_layers,
+    set_recomputed,
+)
 from treepack.model.loaded import LoadedModel
 from treepack.train.options import CHUNK, STATE_BYTES, TrainOptions
 from treepack.train.setup.choice_lines import choice_lines
 from treepack.train.setup.host_memory import host_room, moved_tensors, reserve_host
 from treepack.train.setup.memory_input import MemoryInput
 from treepack.train.setup.model_probe import agreed, cast_bytes, probe_model
-from treepack.train.setup.piece_probe import measured_pieces, whole_bytes
+from treepack.train.setup.piece_probe import measured_pieces
 from treepack.train.setup.probe_record import ProbeRecord, keep_probes, known_probes, pays
 from treepack.train.setup.run_plan import (
-    PieceProbe,
+    HOST_RATE,
     PlanForecast,
+    PlanInput,
     RunRoom,
     RunRows,
     choose_plan,
     choose_room,
+    layer_counts,
     pieces_may_win,
 )
-from treepack.train.sharding import adapt
+from treepack.train.setup.smaller_run import plan_of
+from treepack.train.sharding import adapt, whole_bytes
 
 _log = logging.getLogger("treepack")
 
 _NO_ROOM = (
-    "while the memory of {} was measured",
+    "while the memory of a pass was measured",
     "train with a smaller --loss-chunk, --dtype bf16, --lora-rank, or on more GPUs",
 )
 
@@ -76,7 +88,7 @@ def choose_memory(given: MemoryInput) -> MemoryChoices:
         TreepackError: memory is too small on any rank, or the model cannot run rows in pieces.
     """
     loaded, options = given.loaded, given.options
-    if isinstance(options.carry, int):
+    if options.piece_limit is not None:
         check_carry(loaded)
     lines: tuple[str, ...] = ()
     memory = None if given.meter is None else StepMemory(given.meter)
@@ -84,11 +96,11 @@ def choose_memory(given: MemoryInput) -> MemoryChoices:
         plan = _unmeasured(given)
         _log.info("plan: whole rows and no measurement, because torch counts no memory on a CPU")
     elif _is_planned(given):
-        plan = _as_given(given)
+        plan = plan_of(given)
         memory = _with_recorded(given, plan, memory)
     else:
         plan, lines, memory = _Planner(given, memory).plan()
-    apply_plan(loaded, options, plan)
+    _apply_plan(loaded, options, plan)
     adapted, notes = adapted_layers(loaded.causal), tuple[str, ...]()
     if plan.offload_checkpoints and adapted is not None and adapted.recomputed > 0:
         lower = given.compute.dtype == "bf16"
@@ -102,14 +114,14 @@ def coming_bytes(loaded: LoadedModel, options: TrainOptions, *, states: bool = T
     return update_bytes(loaded.model, state_bytes=STATE_BYTES if on_gpu else 0)
 
 
-def may_keep_whole(given: MemoryInput) -> bool:
+def _may_keep_whole(given: MemoryInput) -> bool:
     """Return True if each rank may keep all weights and gradients in a step: ranks divide neither rows nor experts."""
     options = given.options
     divided = given.ranks.sequence > 1 or options.ranks_of_experts > 1
     return given.loaded.root is not None and not divided and options.whole_weights is not False
 
 
-def apply_plan(loaded: LoadedModel, options: TrainOptions, plan: RunPlan) -> None:
+def _apply_plan(loaded: LoadedModel, options: TrainOptions, plan: RunPlan) -> None:
     """Compile and recompute the layers of the model as in the plan."""
     adapted = adapted_layers(loaded.causal)
     if has_compiled_layers(loaded.causal) != plan.compile:
@@ -123,18 +135,8 @@ def apply_plan(loaded: LoadedModel, options: TrainOptions, plan: RunPlan) -> Non
 def _is_planned(given: MemoryInput) -> bool:
     """Return True if options of passes have values, and no row runs in pieces, whose memory would be measured."""
     options = given.options
-    cut = isinstance(options.carry, int) and given.rows().longest_of_all > options.carry
+    cut = options.piece_limit is not None and given.rows().longest_of_all > options.piece_limit
     return not cut and all(getattr(options, name) != "auto" for name in PLANNED if name != "offload_optimizer")
-
-
-def _as_given(given: MemoryInput) -> RunPlan:
-    """Return the plan of options that are all given."""
-    options = given.options
-    count = _num_layers(given.loaded) if options.checkpoint_layers == "all" else int(options.checkpoint_layers)
-    values: dict[str, Any] = {name: getattr(options, name) for name in PLANNED}
-    values["offload_optimizer"] = options.offload_optimizer is True
-    whole = options.whole_weights is True and given.loaded.root is not None
-    return RunPlan(**{**values, "checkpoint_layers": count}, whole_weights=whole)
 
 
 def _with_recorded(given: MemoryInput, plan: RunPlan, memory: StepMemory) -> StepMemory:
@@ -160,18 +162,13 @@ def _unmeasured(given: MemoryInput) -> RunPlan:
         "loss_chunk": CHUNK,
     }
     auto = {name: value for name, value in usual.items() if getattr(options, name) == "auto"}
-    return _as_given(replace(given, options=replace(options, **auto)))
-
-
-def _num_layers(loaded: LoadedModel) -> int:
-    adapted = adapted_layers(loaded.causal)
-    return 0 if adapted is None else len(adapted.modules)
+    return plan_of(replace(given, options=replace(options, **auto)))
 
 
 def _longest_pass(given: MemoryInput, plan: RunPlan) -> int:
     """Return the tokens of the longest row, piece, or pass of the run that has gradients, with padding."""
     longest = max(given.data.longest_row, min(plan.pass_tokens, given.rows().step_tokens))
-    return -(-min(longest, plan.carry or longest) // 128) * 128
+    return align(min(longest, plan.carry or longest))
 
 
 class _Planner:
@@ -189,56 +186,56 @@ class _Planner:
         given = self.given
         try:
             probes, about_compilation = self._probes()
-            plan, room, pieces = self._choose(probes)
+            plan, room, measured = self._choose(probes)
         finally:
             given.loaded.model.zero_grad(set_to_none=True)
             torch.cuda.empty_cache()
-        probe = next(each for each in probes if each.compiled == plan.compile)
+        probe = measured.probe_of(plan)
         whole, wanted = 2 * whole_bytes(given.loaded), given.options.whole_weights is True
-        if wanted and may_keep_whole(given):
+        if wanted and _may_keep_whole(given):
             room = replace(room, gpu=room.gpu + whole)
         # Rows in pieces gather the whole weights in any case, and one pass a step gathers them once.
         repeated = plan.pieces is None and self.rows.step_tokens > max(plan.pass_tokens, self.rows.longest_of_all)
-        if may_keep_whole(given) and (wanted or (repeated and plan.num_bytes + whole <= room.gpu)):
+        if _may_keep_whole(given) and (wanted or (repeated and plan.num_bytes + whole <= room.gpu)):
             plan = replace(plan, whole_weights=True, num_bytes=plan.num_bytes + whole)
-        lines = choice_lines(plan, probe, self.rows, room, given, about_compilation, pieces=bool(pieces))
+        lines = choice_lines(plan, measured, room, given, about_compilation)
         forecast = PlanForecast(probe, self.rows, room.moved, whole)
         memory = replace(self.memory, needed=plan.num_bytes, record=forecast.as_record(), forecast=forecast.num_bytes)
         return plan, lines, memory
 
-    def _choose(self, probes: list[ModelProbe]) -> tuple[RunPlan, RunRoom, tuple[PieceProbe, ...]]:
+    def _choose(self, probes: list[ModelProbe]) -> tuple[RunPlan, RunRoom, PlanInput]:
         # Ranks that meet in every layer cannot repeat a step that lacks memory, so as much as possible stays free.
         for part in (1, 0.5, 0.25):
             with suppress(TreepackError):
                 return self._choose_within(int(part * self.memory.margin), probes)
         return self._choose_within(0, probes)
 
-    def _choose_within(self, margin: int, probes: list[ModelProbe]) -> tuple[RunPlan, RunRoom, tuple[PieceProbe, ...]]:
-        """Return the plan, its room, and the measured pieces, with so much memory left.
+    def _choose_within(self, margin: int, probes: list[ModelProbe]) -> tuple[RunPlan, RunRoom, PlanInput]:
+        """Return the plan, its room, and the measurements, with so much memory left.
 
         One process can repeat a step, so half of that may be left for a faster plan that recomputes all layers.
         """
-        options, pieces = self.given.options, tuple[PieceProbe, ...]()
+        options, measured = self.given.options, PlanInput(probes, self.rows, self.given.options)
         rooms = [self._room(margin)]
         if not self.given.ranks.grouped:
             rooms.append(replace(self._room(margin // 2), spare=margin - margin // 2))
         found = None
         with suppress(TreepackError):
-            found = choose_room(probes, self.rows, rooms, options)
+            found = choose_room(measured, rooms)
         whole = None if found is None else found[0]
-        wanted = isinstance(options.carry, int) and self.rows.longest_of_all > options.carry
-        if wanted or (options.carry == "auto" and pieces_may_win(whole, probes, self.rows) and self._can_carry()):
-            self.rows = replace(self.rows, longest_path=self.given.longest_path())
-            found, pieces = None, self._pieces(min(probes, key=lambda probe: probe.seconds_kept))
-        plan, room = found or choose_room(probes, self.rows, rooms, options, pieces)
-        return plan, room.without_moments() if plan.offload_optimizer else room, pieces
+        wanted = options.piece_limit is not None and self.rows.longest_of_all > options.piece_limit
+        if wanted or (options.carry == "auto" and pieces_may_win(whole, measured) and self._can_carry()):
+            rows = replace(self.rows, longest_path=self.given.longest_path())
+            found, measured = None, replace(measured, rows=rows, pieces=self._pieces(probes[0].num_layers))
+        plan, room = found or choose_room(measured, rooms)
+        return plan, room.without_moments() if plan.offload_optimizer else room, measured
 
     def _room(self, margin: int) -> RunRoom:
-        """Return the free memory of the smallest rank, while gradients exist, without a margin."""
+        """Return the free memory of the smallest rank beside gradients and moments, and beside `margin` bytes."""
         given, loaded = self.given, self.given.loaded
         torch.cuda.empty_cache()
         gpu = self.meter.free() - coming_bytes(loaded, given.options) - margin
-        if given.options.whole_weights is True and may_keep_whole(given):
+        if given.options.whole_weights is True and _may_keep_whole(given):
             gpu -= 2 * whole_bytes(loaded)
         lower = given.compute.dtype == "bf16"
         layers = len(find_layers(loaded.causal))
@@ -251,7 +248,7 @@ class _Planner:
         moments = given.ranks.smallest(update_bytes(loaded.model, state_bytes=STATE_BYTES, gradients=False))
         if away != "auto":  # nothing moves, but host memory may have them already
             host, moments = max(0, host - moments) if away else host, 0
-        cost = moments / RunRoom.HOST_RATE * len(given.data.schedule) / max(1.0, given.tokens)
+        cost = moments / HOST_RATE * len(given.data.schedule) / max(1.0, given.tokens)
         spare = margin if loaded.root is not None else 0
         return RunRoom(given.ranks.smallest(max(0, gpu)), host, moved, moments if moments <= host else 0, cost, spare)
 
@@ -259,18 +256,16 @@ class _Planner:
         """Return layers as they are, compiled, or both, measured now or in an earlier run, and the reason."""
         given, wanted = self.given, self.given.options.compile
         # The first rank decides, because machines have records of their own.
-        known = given.ranks.lead(lambda: known_probes(given, self.chunk))
-        self.record = known or self._plain_record()
-        plain = self.record.plain
+        self.record = given.ranks.lead(lambda: known_probes(given, self.chunk)) or self._plain_record()
+        plain, fused, about = self.record.plain, self.record.fused, "in an earlier run"
         seconds = given.tokens * plain.seconds_kept
         if wanted is False:
             return [plain], ""
         if not plain.num_layers and wanted == "auto":
             return [plain], "off: the model has no layers to compile"
-        if wanted == "auto" and not given.ranks.lead(lambda: pays(seconds, known)):
+        if wanted == "auto" and not pays(seconds, self.record):
             return [plain], f"off: it would take longer than the run, which needs about {seconds:.0f} s without it"
-        fused, about = None if known is None else known.fused, "in an earlier run"
-        if known is None or fused is None or not self._has_graphs(fused, known.only):
+        if fused is None or not self._has_graphs(fused, self.record.only):
             fused, about = self._compiled_probe(plain)
         if fused is None:
             if wanted is True:
@@ -285,8 +280,8 @@ class _Planner:
         _log.info("measuring memory and time of a pass")
         if has_compiled_layers(given.loaded.causal):
             adapt(given.loaded.causal, replace(given.options, compile=False), given.loaded.device)
-        self._keep(record := ProbeRecord(self._probe()))
-        return record
+        self._keep(ProbeRecord(self._probe()))
+        return self.record
 
     def _keep(self, record: ProbeRecord) -> None:
         self.record = record
@@ -327,7 +322,8 @@ class _Planner:
     def _recomputed(self, probe: ModelProbe) -> int:
         """Return the recomputed layers of the plan of whole rows, -1 if none fits."""
         with suppress(TreepackError):
-            return choose_plan([probe], self.rows, self._room(self.memory.margin), self.given.options).checkpoint_layers
+            given = PlanInput([probe], self.rows, self.given.options)
+            return choose_plan(given, self._room(self.memory.margin)).checkpoint_layers
         return -1
 
     def _probe(self, plain: ModelProbe | None = None, *, counts: tuple[int, ...] | None = None) -> ModelProbe:
@@ -339,7 +335,7 @@ class _Planner:
         def fits(num_bytes: int) -> bool:
             return not given.ranks.any(num_bytes > 0.95 * self.meter.free())
 
-        with memory_errors(_NO_ROOM[0].format("a pass"), _NO_ROOM[1]):
+        with memory_errors(*_NO_ROOM):
             probe = probe_model(
                 given.loaded,
                 self.batch,
@@ -358,40 +354,30 @@ class _Planner:
     def _can_carry(self) -> bool:
         """Return True if rows can run in pieces; then the routers of a mixture are followed from now on."""
         given, loaded = self.given, self.given.loaded
-        if self.rows.longest_of_all <= 1024:
+        if self.rows.longest_of_all <= SMALLEST_PIECE:
             return False
         # Every rank gathers the whole weights, and keeps whole gradients.
         if loaded.root is not None and given.ranks.any(2 * whole_bytes(loaded) > self.meter.free()):
             return False
         return can_carry(loaded)
 
-    def _pieces(self, probe: ModelProbe) -> tuple[PieceProbe, ...]:
-        """Measure rows in pieces with every layer recomputed and with none, or with the number that is given."""
-        given, loaded = self.given, self.given.loaded
-        wanted = given.options.checkpoint_layers
-        counts = (wanted,) if isinstance(wanted, int) else (0, probe.num_layers) if wanted == "auto" else (
-            probe.num_layers,)  # fmt: skip
-        record = self.record
-        for count in sorted({*counts} - {*map(int, record.pieces)}):
+    def _pieces(self, num_layers: int) -> dict[int, CarryCosts]:
+        """Return the costs of rows in pieces with every layer recomputed and with none, or with the given number."""
+        given, loaded, record = self.given, self.given.loaded, self.record
+        counts = sorted({*layer_counts(given.options, num_layers, (0, num_layers))})
+        for count in (each for each in counts if each not in record.pieces):
             _log.info("measuring the memory of pieces with %d recomputed layers", count)
-            if adapted_layers(loaded.causal) is not None:
-                set_recomputed(loaded.causal, count)
             # Without compilation, of whose code for such short pieces a run would use nothing; it needs less memory.
-            with torch.compiler.set_stance("force_eager"):
+            with recomputed_layers(loaded.causal, count), torch.compiler.set_stance("force_eager"):
                 costs = measured_pieces(given, self.batch, self.chunk)
             if costs is not None:
-                record.pieces[str(count)] = costs
+                record.pieces[count] = costs
                 self._keep(record)
-        known = record.pieces
-        return tuple(PieceProbe(probe.compiled, n, known[str(n)]) for n in sorted({*counts}) if str(n) in known)
+        return {count: record.pieces[count] for count in counts if count in record.pieces}
 
 
 def _carry_memory(given: MemoryInput, plan: RunPlan) -> CarryMemory | None:
-    """Return the memory of carried tensors; None on a CPU, and if no row of the run is cut.
-
-    Raises:
-        TreepackError: the rows do not fit with pieces of this size.
-    """
+    """Return the memory of carried tensors; None on a CPU, and if no row of the run is cut."""
     device = given.loaded.device
     if device.type != "cuda" or plan.carry is None or given.rows().longest_of_all <= plan.carry:
         return None

@@ -1,6 +1,6 @@
 """The plan of a run: the fastest way to run its rows that fits into memory.
 
-    measured bytes and seconds, rows, room --choose_plan--> RunPlan          nothing runs here
+    PlanInput (measured bytes and seconds, rows, options), RunRoom --choose_plan--> RunPlan      nothing runs here
 
 A plan is whole rows or rows in pieces, a number of recomputed layers, the tokens of a pass, and compilation. The
 candidates are few: all of them are made, and the fastest one that fits is taken. Smaller chunks of logits cost a few
@@ -15,13 +15,14 @@ or for any.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
-from typing import Any, ClassVar
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
-from treepack.carry.limit import LARGEST, CarryCosts, choose_limit
-from treepack.carry.smaller_plan import SMALLEST_PIECE, RunPlan, plan_in_words
+from treepack.carry.limit import LARGEST_PIECE, SMALLEST_PIECE, CarryCosts, CarryPlan, choose_limit
+from treepack.carry.pieces import align
+from treepack.carry.smaller_plan import RunPlan, plan_in_words
 from treepack.data.joined import GPU_PASS
 from treepack.errors import TreepackError
 from treepack.memory.pass_memory import ModelProbe
@@ -30,24 +31,17 @@ from treepack.train.options import CHUNK, TrainOptions
 
 # Chunks of logits, the first one by default: smaller ones add up the gradient of the output layer more often.
 CHUNKS = (CHUNK, 1024, 512, 256)
-SMALLEST_PASS = 1024
+_SMALLEST_PASS = 1024
 # Targets whose logits are in memory while pieces are measured: more would hide the memory of layers in short pieces.
 PIECE_LOGITS = 128
 # Pieces must promise this factor: copies to host memory and the code between pieces are not in their estimates.
 _WORTHWHILE = 1.1
 # A plan for a room with less memory left must promise this factor.
 _FASTER = 1.05
+# Bytes a second to and from host memory, each way at the same time, cautiously: PCIe 5 has twice as many.
+HOST_RATE = 25e9
 # A forward pass is a third of a forward and backward pass.
 _FORWARD = 1 / 3
-
-
-@dataclass(frozen=True)
-class PieceProbe:
-    """Measured bytes of rows in pieces, with all layers recomputed or none."""
-
-    compiled: bool
-    recomputed: int
-    costs: CarryCosts
 
 
 @dataclass(frozen=True)
@@ -100,9 +94,6 @@ class RunRoom:
     keep their activations, `spare` more bytes stay free.
     """
 
-    # Bytes a second, each way at the same time, cautiously: PCIe 5 has twice as many.
-    HOST_RATE: ClassVar[float] = 25e9
-
     gpu: int
     host: int = 0
     moved: int = 0
@@ -139,57 +130,64 @@ class PlanForecast:
         rows = self.rows if longest is None else replace(self.rows, longest=longest, longest_of_all=longest)
         if plan.carry is not None and rows.longest_of_all > plan.carry:
             return None
-        tokens = pass_sizes(rows, plan.pass_tokens)[0]
+        tokens = _pass_sizes(rows, plan.pass_tokens)[0]
         moved = self.moved if plan.offload_checkpoints else 0
         whole = self.whole if plan.whole_weights else 0
         return whole + self.probe.pass_bytes(tokens, plan.checkpoint_layers, plan.loss_chunk, moved=moved)
 
 
-def choose_plan(
-    probes: Sequence[ModelProbe],
-    rows: RunRows,
-    room: RunRoom,
-    options: TrainOptions,
-    pieces: Sequence[PieceProbe] = (),
-) -> RunPlan:
-    """Return the fastest plan that fits; an option that is not "auto" has the value given.
+@dataclass(frozen=True)
+class PlanInput:
+    """Measurements, rows and options from which the plan of a run is chosen.
 
-    Args:
+    Attributes:
         probes: passes over whole rows, with layers as they are or compiled, or both.
         rows: the rows of the run.
-        room: free memory.
-        options: of the run.
-        pieces: rows in pieces; none if the model cannot run them.
+        options: of the run; an option that is not "auto" has the value given.
+        pieces: costs of rows in pieces by the number of recomputed layers; none if the model cannot run them.
+    """
+
+    probes: Sequence[ModelProbe]
+    rows: RunRows
+    options: TrainOptions
+    pieces: Mapping[int, CarryCosts] = field(default_factory=dict)
+
+    def probe_of(self, plan: RunPlan) -> ModelProbe:
+        """Return the probe of the layers of a plan."""
+        return next(each for each in self.probes if each.compiled == plan.compile)
+
+    def carry_plan(self, room: RunRoom, costs: CarryCosts) -> CarryPlan:
+        """Return the plan of carried tensors of rows in pieces.
+
+        Raises:
+            TreepackError: as `choose_limit`.
+        """
+        longest, path, limit = self.rows.longest_of_all, self.rows.longest_path, self.options.piece_limit
+        return choose_limit(longest, path, costs, gpu_bytes=room.gpu, host_bytes=room.host, limit=limit)
+
+
+def choose_plan(given: PlanInput, room: RunRoom) -> RunPlan:
+    """Return the fastest plan that fits.
 
     Raises:
         TreepackError: no plan fits; the sentence names the smallest one.
     """
     found: RunPlan | None = None
-    for away in (False, True) if room.moments else (options.offload_optimizer is True,):
+    for away in (False, True) if room.moments else (given.options.offload_optimizer is True,):
         room = room.without_moments() if away else room
-        plan, every = _fastest(probes, rows, room, options, pieces)
+        plan, every = _fastest(given, room)
         if plan is not None:
             plan = replace(plan, offload_optimizer=away, seconds=plan.seconds + (room.moments_seconds if away else 0))
             found = plan if found is None or _WORTHWHILE * plan.seconds < found.seconds else found
     if found is not None:
         return found
-    if not every and pieces:
-        costs = min((each.costs for each in pieces), key=lambda costs: costs.piece)
-        limit = options.carry if isinstance(options.carry, int) else None
+    if not every and given.pieces:
         # Raises the error that names the bytes of pieces.
-        choose_limit(
-            rows.longest_of_all, rows.longest_path, costs, gpu_bytes=room.gpu, host_bytes=room.host, limit=limit
-        )
-    raise _refusal(min(every, key=lambda plan: plan.num_bytes, default=None), probes, rows, room)
+        given.carry_plan(room, min(given.pieces.values(), key=lambda costs: costs.piece))
+    raise _refusal(min(every, key=lambda plan: plan.num_bytes, default=None), given, room)
 
 
-def choose_room(
-    probes: Sequence[ModelProbe],
-    rows: RunRows,
-    rooms: Sequence[RunRoom],
-    options: TrainOptions,
-    pieces: Sequence[PieceProbe] = (),
-) -> tuple[RunPlan, RunRoom]:
+def choose_room(given: PlanInput, rooms: Sequence[RunRoom]) -> tuple[RunPlan, RunRoom]:
     """Return the plan for the first room that has one, or for a later one if it is faster, and the room.
 
     Raises:
@@ -198,20 +196,18 @@ def choose_room(
     found: tuple[RunPlan, RunRoom] | None = None
     for room in rooms:
         with suppress(TreepackError):
-            plan = choose_plan(probes, rows, room, options, pieces)
+            plan = choose_plan(given, room)
             if found is None or _FASTER * plan.seconds < found[0].seconds:
                 found = plan, room
-    return found or (choose_plan(probes, rows, rooms[-1], options, pieces), rooms[-1])
+    return found or (choose_plan(given, rooms[-1]), rooms[-1])
 
 
-def _fastest(
-    probes: Sequence[ModelProbe], rows: RunRows, room: RunRoom, options: TrainOptions, pieces: Sequence[PieceProbe]
-) -> tuple[RunPlan | None, list[RunPlan]]:
+def _fastest(given: PlanInput, room: RunRoom) -> tuple[RunPlan | None, list[RunPlan]]:
     """Return the fastest plan that fits, or None and all plans."""
-    every, best = list[RunPlan](), list[RunPlan]()
+    every, best, options = list[RunPlan](), list[RunPlan](), given.options
     for offload in (False, True) if options.offload_checkpoints == "auto" else (bool(options.offload_checkpoints),):
         for chunk in CHUNKS if options.loss_chunk == "auto" else (int(options.loss_chunk),):
-            plans = list(_plans(probes, rows, room, options, pieces, chunk, offload))
+            plans = list(_plans(given, room, chunk, offload))
             fitting = [plan for plan in plans if plan.num_bytes <= room.gpu]
             if fitting:
                 best.append(min(fitting, key=_expected_seconds))  # the first one of equal ones
@@ -226,33 +222,24 @@ def _expected_seconds(plan: RunPlan) -> float:
     return plan.seconds * (1 if plan.pieces is None else _WORTHWHILE)
 
 
-def _plans(
-    probes: Sequence[ModelProbe],
-    rows: RunRows,
-    room: RunRoom,
-    options: TrainOptions,
-    pieces: Sequence[PieceProbe],
-    chunk: int,
-    offload: bool,
-) -> Iterator[RunPlan]:
+def _plans(given: PlanInput, room: RunRoom, chunk: int, offload: bool) -> Iterator[RunPlan]:
     """Yield the candidates: long passes and few recomputed layers first."""
-    limit = options.carry if isinstance(options.carry, int) else None
-    for probe in probes:
+    rows, options, limit = given.rows, given.options, given.options.piece_limit
+    in_pieces = options.carry is not None and rows.longest_of_all > (limit or SMALLEST_PIECE) and not offload
+    fastest = min(given.probes, key=lambda probe: probe.seconds_kept)
+    for probe in given.probes:
         if limit is None or rows.longest <= limit:
-            yield from _whole(probe, rows, room, options, chunk, offload)
-        if options.carry is not None and rows.longest_of_all > (limit or SMALLEST_PIECE) and not offload:
-            for piece in pieces:
-                if piece.compiled == probe.compiled:
-                    yield from _in_pieces(probe, piece, rows, room, options, chunk)
+            yield from _whole(given, room, probe, chunk, offload)
+        if in_pieces and probe is fastest:
+            for recomputed in given.pieces:
+                yield from _in_pieces(given, room, probe, recomputed, chunk)
 
 
-def _whole(
-    probe: ModelProbe, rows: RunRows, room: RunRoom, options: TrainOptions, chunk: int, offload: bool
-) -> Iterator[RunPlan]:
+def _whole(given: PlanInput, room: RunRoom, probe: ModelProbe, chunk: int, offload: bool) -> Iterator[RunPlan]:
     """Yield plans of whole rows, joined into passes."""
-    carry = options.carry if isinstance(options.carry, int) else None
+    rows, options = given.rows, given.options
     layers = range(1 if offload else 0, probe.num_layers + 1)
-    for tokens in pass_sizes(rows, options.pass_tokens):
+    for tokens in _pass_sizes(rows, options.pass_tokens):
         passed = options.pass_tokens if options.pass_tokens != "auto" else tokens
         for recomputed in layer_counts(options, probe.num_layers, layers):
             size = probe.pass_bytes(tokens, recomputed, chunk, moved=room.moved if offload else 0)
@@ -266,25 +253,19 @@ def _whole(
             start = probe.launch / max(1, min(tokens, max(rows.step_tokens, rows.longest)))
             seconds = max(probe.seconds(recomputed) + rows.attention * probe.seconds_kept, start)
             if offload:  # copies away in the forward pass, a quarter of the time; back in the rest
-                copy = recomputed * room.moved / room.HOST_RATE
+                copy = recomputed * room.moved / HOST_RATE
                 seconds = max(seconds / 4, copy) + max(seconds * 3 / 4, copy)
-            yield RunPlan(probe.compiled, recomputed, offload, carry, int(passed), chunk, size, seconds)
+            yield RunPlan(probe.compiled, recomputed, offload, options.piece_limit, int(passed), chunk, size, seconds)
 
 
-def _in_pieces(
-    probe: ModelProbe, piece: PieceProbe, rows: RunRows, room: RunRoom, options: TrainOptions, chunk: int
-) -> Iterator[RunPlan]:
-    """Yield the plan of rows in pieces with these costs, if there is one that fits."""
-    counts = layer_counts(options, probe.num_layers, (piece.recomputed,))
-    limit = options.carry if isinstance(options.carry, int) else None
-    states, plan = 0, None
-    fixed = piece.costs.fixed + max(0, chunk - PIECE_LOGITS) * probe.logits
-    while piece.recomputed in counts:
-        costs = replace(piece.costs, fixed=fixed + states)
+def _in_pieces(given: PlanInput, room: RunRoom, probe: ModelProbe, recomputed: int, chunk: int) -> Iterator[RunPlan]:
+    """Yield the plan of rows in pieces with so many recomputed layers, if there is one that fits."""
+    rows, options, measured = given.rows, given.options, given.pieces[recomputed]
+    fixed, states = measured.fixed + max(0, chunk - PIECE_LOGITS) * probe.logits, 0
+    while True:
+        costs = replace(measured, fixed=fixed + states)
         try:
-            plan = choose_limit(
-                rows.longest_of_all, rows.longest_path, costs, gpu_bytes=room.gpu, host_bytes=room.host, limit=limit
-            )
+            plan = given.carry_plan(room, costs)
         except TreepackError:
             return
         # Shorter pieces have more branch points between them.
@@ -292,16 +273,14 @@ def _in_pieces(
         if cut.states * costs.state <= states:
             break
         states = cut.states * costs.state
-    if plan is None or plan.limit >= rows.longest_of_all:
+    if plan.limit >= rows.longest_of_all:
         return
     tokens = plan.limit if options.pass_tokens == "auto" else int(options.pass_tokens)
-    seconds = cut.seconds(probe.seconds(piece.recomputed) + rows.attention * probe.seconds_kept, probe.launch)
-    yield RunPlan(
-        probe.compiled, piece.recomputed, False, plan.limit, tokens, chunk, plan.peak.gpu, seconds, pieces=plan
-    )
+    seconds = cut.seconds(probe.seconds(recomputed) + rows.attention * probe.seconds_kept, probe.launch)
+    yield RunPlan(probe.compiled, recomputed, False, plan.limit, tokens, chunk, plan.peak.gpu, seconds, pieces=plan)
 
 
-def pieces_may_win(plan: RunPlan | None, probes: Sequence[ModelProbe], rows: RunRows) -> bool:
+def pieces_may_win(plan: RunPlan | None, given: PlanInput) -> bool:
     """Return True if rows in pieces may be faster than the plan of whole rows, or if that is None.
 
     To measure pieces takes time, because compiled layers are compiled again for them. At best no layer is recomputed
@@ -309,19 +288,20 @@ def pieces_may_win(plan: RunPlan | None, probes: Sequence[ModelProbe], rows: Run
     """
     if plan is None:
         return True
+    rows = given.rows
     if plan.checkpoint_layers == 0 or rows.longest_of_all <= 2 * SMALLEST_PIECE:
         return False
-    probe = next(each for each in probes if each.compiled == plan.compile)
-    half = min(LARGEST, _aligned(rows.longest_of_all // 2))
+    probe = given.probe_of(plan)
+    half = min(LARGEST_PIECE, align(rows.longest_of_all // 2))
     return plan.seconds > _WORTHWHILE * rows.cut(half).seconds((1 + rows.attention) * probe.seconds_kept, probe.launch)
 
 
-def pass_sizes(rows: RunRows, wanted: int | str) -> list[int]:
+def _pass_sizes(rows: RunRows, wanted: int | str) -> list[int]:
     """Return the tokens that the longest pass may have, descending: none is shorter than the longest row."""
-    useful = max(rows.longest, _aligned(rows.step_tokens))  # a step has no longer pass
+    useful = max(rows.longest, align(rows.step_tokens))  # a step has no longer pass
     if wanted != "auto":
         return [max(rows.longest, min(int(wanted), useful))]
-    sizes = [GPU_PASS >> shift for shift in range(GPU_PASS.bit_length()) if GPU_PASS >> shift >= SMALLEST_PASS]
+    sizes = [GPU_PASS >> shift for shift in range(GPU_PASS.bit_length()) if GPU_PASS >> shift >= _SMALLEST_PASS]
     return sorted({min(max(rows.longest, size), useful) for size in (*sizes, rows.longest)}, reverse=True)
 
 
@@ -333,19 +313,16 @@ def layer_counts(options: TrainOptions, num_layers: int, auto: Iterable[int]) ->
     return list(auto) if wanted == "auto" else [int(wanted)]
 
 
-def _aligned(tokens: int) -> int:
-    return -(-tokens // 128) * 128
-
-
-def _refusal(smallest: RunPlan | None, probes: Sequence[ModelProbe], rows: RunRows, room: RunRoom) -> TreepackError:
+def _refusal(smallest: RunPlan | None, given: PlanInput, room: RunRoom) -> TreepackError:
     """Return the error that names the smallest plan, and rows that would fit."""
+    rows = given.rows
     if smallest is None:
         return TreepackError(
             f"no plan with these options runs a row of {rows.longest_of_all:,} tokens with {gib(room.gpu)} of GPU "
             f"memory and {gib(room.host)} of host memory; leave an option out, pack with a smaller --capacity, or "
             "train on more GPUs"
         )
-    probe = next(each for each in probes if each.compiled == smallest.compile)
+    probe = given.probe_of(smallest)
     sizes = range(128, rows.longest, 128)
     fitting = bisect_right(
         sizes, room.gpu, key=lambda size: probe.pass_bytes(size, smallest.checkpoint_layers, smallest.loss_chunk)

@@ -54,7 +54,7 @@ def load_teacher(
             share_rows(teacher.causal, student.sequence.group)
     check_rows_fit(dataset, teacher)
     _check_same_vocabulary(teacher, student)
-    if options.carry is not None and options.carry != "auto":
+    if options.piece_limit is not None:
         check_carry(teacher)
     return teacher
 

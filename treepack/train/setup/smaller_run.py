@@ -10,17 +10,17 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from treepack.carry.fitting import ranks_wait, until_it_fits
 from treepack.carry.offload import spare_memory
 from treepack.carry.refusal import can_carry
 from treepack.carry.smaller_plan import PLANNED, RunPlan, plan_in_words, smaller_plan
 from treepack.memory.shortage import gib
-from treepack.model.layers import adapted_layers, set_recomputed
+from treepack.model.layers import num_adapted, set_recomputed
 from treepack.train.run import TrainingRun
-from treepack.train.setup.piece_probe import whole_bytes
-from treepack.train.sharding import forget_passes
+from treepack.train.setup.memory_input import MemoryInput
+from treepack.train.sharding import forget_passes, whole_bytes
 
 _log = logging.getLogger("treepack")
 
@@ -38,29 +38,25 @@ def smaller_run(run: TrainingRun, room: int | None = None, rows: Sequence[int] |
             forecast are left out, unless all do.
         rows: the rows to compute without gradients, so that layers stay as they are; None for a run that trains.
     """
-    loaded, memory, adapted = run.loaded, run.memory, adapted_layers(run.loaded.causal)
+    loaded, memory = run.loaded, run.memory
     runs = [run, *([] if rows is not None or run.held_out is None else [run.held_out])]
-    num_layers = 0 if adapted is None else len(adapted.modules)
+    plan = first = plan_of(run)
+    num_layers, tokens = num_adapted(loaded.causal), None
     longest = max(int(each.dataset.num_tokens.max()) for each in runs)
-    first = plan_of(run)
     if rows is not None:
         sizes = run.dataset.num_tokens[list(rows)]
-        # No longer than the pass that failed: half of 1,000,000 would be the same pass.
-        first = replace(first, pass_tokens=min(first.pass_tokens, int(sizes.sum())))
-        longest, num_layers = int(sizes.max()), first.checkpoint_layers
+        longest, tokens, num_layers = int(sizes.max()), int(sizes.sum()), first.checkpoint_layers
     # Pieces gather the whole weights, and their gradients.
     whole = 0 if loaded.root is None else whole_bytes(loaded) * (2 if rows is None else 1)
     pieces = can_carry(loaded) and (room is None or whole <= room)
-    plan, needed = None, 0
-    following = smaller_plan(first, longest, num_layers, can_carry=pieces)
-    while following is not None:
+    needed = 0
+    while (following := smaller_plan(plan, longest, num_layers, can_carry=pieces, tokens=tokens)) is not None:
         plan, needed = following, _forecast(run, following, rows)
         if room is None or needed <= room:
             break
-        following = smaller_plan(plan, longest, num_layers, can_carry=pieces)
-    if plan is None:
+    if plan is first:
         return None
-    if adapted is not None and rows is None:
+    if num_layers and rows is None:
         set_recomputed(loaded.causal, plan.checkpoint_layers)
     carried = run.carry_memory
     if plan.carry is not None and (carried is None or room is not None):
@@ -89,9 +85,6 @@ def fit_forward(
     """
     loaded = run.loaded
 
-    def smaller(tried: TrainingRun, _: Exception) -> TrainingRun | None:
-        return smaller_run(tried, rows=rows)
-
     def undo() -> None:
         forget_passes(loaded)
         loaded.model.zero_grad(set_to_none=True)
@@ -99,16 +92,14 @@ def fit_forward(
     if run.memory is not None:
         room = run.ranks.smallest(run.memory.meter.free() - run.memory.margin)
         if _forecast(run, plan_of(run), rows) > room and (less := smaller_run(run, room, rows)) is not None:
-            run = less
-            words = plan_in_words(plan_of(run))
+            run, words = less, run_in_words(less)
             note(f"a rank has room for {gib(max(0, room))}; {len(rows):,} rows run with a smaller plan: {words}")
-    place = f"in {len(rows):,} rows without gradients"
     return until_it_fits(
         attempt,
         run,
-        smaller,
+        lambda tried, _: smaller_run(tried, rows=rows),
         loaded.device,
-        place=place,
+        place=f"in {len(rows):,} rows without gradients",
         remedy=FORWARD_REMEDY,
         undo=undo,
         waits=partial(ranks_wait, loaded),
@@ -117,10 +108,15 @@ def fit_forward(
     )
 
 
-def plan_of(run: TrainingRun) -> RunPlan:
-    """Return the plan that the options of a run contain."""
-    whole = run.options.whole_weights is True
-    return RunPlan(**{name: getattr(run.options, name) for name in PLANNED}, whole_weights=whole)
+def plan_of(run: TrainingRun | MemoryInput) -> RunPlan:
+    """Return the plan that the options of a run contain; options of memory that are still "auto" are off."""
+    options, loaded = run.options, run.loaded
+    values: dict[str, Any] = {name: getattr(options, name) for name in PLANNED}
+    values["offload_optimizer"] = options.offload_optimizer is True
+    values["whole_weights"] = options.whole_weights is True and loaded.root is not None
+    if options.checkpoint_layers == "all":
+        values["checkpoint_layers"] = num_adapted(loaded.causal)
+    return RunPlan(**values)
 
 
 def run_in_words(run: TrainingRun) -> str:
@@ -134,6 +130,5 @@ def _forecast(run: TrainingRun, plan: RunPlan, rows: Sequence[int] | None) -> in
         return 0
     if rows is None:
         return run.memory.forecast(plan, None) or 0
-    adapted = adapted_layers(run.loaded.causal)
-    forward = replace(plan, checkpoint_layers=0 if adapted is None else len(adapted.modules))
+    forward = replace(plan, checkpoint_layers=num_adapted(run.loaded.causal))
     return run.memory.forecast(forward, int(run.dataset.num_tokens[list(rows)].max())) or 0
