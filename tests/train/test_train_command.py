@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -128,6 +129,12 @@ def test_supervised_training_of_good_and_bad_rollouts_is_noted(
     done = treepack(*arguments, "--quiet")
     assert done.status == 0, done.err
     assert ("which --loss sft does not use: it trains good and bad rollouts alike" in done.err) is noted
+
+
+def test_only_a_run_is_continued(treepack: Run, arguments: list[str], tmp_path: Path) -> None:
+    shutil.copytree(tmp_path / "packed", tmp_path / "out")
+    done = treepack(*arguments, "--resume")
+    assert done.err == f"treepack: {tmp_path / 'out'} has no run to continue; choose another --out\n"
 
 
 def test_resume_and_overwrite_exclude_each_other(treepack: Run, arguments: list[str], tmp_path: Path) -> None:

@@ -12,10 +12,11 @@ import hashlib
 import json
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, fields
+from pathlib import Path
 from typing import Any
 
 from treepack.errors import TreepackError
-from treepack.files.directory import RUN, refuse_existing
+from treepack.files.directory import RUN, is_own_directory, refuse_existing
 from treepack.files.manifest import FileEntry
 from treepack.files.remote.address import AnyPath
 from treepack.files.remote.stored_files import is_stored, read_stored
@@ -51,6 +52,8 @@ def check_out(out: AnyPath, *, inputs: Iterable[str | AnyPath], overwrite: bool,
     started = is_stored(out / RUN)
     if resume and started:
         return  # `refuse_differences` compares the runs
+    if resume and isinstance(out, Path) and is_own_directory(out):
+        raise TreepackError(f"{out} has no run to continue; choose another --out")
     if not overwrite and started and not is_finished(out):
         raise TreepackError(
             f"{out} contains a run that is not complete; continue it with --resume or replace it with --overwrite"
