@@ -19,7 +19,7 @@ from treepack.errors import TreepackError
 from treepack.memory.host_pages import CarriedBytes
 from treepack.memory.shortage import gib, shortage
 
-# Tokens of a piece.
+# Tokens of a piece; the header explains the preferred number.
 SMALLEST_PIECE, PREFERRED, LARGEST_PIECE = 1024, 8192, 65_536
 
 
@@ -96,7 +96,7 @@ def choose_limit(
             raise _refusal(limit, longest_row, longest_path, costs, room)
         return plan
     largest = min(LARGEST_PIECE, max(SMALLEST_PIECE, align(longest_row)))
-    sizes = range(largest, SMALLEST_PIECE - 1, -ALIGNMENT)
+    sizes = range(largest, SMALLEST_PIECE - 1, -ALIGNMENT)  # the longest first, which has the fewest trunk tokens
     plans = [_plan(size, longest_row, longest_path, costs, room) for size in sizes]
     fitting = [plan for plan in plans if plan is not None]
     kept = [plan for plan in fitting if plan.keep_outputs]

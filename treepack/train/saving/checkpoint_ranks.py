@@ -51,6 +51,7 @@ class RankGroup:
 
 
 def all_ranks(*, new_group: bool = False) -> RankGroup:
+    """Return all ranks of the run, with `new_group` in a group for threads, whose collectives must not mix."""
     if not (dist.is_available() and dist.is_initialized()):
         return RankGroup(None, 0, 1)
     group = dist.new_group(backend="gloo") if new_group else None

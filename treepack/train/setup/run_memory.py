@@ -3,7 +3,7 @@
     MemoryInput: data, model and options --choose_memory--> MemoryChoices
 
     model_probe    passes over whole rows, with layers as they are; compiled too, if the run is long enough
-    carry.limit    rows in pieces, if whole rows must recompute layers
+    piece_probe    rows in pieces, if whole rows must recompute layers
     run_plan       the fastest plan that fits
     host_memory    pinned for layers that offload their inputs
 

@@ -39,15 +39,15 @@ def smaller_run(run: TrainingRun, room: int | None = None, rows: Sequence[int] |
         rows: the rows to compute without gradients, so that layers stay as they are; None for a run that trains.
     """
     loaded, memory = run.loaded, run.memory
-    runs = [run, *([] if rows is not None or run.held_out is None else [run.held_out])]
     plan = first = plan_of(run)
-    num_layers, tokens = num_adapted(loaded.causal), None
-    longest = max(int(each.dataset.num_tokens.max()) for each in runs)
-    if rows is not None:
+    whole = 0 if loaded.root is None else whole_bytes(loaded)  # pieces gather the whole weights
+    if rows is None:
+        longest = max(int(each.dataset.num_tokens.max()) for each in (run, run.held_out) if each is not None)
+        num_layers, tokens = num_adapted(loaded.causal), None
+        whole *= 2  # and their gradients
+    else:
         sizes = run.dataset.num_tokens[list(rows)]
-        longest, tokens, num_layers = int(sizes.max()), int(sizes.sum()), first.checkpoint_layers
-    # Pieces gather the whole weights, and their gradients.
-    whole = 0 if loaded.root is None else whole_bytes(loaded) * (2 if rows is None else 1)
+        longest, num_layers, tokens = int(sizes.max()), first.checkpoint_layers, int(sizes.sum())
     pieces = can_carry(loaded) and (room is None or whole <= room)
     needed = 0
     while (following := smaller_plan(plan, longest, num_layers, can_carry=pieces, tokens=tokens)) is not None:
@@ -58,16 +58,16 @@ def smaller_run(run: TrainingRun, room: int | None = None, rows: Sequence[int] |
         return None
     if num_layers and rows is None:
         set_recomputed(loaded.causal, plan.checkpoint_layers)
-    carried = run.carry_memory
+    carried, held_out = run.carry_memory, run.held_out
     if plan.carry is not None and (carried is None or room is not None):
         carried = spare_memory(loaded.device, room)
     if memory is not None:
         memory = replace(memory, needed=needed, excess=memory.excess if needed else 0)  # it belongs to a forecast
     options = replace(run.options, **plan.options)
-    changed = [replace(each, options=options, carry_memory=carried, memory=memory) for each in runs]
-    line = f"a smaller plan, because memory ran out: {plan_in_words(plan)}"
-    held_out = run.held_out if len(changed) == 1 else changed[1]
-    return replace(changed[0], held_out=held_out, choices=(*run.choices, line))
+    if held_out is not None and rows is None:
+        held_out = replace(held_out, options=options, carry_memory=carried, memory=memory)
+    choices = (*run.choices, f"a smaller plan, because memory ran out: {plan_in_words(plan)}")
+    return replace(run, options=options, carry_memory=carried, memory=memory, held_out=held_out, choices=choices)
 
 
 def fit_forward(
