@@ -115,7 +115,7 @@ PACKED = _InputType(prepared.PACKED)
 PACKED_TEXT = _TextType(prepared.PACKED, alone=False)
 """The type of a packed directory that stays a string."""
 
-LOOK = _TextType(prepared.PACKED, alone=True)
+LOOK = _TextType((*prepared.PACKED, *prepared.RATED_TRIE), alone=True)
 """The type of raw rollouts, a trie or packed rows."""
 
 WRITE = _OutputType()
