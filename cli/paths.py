@@ -41,6 +41,7 @@ class _InputType(click.ParamType[AnyPath]):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> AnyPath:
         """Parse `value`, which may have been parsed already."""
+        _refuse_empty(value, param)
         return _part(as_path(value), self.inside)
 
 
@@ -53,6 +54,7 @@ class _TextType(_InputType):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Return `value`, or the directory in it."""
+        _refuse_empty(value, param)
         path = Path(value)
         part = path if is_address(value) else _part(path, self.inside, alone=self.alone)
         return value if part is path else str(part)
@@ -65,11 +67,19 @@ class _OutputType(click.ParamType[AnyPath]):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> AnyPath:
         """Parse `value`, which may have been parsed already."""
+        _refuse_empty(value, param)
         option = param.opts[0] if param is not None else "--out"
         out = as_output(value, option=option)
         if not isinstance(out, Path) and out.scheme == "memory":
             raise TreepackError(f"{out}: memory:// ends with this command; choose another {option}")
         return out
+
+
+def _refuse_empty(value: Any, param: click.Parameter | None) -> None:
+    """Refuse an empty text, such as a variable of the shell that is not set; Path("") would be this folder."""
+    if value == "" and param is not None:
+        name = param.opts[0] if isinstance(param, click.Option) else param.human_readable_name
+        raise TreepackError(f"{name} is empty; give a path, or . for this folder")
 
 
 def _part(path: AnyPath, names: tuple[str, ...], *, alone: bool = False) -> AnyPath:
@@ -115,7 +125,7 @@ PACKED = _InputType(prepared.PACKED)
 PACKED_TEXT = _TextType(prepared.PACKED, alone=False)
 """The type of a packed directory that stays a string."""
 
-LOOK = _TextType(prepared.PACKED, alone=True)
+LOOK = _TextType((*prepared.PACKED, *prepared.RATED_TRIE), alone=True)
 """The type of raw rollouts, a trie or packed rows."""
 
 WRITE = _OutputType()

@@ -52,6 +52,15 @@ def test_an_odd_path_is_one_sentence_and_leaves_nothing(
     assert sorted(folder.iterdir()) == before
 
 
+@pytest.mark.parametrize("command", ["build-trie  --out x", "pack  --out x", "stats ", "train  --model m --out x"])
+def test_an_empty_input_is_not_this_folder(treepack: Run, folder: Path, command: str) -> None:
+    result = treepack(*command.split(" "))
+    assert result.status == 1
+    assert " is empty; " in result.err
+    assert result.err.count("\n") == 1
+    assert not (folder / "x").exists()
+
+
 def test_the_longest_name_that_leaves_room_for_a_lock_is_written(treepack: Run, folder: Path) -> None:
     result = treepack("build-trie", "rollouts.jsonl", "--out", "b" * 220)
     assert result.status == 0

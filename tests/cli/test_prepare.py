@@ -87,6 +87,14 @@ def test_a_step_that_fails_names_the_trie_that_is_complete(tmp_path: Path, treep
     assert not (tmp_path / "d" / "packed").exists()
     trained = treepack("train", tmp_path / "d", "--model", "none", "--out", tmp_path / "m")
     assert trained.err.endswith(f"; pack it with: treepack pack {tmp_path}/d/trie --out {tmp_path}/d/packed\n")
+    shown = treepack("stats", tmp_path / "d")
+    assert shown.err.startswith(f"note: {tmp_path}/d is an output of treepack prepare; {tmp_path}/d/trie is read\n")
+    assert shown.status == 0
+    assert stats(tmp_path / "d") == stats(tmp_path / "d" / "trie")
+    (tmp_path / "d").rename(tmp_path / "my data")
+    trained = treepack("train", tmp_path / "my data", "--model", "none", "--out", tmp_path / "m")
+    assert trained.err.endswith(f": treepack pack '{tmp_path}/my data/trie' --out '{tmp_path}/my data/packed'\n")
+    (tmp_path / "my data").rename(tmp_path / "d")
     assert treepack("pack", tmp_path / "d" / "trie", "--out", tmp_path / "d" / "packed").status == 0
 
 

@@ -111,6 +111,9 @@ def test_every_command_with_an_output_refuses_one_that_is_being_written(treepack
             name,
             result.err,
         )
+        result = treepack(*command, "")  # a variable of the shell that is not set
+        assert result.status == 1, name
+        assert result.err.endswith(f"treepack: {command[-1]} is empty; give a path, or . for this folder\n"), result.err
         refusals = {"http": "http:// is not supported", "hf": "hf:// is read only", "memory": "memory:// ends with"}
         for scheme, fault in refusals.items():
             result = treepack(*command, f"{scheme}://bucket/{name}")

@@ -49,6 +49,11 @@ def test_other_addresses_are_refused_by_name(address: str, fault: str) -> None:
     assert str(caught.value).startswith(f"{address}: {fault}")
 
 
+def test_an_empty_text_is_no_path() -> None:
+    with pytest.raises(TreepackError, match="'' is empty; expected a path or an address"):
+        as_path("")
+
+
 def test_the_hub_is_read_only() -> None:
     with pytest.raises(TreepackError, match="hf:// is read only; choose a local --png or one in s3:// or gs://"):
         as_output("hf://datasets/a/b", option="--png")

@@ -64,7 +64,7 @@ def test_a_complete_run_is_left_as_it_is(treepack: Run, arguments: list[str], tm
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("num_steps", "8"), ("last_step", None), ("options", None), ("options", [])]
+    ("name", "value"), [("num_steps", "8"), ("last_step", None), ("options", None), ("options", {})]
 )
 def test_a_finished_run_with_a_damaged_record_is_refused_in_a_sentence(
     treepack: Run, arguments: list[str], tmp_path: Path, name: str, value: object
@@ -76,6 +76,9 @@ def test_a_finished_run_with_a_damaged_record_is_refused_in_a_sentence(
     done = treepack(*arguments, "--steps", "1", "--resume")
     assert done.status == 1
     assert done.err == f"treepack: {out}/train.json: is damaged (no record of a run); remove it and resume the run\n"
+    (out / "train.json").replace(out / "run.json")
+    done = treepack(*arguments, "--steps", "2", "--resume")
+    assert done.err == f"treepack: {out}/run.json: is damaged (no record of a run); remove {out} and start again\n"
 
 
 def test_a_run_with_more_steps_opens_its_rows_once(treepack: Run, arguments: list[str]) -> None:

@@ -11,7 +11,7 @@ from treepack.errors import TreepackError
 from treepack.files import schema
 from treepack.files.directory import MANIFEST
 from treepack.files.manifest import Manifest, file_sha256, read_manifest
-from treepack.files.prepared import PACKED, TRIE, prepared_part
+from treepack.files.prepared import PACKED, RATED_TRIE, TRIE, prepared_part
 from treepack.files.remote.address import AnyPath, Paths, as_path, is_address, path_names
 from treepack.files.remote.cache import local_copy
 from treepack.files.remote.stored_files import read_stored
@@ -41,7 +41,7 @@ def local_paths(paths: Paths) -> list[str]:
             return [str(local_copy(path))]
     if len(names) == 1 and not is_address(names[0]):
         path = Path(names[0])
-        part = prepared_part(path, PACKED, alone=True)
+        part = prepared_part(path, (*PACKED, *RATED_TRIE), alone=True)
         return names if part is path else [str(part)]
     return names
 

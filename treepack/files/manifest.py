@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -269,21 +270,19 @@ def _no_manifest(directory: DirectoryLocation, kind: str | None) -> TreepackErro
         return TreepackError(f"{directory}: is no {wanted}, but contains one; give {inner}")
     for trie in (path / "advantages", path / "trie"):  # of a `prepare` that ended before it packed
         if (trie / MANIFEST).is_file():
-            return TreepackError(
-                f"{directory}: is no {wanted}, but contains a trie; pack it with: treepack pack {trie} --out {inner}"
-            )
+            pack = shlex.join(["treepack", "pack", str(trie), "--out", str(inner)])
+            return TreepackError(f"{directory}: is no {wanted}, but contains a trie; pack it with: {pack}")
     pack = "" if kind == schema.TRIE_FORMAT else ", and pack it with: treepack pack TRIE --out PACKED"
     fault = f"has no {MANIFEST}, so it is" if path.is_dir() else "is"
-    return TreepackError(
-        f"{directory}: {fault} no {wanted}; make a trie of rollouts with: treepack build-trie {directory} --out TRIE"
-        f"{pack}"
-    )
+    build = f"treepack build-trie {shlex.quote(str(directory))} --out TRIE{pack}"
+    return TreepackError(f"{directory}: {fault} no {wanted}; make a trie of rollouts with: {build}")
 
 
 def _other_kind(directory: DirectoryLocation, manifest: dict[str, Any]) -> TreepackError:
     """Return the error for a trie in the place of packed rows, or packed rows in the place of a trie."""
     if manifest["format"] == schema.TRIE_FORMAT:
-        return TreepackError(f"{directory}: is a trie; pack it first with: treepack pack {directory} --out PACKED")
+        name = shlex.quote(str(directory))
+        return TreepackError(f"{directory}: is a trie; pack it first with: treepack pack {name} --out PACKED")
     origin = manifest.get("trie")
     path = f", {origin['path']}" if isinstance(origin, dict) and isinstance(origin.get("path"), str) else ""
     return TreepackError(f"{directory}: is packed already; give the trie that it was packed from{path}")

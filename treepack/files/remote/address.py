@@ -88,8 +88,9 @@ def path_names(paths: Paths) -> list[str]:
 
 
 def _text(value: object) -> str:
-    if not isinstance(value, str | os.PathLike):
-        raise TreepackError(f"{value!r} is of type {type(value).__name__}; expected a path or an address")
+    if not isinstance(value, str | os.PathLike) or value == "":  # Path("") is this folder, which nobody named
+        fault = "empty" if value == "" else f"of type {type(value).__name__}"
+        raise TreepackError(f"{value!r} is {fault}; expected a path or an address")
     return str(os.fspath(value))
 
 

@@ -27,7 +27,6 @@ from treepack.train.options import LENGTH_OPTIONS, TrainOptions
 FORMAT = "treepack-train"
 VERSION = 2
 FINISHED = "train.json"
-_STEPS = ("num_steps", "last_step")  # numbers in train.json; the second one if the patience may end the run
 
 # Entries that must be equal, with the names that a user has for them.
 _ENTRIES = {
@@ -173,7 +172,8 @@ def read_run_record(path: AnyPath) -> dict[str, Any]:
     try:
         record: dict[str, Any] = json.loads(read_stored(path) or b"")
         options = record.get("options") if isinstance(record, dict) else None
-        if not isinstance(options, dict) or any(type(record.get(name, 0)) is not int for name in _STEPS):
+        is_whole = isinstance(options, dict) and options.keys() >= LENGTH_OPTIONS
+        if not is_whole or any(type(record.get(name, 0)) is not int for name in ("num_steps", "last_step")):
             raise ValueError("no record of a run")
     except (OSError, ValueError, RecursionError) as error:
         remedy = "remove it and resume the run" if path.name == FINISHED else f"remove {path.parent} and start again"
