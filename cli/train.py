@@ -154,6 +154,8 @@ def train(
     options = TrainOptions(**training, objective=objective, lora=lora)
     if options.patience and run.held_out is None:
         raise click.UsageError("--patience counts evaluations; give held-out rows with --eval.")
+    if run.dry_run and run.resume:
+        raise click.UsageError("--dry-run shows the plan of a new run; omit it or --resume.")
     if verify:
         _verify(packed, model, options, verify_rows)
     elif run.dry_run:

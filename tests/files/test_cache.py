@@ -118,7 +118,9 @@ def test_remains_of_a_killed_download_are_removed(store: Any) -> None:
 
 def test_a_limit_that_is_no_size_is_named(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TREEPACK_CACHE_SIZE", "much")
-    with pytest.raises(TreepackError, match="TREEPACK_CACHE_SIZE is 'much'; expected a number of bytes such as 500M"):
+    with pytest.raises(
+        TreepackError, match="TREEPACK_CACHE_SIZE or --cache-size is 'much'; expected a number of bytes"
+    ):
         local_copy(as_path("memory://bucket/run"))
 
 

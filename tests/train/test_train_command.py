@@ -140,6 +140,12 @@ def test_only_a_run_is_continued(treepack: Run, arguments: list[str], tmp_path: 
     assert done.err == f"treepack: {tmp_path / 'out'} has no run to continue; choose another --out\n"
 
 
+def test_resume_has_no_plan_of_a_new_run(treepack: Run, arguments: list[str]) -> None:
+    done = treepack(*arguments, "--resume", "--dry-run")
+    assert done.status == 2
+    assert "--dry-run shows the plan of a new run; omit it or --resume." in done.err
+
+
 def test_resume_and_overwrite_exclude_each_other(treepack: Run, arguments: list[str], tmp_path: Path) -> None:
     done = treepack(*arguments, "--resume", "--overwrite")
     assert done.status == 2

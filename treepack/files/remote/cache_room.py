@@ -77,7 +77,7 @@ def cache_limit(folder: Path, used: int) -> int:
         return int(float(digits[:-1] if unit > 1 else digits) * unit)
     except ValueError:
         raise TreepackError(
-            f"TREEPACK_CACHE_SIZE is {chosen!r}; expected a number of bytes such as 500M or 100G"
+            f"TREEPACK_CACHE_SIZE or --cache-size is {chosen!r}; expected a number of bytes such as 500M or 100G"
         ) from None
 
 
