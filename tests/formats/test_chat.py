@@ -235,7 +235,7 @@ EXPECTED = "expected system, user, assistant or tool"
         ({"content": ""}, f"message 3 has no role; {EXPECTED}"),
         ({"role": 3}, f"message 3 has role 3; {EXPECTED}"),
         ({"role": "x" * 99}, f"message 3 has role '{'x' * 37}...'; {EXPECTED}"),
-        ({"role": nested(1015)}, f"message 3 has role nested too deeply to be shown; {EXPECTED}"),
+        ({"role": nested(20_000)}, f"message 3 has role nested too deeply to be shown; {EXPECTED}"),
         ("text", 'message 3 is "text"; expected an object with role and content'),
         (USER | {"content": 3}, "message 3 has the content 3; expected text or a list of text parts"),
         (USER | {"tool_calls": [CALL]}, "message 3 has role 'user' and tool calls; only the assistant can call a tool"),

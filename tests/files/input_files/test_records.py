@@ -267,6 +267,7 @@ def test_links_in_a_folder_are_read_or_named(tmp_path: Path) -> None:
     assert [(Path(item.source).name, item.reason) for item in skipped] == [("link", "link to a folder not followed")]
 
 
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")  # of a reader without a file
 def test_a_link_to_itself_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "loop.jsonl"
     path.symlink_to("loop.jsonl")

@@ -36,8 +36,9 @@ class HashingReader(io.RawIOBase):
     def __init__(self, path: str, bytes_read: BytesRead | None = None) -> None:
         self._bytes_read = BytesRead() if bytes_read is None else bytes_read
         self.sha256 = hashlib.sha256()
-        self._is_stdin = path == STDIN
-        self._file: Any = sys.stdin.buffer if self._is_stdin else Path(path).open("rb", buffering=0)  # noqa: SIM115
+        self._closes_file = False  # Python closes this reader also if the file cannot be opened
+        self._file: Any = sys.stdin.buffer if path == STDIN else Path(path).open("rb", buffering=0)  # noqa: SIM115
+        self._closes_file = path != STDIN
         self._bytes_read.begin(path)
 
     def readable(self) -> bool:
@@ -55,7 +56,7 @@ class HashingReader(io.RawIOBase):
             pass
 
     def close(self) -> None:
-        if not self._is_stdin:
+        if self._closes_file:
             self._file.close()
         super().close()
 
