@@ -157,11 +157,11 @@ test: lint imports suite types  ## lint, types, import contracts and all tests t
 suite: $(VENV)/dev.stamp  ## the tests of `make test` alone
 	$(BIN)/python -m pytest -n auto --dist loadfile
 
-# Marks of tests that need further packages: a property may have one, too.
-GROUPS := integrations or verifiers or vllm or ray or fla or s3
+# Marks of tests that need further packages; a property may have such a mark.
+OTHER_GROUPS := integrations or verifiers or vllm or ray or fla or s3
 
 test-slow: $(VENV)/dev.stamp  ## the tests marked slow, and every property with more examples
-	$(BIN)/python -m pytest -n auto -m "(slow or hypothesis) and not ($(GROUPS))" --hypothesis-profile thorough
+	$(BIN)/python -m pytest -n auto -m "(slow or hypothesis) and not ($(OTHER_GROUPS))" --hypothesis-profile thorough
 
 test-data: $(DATA)/stamp  ## the data half, without torch
 	$(DATA)/bin/python -m pytest -n auto $(addprefix tests/,$(DATA_ROOMS))

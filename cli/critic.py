@@ -14,7 +14,7 @@ from .option_groups import field_options, option_group
 from .output import quoted, reserve_directory, show, show_end
 from .paths import TRIE, WRITE
 from .progress import progress_bars, quiet_option
-from .training import import_torch, stage_lines
+from .stages import import_torch, stage_lines
 
 if TYPE_CHECKING:
     from treepack.files.remote.address import AnyPath

@@ -16,7 +16,8 @@ from .option_groups import field_options, option_group
 from .output import quoted, reserve_directory, show, show_end
 from .paths import PACKED, WRITE
 from .progress import progress, quiet_option
-from .training import import_torch, row_ranks, stage_lines
+from .stages import import_torch, stage_lines
+from .training import row_ranks
 
 if TYPE_CHECKING:
     from treepack.files.remote.address import AnyPath

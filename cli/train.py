@@ -21,7 +21,8 @@ from .progress import quiet_option
 from .run_options import RunOptions, run_options
 from .sections import SectionedCommand
 from .sizes import RankCount
-from .training import import_torch, row_ranks, show_plan, stage_lines, train_model, use_cache
+from .stages import import_torch, stage_lines
+from .training import row_ranks, show_plan, train_model, use_cache
 
 if TYPE_CHECKING:
     from treepack.data.batch import Batch

@@ -7,30 +7,24 @@ training: step 1 of 300, loss 1.2345, ...           a line for each step, or a b
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
-import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import click
 
 from treepack.files.remote.address import AnyPath
 
 from .devices import check_device
 from .launch import is_first_process
 from .output import lock_until_end, quoted, show, show_end
-from .progress import is_quiet, step_progress
+from .progress import step_progress
 from .run_options import RunOptions
 from .run_summary import run_summary, step_values
-from .streams import printable
+from .stages import import_torch, stage_lines, write_line
 
 if TYPE_CHECKING:
     from treepack.report.live.start_log import StartLog
@@ -40,67 +34,6 @@ if TYPE_CHECKING:
     from treepack.train.saving.place import Place
     from treepack.train.step import StepMetrics
     from treepack.train.watch.sinks import RunPage, Sinks
-
-
-_START = "treepack.start"  # time of the first line of the command, in its context
-
-
-class _StageHandler(logging.Handler):
-    """Write the log of the library to stderr, with the seconds since the command started."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        start = click.get_current_context().meta.setdefault(_START, time.monotonic())
-        _echo(f"[{time.monotonic() - start:.1f} s] {record.getMessage()}")
-
-
-def _echo(line: str) -> None:
-    """Write a line to stderr, above the bar if there is one."""
-    if not sys.stderr.isatty():
-        click.echo(line, err=True)
-        return
-    from tqdm import tqdm
-
-    tqdm.write(printable(line), file=sys.stderr)
-
-
-@contextmanager
-def stage_lines(first: str | None = None, *, shown: bool = True) -> Iterator[None]:
-    """Write a line to stderr for each part of the block that takes long, unless the command is quiet.
-
-    Args:
-        first: a line to begin with.
-        shown: False on all ranks except the first.
-    """
-    logger, handler, level = logging.getLogger("treepack"), _StageHandler(logging.INFO), None
-    if shown and not is_quiet():
-        level = logger.level
-        logger.addHandler(handler)
-        logger.setLevel(logging.INFO)
-    if first:
-        logger.info(first)
-    try:
-        yield
-    finally:
-        logger.removeHandler(handler)
-        if level is not None:
-            logger.setLevel(level)
-
-
-def import_torch() -> None:
-    """Import the trainer and transformers, with a line for the seconds that this takes.
-
-    Raises:
-        TreepackError: torch is not installed.
-    """
-    from treepack.train.input_checks import require_torch
-
-    require_torch(click.get_current_context().command_path)
-    # Tensors of long rows have a gigabyte each and many sizes; without this, free memory ends up in pieces too small.
-    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
-        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
-    with stage_lines("importing torch and transformers", shown=is_first_process()):
-        for name in ("treepack.train.setup.opening", "transformers.modeling_utils", "transformers.masking_utils"):
-            import_module(name)
 
 
 def keep_compiled_code() -> None:
@@ -205,7 +138,9 @@ def _watched_start(out: AnyPath, run_options: RunOptions) -> Iterator[_RunStart]
     with StartLog(out) as log:
         page = None
         if "page" in run_options.report_to and log.is_open:
-            page = RunPage(SinkRun(out, run_options.project, out.name, "", note=lambda note: _echo(f"note: {note}")))
+            page = RunPage(
+                SinkRun(out, run_options.project, out.name, "", note=lambda note: write_line(f"note: {note}"))
+            )
         try:
             yield _RunStart(log, page)
         except BaseException as error:
@@ -297,12 +232,12 @@ def _check_early(
     headers, others = check_training(packed, model, options, held_out=held_out)
     has_advantages = any("term_advantage" in each.term_columns for each in headers)
     if has_advantages and options.objective.loss == "sft" and is_first_process():
-        _echo("note: the rows have advantages, which --loss sft does not use; --loss grpo and others do")
+        write_line("note: the rows have advantages, which --loss sft does not use; --loss grpo and others do")
     if not run_options.resume:
         return False
     finished = check_resumed(headers, others, model, options, out)
     if finished and is_first_process():
-        _echo(f"note: {already_finished(out)}")
+        write_line(f"note: {already_finished(out)}")
     return finished
 
 
@@ -392,7 +327,7 @@ def _open_sinks(run: TrainingRun, place: Place, run_options: RunOptions, start: 
 
 def _note(ranks: Ranks, note: str) -> None:
     if ranks.leads:  # every rank makes the same notes
-        _echo(f"note: {note}")
+        write_line(f"note: {note}")
 
 
 @contextmanager

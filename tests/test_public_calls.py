@@ -60,9 +60,9 @@ def test_one_path_and_several_are_names(paths: Any, names: list[str]) -> None:
 
 @pytest.mark.parametrize("paths", [5, None, [5], ["a", None], b"data"])
 def test_what_is_no_path_is_refused_by_its_type(paths: Any) -> None:
-    with pytest.raises(TreepackError, match=r"is of type \w+; expected a path or an address$"):
+    with pytest.raises(TreepackError, match=r"has the type \w+; expected a path or an address$"):
         path_names(paths)
-    with pytest.raises(TreepackError, match=r"is of type \w+; expected a path or an address$"):
+    with pytest.raises(TreepackError, match=r"has the type \w+; expected a path or an address$"):
         as_path(paths)
 
 
@@ -97,12 +97,12 @@ def test_wrong_types_are_sentences() -> None:
     trie = treepack.build_trie(treepack.trajectories_from_arrays([[1, 2, 3], [1, 2, 4]], [[0, 1, 1]] * 2))
     packing = treepack.plan_packing(trie)
     calls: list[tuple[Any, str]] = [
-        (lambda: treepack.plan_packing("x"), "plan_packing: trie is of type str; expected Trie"),  # type: ignore[arg-type]
-        (lambda: treepack.plan_packing(trie, 8), "plan_packing: options is of type int; expected PackOptions"),  # type: ignore[arg-type]
-        (lambda: treepack.build_trie("x"), "build_trie: a trajectory is of type str; expected Trajectory"),  # type: ignore[arg-type]
-        (lambda: treepack.make_batch(packing), "make_batch: row is of type Packing; expected a Row"),  # type: ignore[arg-type]
-        (lambda: treepack.allow_generation(trie), "allow_generation: model is of type Trie; expected Module; use"),  # type: ignore[arg-type]
-        (lambda: treepack.row_loss(None, None), "row_loss: loaded is of type NoneType; expected LoadedModel"),  # type: ignore[arg-type]
+        (lambda: treepack.plan_packing("x"), "plan_packing: trie has the type str; expected Trie"),  # type: ignore[arg-type]
+        (lambda: treepack.plan_packing(trie, 8), "plan_packing: options has the type int; expected PackOptions"),  # type: ignore[arg-type]
+        (lambda: treepack.build_trie("x"), "build_trie: a trajectory has the type str; expected Trajectory"),  # type: ignore[arg-type]
+        (lambda: treepack.make_batch(packing), "make_batch: row has the type Packing; expected a Row"),  # type: ignore[arg-type]
+        (lambda: treepack.allow_generation(trie), "allow_generation: model has the type Trie; expected Module; use"),  # type: ignore[arg-type]
+        (lambda: treepack.row_loss(None, None), "row_loss: loaded has the type NoneType; expected LoadedModel"),  # type: ignore[arg-type]
     ]
     for call, message in calls:
         with pytest.raises(TreepackError, match=f"^{message}"):

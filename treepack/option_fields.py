@@ -79,7 +79,7 @@ def expect_type(value: object, kind: type, name: str, source: str) -> None:
         TreepackError: with both types.
     """
     if not isinstance(value, kind):
-        raise TreepackError(f"{name} is of type {type(value).__name__}; expected {kind.__name__}; use {source}")
+        raise TreepackError(f"{name} has the type {type(value).__name__}; expected {kind.__name__}; use {source}")
 
 
 def as_count(value: Any, name: str) -> int:

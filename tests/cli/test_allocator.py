@@ -8,7 +8,7 @@ from importlib import import_module
 import click
 import pytest
 
-training = import_module("treepack_cli.training")
+stages = import_module("treepack_cli.stages")
 NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
@@ -30,5 +30,5 @@ def test_segments_can_grow_unless_the_environment_says_otherwise(
     for name, value in given.items():
         monkeypatch.setenv(name, value)
     with click.Context(click.Command("train")):
-        training.import_torch()
+        stages.import_torch()
     assert {name: os.environ[name] for name in NAMES if name in os.environ} == expected

@@ -114,7 +114,7 @@ def test_a_format_that_cannot_be_imported_is_refused(tmp_path: Path, fresh: pyte
 
 def test_an_entry_point_that_is_not_a_format_is_refused(tmp_path: Path, fresh: pytest.MonkeyPatch) -> None:
     sentence = refusal(installed(tmp_path, value="diary_logs:read_diary"), fresh)
-    assert sentence.endswith("is of type function; expected a Format of treepack.ingest.readers")
+    assert sentence.endswith("has the type function; expected a Format of treepack.ingest.readers")
 
 
 def test_the_ranks_of_treepacks_own_formats_differ() -> None:

@@ -206,7 +206,7 @@ def test_ids_outside_of_a_smaller_output_layer_are_refused() -> None:
 
 def test_what_is_no_model_is_refused() -> None:
     loaded = LoadedModel(tree_model(), "tiny", "reference", ())
-    with pytest.raises(TreepackError, match="tree_logprobs_like: model is of type LoadedModel; expected Module; use"):
+    with pytest.raises(TreepackError, match="tree_logprobs_like: model has the type LoadedModel; expected Module; use"):
         tree_logprobs_like(loaded, [torch.tensor([1, 2])])
 
 

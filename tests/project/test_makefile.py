@@ -94,3 +94,10 @@ def test_the_exact_versions_satisfy_the_package_and_leave_torch_to_the_makefile(
         (pin,) = exact[each.name.lower()].specifier
         assert pin.operator == "=="
         assert Version(pin.version) in each.specifier, each.name
+
+
+def test_the_slow_group_leaves_out_the_tests_of_all_other_groups() -> None:
+    marks = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]["markers"]
+    others = {mark.partition(":")[0] for mark in marks} - {"slow"}
+    (left_out,) = re.findall(r"and not \((.+)\)\"", dry_run("test-slow"))
+    assert set(left_out.split(" or ")) == others

@@ -152,7 +152,7 @@ def test_a_function_is_loaded_by_name(tmp_path: Path, monkeypatch: pytest.Monkey
         ("raising_rewards:score", r"raising_rewards:score: importing raising_rewards raised ZeroDivisionError"),
         ("lacking_rewards:score", r"there is no module no_such_package|raised ModuleNotFoundError: No module named"),
         ("good_rewards:scor", "good_rewards:scor: good_rewards has no scor; it contains score$"),
-        ("good_rewards:number", "good_rewards:number: number is of type int; expected a function or a class"),
+        ("good_rewards:number", "good_rewards:number: number has the type int; expected a function or a class"),
     ],
 )
 def test_a_name_that_cannot_be_loaded_is_one_sentence(

@@ -355,7 +355,7 @@ def test_options_without_meaning_are_refused_by_name(fields: dict[str, Any]) -> 
     ("fields", "made"), [({"objective": "grpo"}, "choose_objective"), ({"lora": 8}, "LoraOptions")]
 )
 def test_options_of_a_wrong_type_name_what_makes_them(fields: dict[str, Any], made: str) -> None:
-    with pytest.raises(TreepackError, match=rf"^TrainOptions: {next(iter(fields))} is of type .*; use {made}\("):
+    with pytest.raises(TreepackError, match=rf"^TrainOptions: {next(iter(fields))} has the type .*; use {made}\("):
         TrainOptions(**fields)
 
 

@@ -223,7 +223,7 @@ def make_batch(row: Row, *, multiple: int = 1) -> Batch:
         TreepackError: if it is not a row, or its token columns differ in length.
     """
     if not hasattr(row, "input_ids"):
-        raise TreepackError(f"make_batch: row is of type {type(row).__name__}; expected a Row of plan_packing")
+        raise TreepackError(f"make_batch: row has the type {type(row).__name__}; expected a Row of plan_packing")
     length = len(row.input_ids)
     padding = -length % multiple  # length 5, multiple 4: 3 tokens
     # Length 5, 3 tokens of padding: subtree_end of the padding is [6, 7, 8], so each of them sees only itself.

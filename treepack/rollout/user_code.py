@@ -53,7 +53,7 @@ def load_callable(name: str) -> Callable[..., Any]:
             raise TreepackError(f"{name}: {module_name} has no {attribute}{known}")
         value = getattr(value, part)
     if not callable(value):
-        raise TreepackError(f"{name}: {attribute} is of type {type(value).__name__}; expected a function or a class")
+        raise TreepackError(f"{name}: {attribute} has the type {type(value).__name__}; expected a function or a class")
     return value  # type: ignore[no-any-return]
 
 

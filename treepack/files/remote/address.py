@@ -89,8 +89,8 @@ def path_names(paths: Paths) -> list[str]:
 
 def _text(value: object) -> str:
     if not isinstance(value, str | os.PathLike) or value == "":  # Path("") is this folder, which nobody named
-        fault = "empty" if value == "" else f"of type {type(value).__name__}"
-        raise TreepackError(f"{value!r} is {fault}; expected a path or an address")
+        fault = "is empty" if value == "" else f"has the type {type(value).__name__}"
+        raise TreepackError(f"{value!r} {fault}; expected a path or an address")
     return str(os.fspath(value))
 
 

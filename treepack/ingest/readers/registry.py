@@ -87,6 +87,6 @@ def _load(point: EntryPoint, source: str) -> Format:
         raise TreepackError(f"{source}: cannot be loaded ({fault}); repair or uninstall the package") from error
     if not isinstance(found, Format):
         raise TreepackError(
-            f"{source}: is of type {type(found).__name__}; expected a Format of treepack.ingest.readers"
+            f"{source}: has the type {type(found).__name__}; expected a Format of treepack.ingest.readers"
         )
     return found

@@ -109,7 +109,7 @@ def fit_forward(
 
 
 def plan_of(run: TrainingRun | MemoryInput) -> RunPlan:
-    """Return the plan that the options of a run contain; options of memory that are still "auto" are off."""
+    """Return the plan in the options of a run; `offload_optimizer` and `whole_weights` are off if they are "auto"."""
     options, loaded = run.options, run.loaded
     values: dict[str, Any] = {name: getattr(options, name) for name in PLANNED}
     values["offload_optimizer"] = options.offload_optimizer is True
