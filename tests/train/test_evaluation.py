@@ -20,7 +20,7 @@ from treepack.train.evaluation import HeldOutScore, evaluate
 from treepack.train.loop import train
 from treepack.train.options import TrainOptions
 from treepack.train.run import TrainingRun
-from treepack.train.saving.run_record import num_finished
+from treepack.train.saving.run_record import finished_record, steps_done
 from treepack.train.setup.opening import open_run
 from treepack.trajectory import Trajectory
 
@@ -118,7 +118,7 @@ def test_a_run_without_improvement_ends_early_with_its_best_model(folder: Path) 
     again = opened(folder, steps=40, eval_every=1, patience=3, lr=1.0, keep=1)
     assert list(train(again, folder / "out", resume=True, note=notes.append)) == []
     assert notes[-1].endswith(f"finished, with {len(steps)} steps; --patience with a larger number trains on")
-    assert num_finished(folder / "out") == len(steps)
+    assert steps_done(finished_record(folder / "out")) == len(steps)
 
 
 @pytest.mark.slow

@@ -37,14 +37,13 @@ from treepack.pack.files import training_steps
 from treepack.train.input_checks import check_launched, check_mix, check_shared_rows, check_terms
 from treepack.train.options import LENGTH_OPTIONS, TrainOptions
 from treepack.train.saving.run_record import (
-    FINISHED,
     FORMAT,
     VERSION,
     files_sha256,
-    num_finished,
-    read_run_record,
+    finished_record,
     refuse_differences,
     refuse_fewer_steps,
+    steps_done,
 )
 
 
@@ -101,12 +100,12 @@ def check_resumed(
     unknown |= {"dtype"} if options.dtype == "auto" else set()
     unknown |= {"blocks"} if options.blocks is None else set()
     refuse_differences(out, now, unknown=unknown)
-    done = num_finished(out)
+    record = finished_record(out)
+    done = steps_done(record)
     refuse_fewer_steps(out, done, options.steps or done)
     if not done:
         return False
     # Another path to the same model, or another way to give the same steps, opens the run, which finds that out.
-    record = read_run_record(out / FINISHED)
     lengths = {name: getattr(options, name) for name in LENGTH_OPTIONS}
     return record.get("model") == model and lengths.items() <= record["options"].items()
 

@@ -42,10 +42,10 @@ from treepack.train.saving.run_record import (
     VERSION,
     check_out,
     files_sha256,
-    is_finished,
-    num_finished,
+    finished_record,
     read_run_record,
     refuse_differences,
+    steps_done,
     text_sha256,
 )
 from treepack.train.schedule import learning_rate, plan_steps
@@ -80,11 +80,11 @@ def is_complete(out: AnyPath, options: TrainOptions, num_steps: int) -> bool:
     Raises:
         TreepackError: train.json is damaged.
     """
-    record = read_run_record(out / FINISHED) if is_finished(out) else {}
+    record = finished_record(out)
     if record.get("num_steps") != num_steps:
         return False
     # A run that ended early because of its patience continues if its patience changes.
-    return num_finished(out) == num_steps or record["options"].get("patience") == options.patience
+    return steps_done(record) == num_steps or record["options"].get("patience") == options.patience
 
 
 def extend_run(run: TrainingRun, out: AnyPath, done: int) -> str | None:

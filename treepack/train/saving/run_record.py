@@ -65,13 +65,17 @@ def is_finished(out: AnyPath) -> bool:
     return is_stored(out / FINISHED)
 
 
-def num_finished(out: AnyPath) -> int:
-    """Return the number of steps of the complete model in `out`, 0 if there is none; fewer if its patience ended.
+def finished_record(out: AnyPath) -> dict[str, Any]:
+    """Return train.json of the complete model in `out`, {} if there is none.
 
     Raises:
-        TreepackError: train.json is damaged.
+        TreepackError: it is damaged.
     """
-    record = read_run_record(out / FINISHED) if is_finished(out) else {}
+    return read_run_record(out / FINISHED) if is_finished(out) else {}
+
+
+def steps_done(record: Mapping[str, Any]) -> int:
+    """Return the steps in a record of `finished_record`; a run that its patience ended has fewer than planned."""
     return int(record.get("last_step", record.get("num_steps", 0)))
 
 
@@ -90,8 +94,9 @@ def refuse_fewer_steps(out: AnyPath, done: int, num_steps: int) -> None:
 
 def already_finished(out: AnyPath) -> str:
     """Return the note about a run whose model is complete."""
-    done = num_finished(out)
-    option = "--patience" if done < read_run_record(out / FINISHED).get("num_steps", 0) else "--steps"
+    record = finished_record(out)
+    done = steps_done(record)
+    option = "--patience" if done < record.get("num_steps", 0) else "--steps"
     return f"{out} is already finished, with {done} steps; {option} with a larger number trains on"
 
 
