@@ -26,10 +26,10 @@ from pathlib import Path
 import numpy as np
 from measure import commit
 
-from treepack.columns import collect
 from treepack.pack.plan.check import check_plan
 from treepack.pack.plan.planning import plan_rows
 from treepack.pack.rows import pack_rows
+from treepack.sequences import collect
 from treepack.trajectory import Int32, Tokens, Trajectory
 from treepack.trie.builders.in_memory import build_trie
 

@@ -151,7 +151,7 @@ def _of_rollouts(paths: tuple[str, ...], build: BuildOptions, wanted: _ShowReque
         del stream  # ends the progress bar before anything is printed
         return _ShownViews((views.rollout_view(rollout) for rollout in rollouts), [], decoder)
 
-    from treepack.columns import collect
+    from treepack.sequences import collect
     from treepack.trie.builders.in_memory import build_trie
 
     trie = build_trie(collect(refuse_nothing(stream, counts)), share=build.share)

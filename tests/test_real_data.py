@@ -9,7 +9,6 @@ import pytest
 from support.manifests import manifest_of
 from support.paths import REAL, ROOT
 from treepack.analysis.capacities import forecast_lines, plan_capacities
-from treepack.columns import collect
 from treepack.costs.model_cost import PRESETS, operations, read_shape, shape_of
 from treepack.ingest.options import BuildOptions
 from treepack.ingest.stream import read, usable
@@ -19,6 +18,7 @@ from treepack.pack.plan.check import check_plan
 from treepack.pack.plan.plan import Plan
 from treepack.pack.plan.planning import plan_rows
 from treepack.pack.rows import pack_rows
+from treepack.sequences import collect
 from treepack.trie.builders.in_memory import build_trie
 from treepack.trie.check import check_trie
 from treepack.trie.trie import Trie

@@ -23,7 +23,6 @@ from learner import CAPACITY, Learner, learn, trajectories_of
 from tasks import has_both_outcomes, rewards_of, sample_trees
 
 import treepack
-from treepack.columns import SpanView
 from treepack.model.forward import row_logprobs
 from treepack.research.pros import selection
 from treepack.research.pros.augmentation import augment
@@ -32,6 +31,7 @@ from treepack.research.pros.pass_rates import LogOdds, estimate
 from treepack.research.pros.signals import entropies_of_terms
 from treepack.rollout.query import Query
 from treepack.rollout.tree import Tree
+from treepack.sequences import SpanView
 from treepack.trajectory import Float64, Int32
 from treepack.trie.trie import Trie
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from support.strategies import make
 from treepack.cluster.names import repeated_names
 from treepack.cluster.sequence_table import UInt64, rows_of_hashes, sequence_table, text_hashes
-from treepack.columns import as_columns, unique_ids
+from treepack.sequences import as_columns, unique_ids
 from treepack.trajectory import Int64
 
 IDS = ["a", "b", "a@f", "a@g", "a@f#2", "a#2", "b@f", "b@f#2", "b@f#2#2"]

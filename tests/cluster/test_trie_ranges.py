@@ -12,7 +12,7 @@ from support.strategies import make, sequences
 from treepack.cluster import trie_ranges as ranges_of_trie
 from treepack.cluster.sequence_table import sequence_table, table_sequences
 from treepack.cluster.trie_ranges import choose_splitters, order_keys, partition_key, range_of_rows, sample_keys
-from treepack.columns import collect
+from treepack.sequences import collect
 from treepack.trie.builders.in_memory import Partition, partitions
 from treepack.trie.nodes import sorted_by_tokens
 

@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.command_line import Run
-from treepack.columns import fill_routes
 from treepack.errors import TreepackError
 from treepack.ingest.options import BuildOptions
 from treepack.ingest.readers.tokens.route_fields import read_routes
+from treepack.sequences import fill_routes
 from treepack.trajectory import Routes, Tokens, Trajectory, is_recorded
 from treepack.trie.directory import build_trie_directory
 from treepack.trie.store.trie_files import read_trie

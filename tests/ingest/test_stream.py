@@ -22,7 +22,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from support.byte_tokenizer import PLAIN, save
-from treepack.columns import Sequences, join
 from treepack.errors import TreepackError
 from treepack.files.input_files.inputs import InputHash
 from treepack.ingest import stream
@@ -30,6 +29,7 @@ from treepack.ingest.options import BuildOptions
 from treepack.ingest.read_log import ReadLog
 from treepack.ingest.stream import ColumnsWork, Part, min_bytes, num_bytes, parts_and_job, read, usable
 from treepack.processes import ProcessTeam
+from treepack.sequences import Sequences, join
 
 Rollouts = list[dict[str, Any]]
 WORKERS = [1, pytest.param(2, marks=pytest.mark.slow)]

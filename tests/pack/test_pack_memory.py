@@ -19,10 +19,10 @@ from support.command_line import Run
 from support.strategies import make
 from support.trie_files import saved
 from treepack import PackOptions, TreepackError, pack_trie, plan_packing
-from treepack.columns import as_columns, with_unique_ids
 from treepack.pack.options import NORMALIZE
 from treepack.pack.packing import planning_bytes
 from treepack.pack.row import Row
+from treepack.sequences import as_columns, with_unique_ids
 from treepack.trajectory import Int32, Tokens, Trajectory
 from treepack.trie.builders.in_memory import build_trie, with_places
 from treepack.trie.store.trie_files import read_trie

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from support.manifests import manifest_of
 from support.strategies import make, trajectories
-from treepack.columns import PER_TOKEN
 from treepack.errors import TreepackError
 from treepack.files import parts
 from treepack.files.directory import finished_directory
@@ -29,6 +28,7 @@ from treepack.pack.row_group import packed_columns, row_schema
 from treepack.pack.rows import pack_rows
 from treepack.pack.weights import WholeTrie
 from treepack.ragged import RaggedArray
+from treepack.sequences import PER_TOKEN
 from treepack.trajectory import Trajectory
 from treepack.trie.builders.in_memory import build_trie
 from treepack.trie.trie import Trie

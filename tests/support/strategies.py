@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from treepack.columns import PER_TOKEN
 from treepack.pack.plan.problem import PlanTree
 from treepack.ragged import RaggedArray
+from treepack.sequences import PER_TOKEN
 from treepack.trajectory import Int32, Tokens, Trajectory
 
 Nested = tuple[int, list["Nested"]]  # a node's tokens and its children

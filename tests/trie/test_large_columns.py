@@ -13,10 +13,9 @@ import pytest
 
 from support.manifests import manifest_of
 from support.strategies import make
-from treepack import columns
+from treepack import sequences as sequences_module
 from treepack.analysis.show.selection import subset
 from treepack.analysis.turns import SortedTurns, cut_to_turns
-from treepack.columns import LOGPROBS, SpanView, collect, list_values, num_trained, take_rows, text_codes
 from treepack.files import schema
 from treepack.pack.check import checked_rows
 from treepack.pack.plan.plan import Plan
@@ -25,6 +24,7 @@ from treepack.pack.plan.problem import RowLimits
 from treepack.pack.rows import pack_rows
 from treepack.report.payload import mean_advantages
 from treepack.rl.group_tree import group_codes
+from treepack.sequences import LOGPROBS, SpanView, collect, list_values, num_trained, take_rows, text_codes
 from treepack.trajectory import Trajectory
 from treepack.trie.builders.in_memory import build_trie
 from treepack.trie.check import check_trie
@@ -82,7 +82,7 @@ def test_tables_without_rows_have_no_values() -> None:
 
 def test_long_input_is_collected_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = collect(rollouts())
-    monkeypatch.setattr(columns, "MAX_LIST_VALUES", 8)
+    monkeypatch.setattr(sequences_module, "MAX_LIST_VALUES", 8)
     sequences = collect(rollouts())
     assert sequences.table["advantages"].num_chunks > 5
     assert sequences.table.equals(expected.table)

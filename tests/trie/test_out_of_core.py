@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 
 from support import oracle, strategies
 from support.strategies import make, random_sequences
-from treepack.columns import Sequences, as_columns, unique_ids
 from treepack.errors import TreepackError
 from treepack.files import parts
 from treepack.ingest.options import SHARES
+from treepack.sequences import Sequences, as_columns, unique_ids
 from treepack.trajectory import Tokens, Trajectory
 from treepack.trie.builders import out_of_core as runs
 from treepack.trie.builders.in_memory import build_trie

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 from support.kept import as_lists, kept, token_sets
 from support.strategies import make
-from treepack.columns import as_columns
 from treepack.errors import TreepackError
 from treepack.files.part_columns import check_part_columns, with_types
 from treepack.files.schema import TRIE
 from treepack.ingest.array_rollouts import trajectories_from_arrays
 from treepack.ragged import RaggedArray, join_lists
+from treepack.sequences import as_columns
 from treepack.trajectory import Tokens, Trajectory
 from treepack.trie.builders.in_memory import build_trie
 from treepack.trie.builders.out_of_core import build_large_trie

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from support.oracle import count_tokens, dict_trie
 from support.recorded_routes import ROWS, ROWS_OF_256, routed_trajectories, with_routes
 from support.strategies import make
-from treepack.columns import collect
 from treepack.errors import TreepackError
 from treepack.rl.segments import segment_tree
+from treepack.sequences import collect
 from treepack.trajectory import Routes, Tokens, Trajectory, missing_route
 from treepack.trie.builders.in_memory import build_trie, route_costs
 from treepack.trie.check import check_trie

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from support.strategies import make
 from support.tempered import tempered, token_temperatures
-from treepack.columns import as_columns
 from treepack.errors import TreepackError
 from treepack.files import parts as file_parts
 from treepack.files import schema
@@ -21,6 +20,7 @@ from treepack.files.input_files import ranges
 from treepack.ingest import stream
 from treepack.ingest.array_rollouts import trajectories_from_arrays
 from treepack.ingest.options import BuildOptions
+from treepack.sequences import as_columns
 from treepack.trajectory import Tokens, Trajectory
 from treepack.trie.builders import builder
 from treepack.trie.builders import trie_parts as parts

@@ -22,10 +22,10 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from treepack.analysis.turns import SortedTurns, turns_of
-from treepack.columns import SpanView
 from treepack.costs.model_cost import FlopCount
 from treepack.errors import TreepackError
 from treepack.ingest.conversations import Conversations, conversations_of_manifest
+from treepack.sequences import SpanView
 from treepack.trajectory import Int64
 from treepack.trie.token_ranges import ranges
 from treepack.trie.trie import Trie

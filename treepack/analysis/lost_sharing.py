@@ -32,7 +32,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from treepack.analysis.text_differences import TextDifference, classify_difference
-from treepack.columns import SpanView, text_codes
+from treepack.sequences import SpanView, text_codes
 from treepack.trajectory import Int64
 from treepack.trie.shared_prefixes import range_minima, shared_in_order
 from treepack.trie.token_ranges import ranges_of_trajectories

@@ -18,8 +18,8 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from treepack.columns import SpanView, take_rows, text_codes
 from treepack.files import schema
+from treepack.sequences import SpanView, take_rows, text_codes
 from treepack.trajectory import Int32, Int64
 from treepack.trie.trie import Trie
 

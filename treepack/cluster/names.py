@@ -3,7 +3,7 @@
     hashes of the ids of all parts --> hashes that occur twice
     hashes --rows_of_hashes, in tasks--> ids, sources --> UniqueNames
 
-The names are equal to the names by `columns.unique_ids` for all trajectories in their order of arrival.
+The names are equal to the names by `sequences.unique_ids` for all trajectories in their order of arrival.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from treepack.cluster.sequence_table import UInt64, text_hashes
 from treepack.cluster.trie_ranges import UniqueNames
-from treepack.columns import unique_ids
+from treepack.sequences import unique_ids
 from treepack.trajectory import Int64
 
 LookUp = Callable[[UInt64], Iterable[tuple[Int64, list[str], list[str]]]]

@@ -27,13 +27,13 @@ from treepack.cluster.sequence_table import (
     text_hashes,
 )
 from treepack.cluster.trie_ranges import sample_keys
-from treepack.columns import num_trained
 from treepack.errors import TreepackError
 from treepack.files.input_files.inputs import InputHash
 from treepack.files.remote.cache import naming_addresses
 from treepack.ingest.read_log import ReadLog
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.stream import ColumnsWork
+from treepack.sequences import num_trained
 from treepack.tokenise.tokenization import TokenisationJob
 
 

@@ -17,8 +17,8 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from treepack.columns import Sequences, list_content
 from treepack.files import schema
+from treepack.sequences import Sequences, list_content
 from treepack.trajectory import Int64
 
 UInt64 = NDArray[np.uint64]

@@ -15,7 +15,6 @@ import numpy as np
 import pyarrow as pa
 
 from treepack.cluster.trie_slices import TrieSlice, read_slice
-from treepack.columns import SpanView, num_trained, text_codes
 from treepack.errors import TreepackError
 from treepack.files.remote.address import AnyPath
 from treepack.pack.capacity import NO_TOKEN_WITHIN, TOO_LONG_DROPPED, fit_capacity
@@ -28,6 +27,7 @@ from treepack.pack.plan.planning import ExcessTrajectories, bound_of_slice, exce
 from treepack.pack.plan.problem import RowLimits
 from treepack.pack.plan.unions import RowSizes
 from treepack.pack.weights import has_weights, times_trained, trained_weights
+from treepack.sequences import SpanView, num_trained, text_codes
 from treepack.trajectory import Int32, Int64
 from treepack.trie.store.row_groups import OPTIONAL
 from treepack.trie.trie import Trie

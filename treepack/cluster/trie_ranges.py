@@ -25,10 +25,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from treepack.cluster.sequence_table import ARRIVAL, COLUMNS, TOKENS, table_sequences
-from treepack.columns import list_content, take_rows
 from treepack.files import schema
 from treepack.files.manifest import FileEntry
 from treepack.files.parts import PART_TOKENS, PartWriter, planned_parts, token_slices
+from treepack.sequences import list_content, take_rows
 from treepack.trajectory import Int32, Int64
 from treepack.trie.builders.in_memory import Partition, partitions, with_places
 from treepack.trie.nodes import NodeArrays, common_prefix, forest_of, shared_with_previous, sorted_by_tokens

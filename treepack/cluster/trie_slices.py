@@ -19,12 +19,12 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from treepack.columns import list_content, take_rows
 from treepack.errors import TreepackError
 from treepack.files import schema
 from treepack.files.manifest import read_manifest
 from treepack.files.remote.address import AnyPath
 from treepack.files.remote.location import DirectoryLocation, locate
+from treepack.sequences import list_content, take_rows
 from treepack.trajectory import Int32, Int64
 from treepack.trie.nodes import subtree_ends
 from treepack.trie.shape import check_nodes, check_trained

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from treepack.columns import NO_TRAJECTORY
 from treepack.errors import TreepackError
+from treepack.sequences import NO_TRAJECTORY
 from treepack.tokenise.control_tokens import TRAINED
 from treepack.trajectory import Chat, Skipped, Trajectory
 

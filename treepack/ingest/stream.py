@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from treepack.columns import Sequences, as_columns
 from treepack.errors import TreepackError
 from treepack.files.input_files.inputs import InputHash
 from treepack.files.input_files.limits import RecordLimits
@@ -25,6 +24,7 @@ from treepack.ingest.read_log import PREFIX, ReadLog
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.reading import FinishedPart, UnreadPart, read_parts
 from treepack.processes import in_order
+from treepack.sequences import Sequences, as_columns
 from treepack.tokenise.search_turns import records_of
 from treepack.tokenise.tokenization import TokenisationJob, TrajectoryTokeniser, read_tokenizer
 from treepack.trajectory import Skipped, Trajectory

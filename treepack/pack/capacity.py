@@ -10,10 +10,10 @@ from itertools import chain
 
 import numpy as np
 
-from treepack.columns import PER_TOKEN
 from treepack.errors import TreepackError
 from treepack.pack.options import ANY_LENGTH, TOO_LONG
 from treepack.rl.rollout_parts import LOST_PARTS
+from treepack.sequences import PER_TOKEN
 from treepack.trajectory import Tokens, Trajectory, positions
 from treepack.trie.builders.out_of_core import rebuild
 from treepack.trie.trie import Trie, trajectories_of

@@ -20,13 +20,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from treepack.columns import (
-    LOGPROBS,
-    SpanView,
-    list_values,
-    ragged_values,
-    temperatures_of,
-)
 from treepack.errors import TreepackError, quoted_value
 from treepack.files import schema
 from treepack.files.column_views import ChunkedRows, ColumnView
@@ -35,6 +28,13 @@ from treepack.pack.row import Row, RowTerms, term_field
 from treepack.pack.weights import stored_times_trained, trajectory_factors
 from treepack.ragged import RaggedArray
 from treepack.rl.rollout_parts import rollout_codes, rollout_parts, rollout_places
+from treepack.sequences import (
+    LOGPROBS,
+    SpanView,
+    list_values,
+    ragged_values,
+    temperatures_of,
+)
 from treepack.trajectory import Float64, Int32, Int64
 from treepack.trie.storage import PageReleaser
 from treepack.trie.trie import Trie

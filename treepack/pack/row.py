@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from treepack.columns import join_routes
 from treepack.pack.child_order import tile_counts
 from treepack.ragged import RaggedArray, join_lists
+from treepack.sequences import join_routes
 from treepack.trajectory import Float32, Float64, Int32, Routes
 
 

@@ -15,14 +15,6 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
-from treepack.columns import (
-    LOGPROBS,
-    SpanView,
-    advantages_of,
-    list_values,
-    ragged_values,
-    temperatures_of,
-)
 from treepack.errors import TreepackError
 from treepack.files import schema
 from treepack.files.column_views import View
@@ -31,6 +23,14 @@ from treepack.pack.row import RowTerms
 from treepack.ragged import RaggedArray, join_lists
 from treepack.rl.group_tree import group_codes
 from treepack.rl.rollout_parts import rollout_codes, rollout_parts, rollout_places
+from treepack.sequences import (
+    LOGPROBS,
+    SpanView,
+    advantages_of,
+    list_values,
+    ragged_values,
+    temperatures_of,
+)
 from treepack.trajectory import Float64, Int32, Int64, positions
 from treepack.trie.nodes import paths
 from treepack.trie.storage import ArrayStorage, PageReleaser

@@ -19,12 +19,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from treepack.columns import list_values
 from treepack.report.contents import PageContents
 from treepack.report.parts import SharedParts, rewards_of
 from treepack.report.roles import ROLES
 from treepack.report.rollouts import ExplorerParts, PartOutcomes
 from treepack.report.words import printable
+from treepack.sequences import list_values
 from treepack.trajectory import Float64
 from treepack.trie.trie import Trie
 

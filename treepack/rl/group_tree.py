@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from treepack.columns import text_codes
+from treepack.sequences import text_codes
 from treepack.trajectory import Int64
 from treepack.trie.shared_prefixes import range_minima
 from treepack.trie.trie import Trie

@@ -13,7 +13,7 @@ from __future__ import annotations
 import numpy as np
 import pyarrow as pa
 
-from treepack.columns import text_codes
+from treepack.sequences import text_codes
 from treepack.trajectory import ON_SEVERAL_PATHS, Int32, Int64
 
 # A count of `pack`: rollouts of several trajectories of which one or all do not fit the capacity.

@@ -23,11 +23,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from treepack.columns import SpanView
 from treepack.errors import TreepackError
 from treepack.files.metadata import parse_metadata
 from treepack.ingest.readers.fields.rollout_facts import METADATA_DICTS, SEGMENT_IDS, SEGMENTS
 from treepack.rl.group_tree import NodePaths, TrajectoryOrigins, find_origins, group_tree
+from treepack.sequences import SpanView
 from treepack.trajectory import Int64, positions
 from treepack.trie.trie import Trie
 

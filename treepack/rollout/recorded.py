@@ -17,9 +17,9 @@ import numpy as np
 import orjson
 import pyarrow as pa
 
-from treepack.columns import SpanView
 from treepack.errors import TreepackError
 from treepack.ingest.readers.fields.rollout_facts import UNTRAINED_PREFIX
+from treepack.sequences import SpanView
 from treepack.trajectory import Int32
 from treepack.trie.trie import Trie, sequences_of
 

@@ -9,10 +9,10 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from treepack.columns import SpanView, ragged_values
 from treepack.errors import TreepackError
 from treepack.files import schema
 from treepack.kept_sets import wrong_set
+from treepack.sequences import SpanView, ragged_values
 from treepack.trajectory import Int64, Routes, is_recorded, missing_route, positions
 from treepack.trie.route_symbols import route_symbols
 from treepack.trie.shape import check_nodes, check_trained

@@ -16,8 +16,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from treepack.columns import PER_TOKEN, SpanView
 from treepack.errors import TreepackError
+from treepack.sequences import PER_TOKEN, SpanView
 from treepack.trajectory import Int32, Int64
 from treepack.trie.trie import Trie
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from treepack.columns import num_trained
+from treepack.sequences import num_trained
 from treepack.trie.trie import Trie
 
 COLUMNS = ["step", "group_id", "trained"]  # of the trajectories, which `totals_of` needs

@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from treepack.columns import NUMBERS_PER_TOKEN, SpanView, list_values, ragged_values
 from treepack.files import schema
 from treepack.files.metadata import parse_metadata
+from treepack.sequences import NUMBERS_PER_TOKEN, SpanView, list_values, ragged_values
 from treepack.trajectory import Float64, Int32, Int64, Routes, Tokens, Trajectory
 from treepack.trie.nodes import NodeArrays, paths
 from treepack.trie.storage import ArrayStorage, PageReleaser

@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from treepack.columns import NUMBERS_PER_TOKEN, SpanView
 from treepack.pack.row import Row
+from treepack.sequences import NUMBERS_PER_TOKEN, SpanView
 from treepack.trajectory import Float64, Int32, Int64, Tokens, Trajectory, positions
 from treepack.trie.nodes import paths
 from treepack.trie.trie import Trie

@@ -17,13 +17,13 @@ from pathlib import Path
 import numpy as np
 
 from treepack.analysis.show.wrapping import escape_text
-from treepack.columns import take_rows
 from treepack.errors import TreepackError
 from treepack.files import schema
 from treepack.files.manifest import Manifest
 from treepack.files.parts import open_part
 from treepack.pack.files import row_of_table
 from treepack.pack.row import Row
+from treepack.sequences import take_rows
 from treepack.trajectory import Float64, Int64, Trajectory
 from treepack.trie.trie import Trie
 

@@ -158,7 +158,7 @@ def shapes_of_trees(trie: Trie, *, split_ends: bool = False) -> PlanForest:
     through the same end or ends there too. Limits on loss terms need this, because then duplicates and prefixes of
     other trajectories are no longer free.
     """
-    from treepack.columns import SpanView  # with Arrow, which the rest of this file does not need
+    from treepack.sequences import SpanView  # with Arrow, which the rest of this file does not need
 
     parent, end, ends = (array.astype(np.int64) for array in (trie.parent, trie.node_end, trie.end_node))
     nodes = _NodeLists(trie.depth, trie.path_length, parent, end)

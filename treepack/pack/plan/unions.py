@@ -69,7 +69,7 @@ def row_tokens(lengths: Int64, shared: Int64, row_of: Int64, num_rows: int) -> I
 
 def trained_tokens(trie: Trie) -> Int64:
     """Return the loss terms of each trajectory, int64 [num_trajectories]."""
-    from treepack.columns import SpanView  # with Arrow, which the rest of this file does not need
+    from treepack.sequences import SpanView  # with Arrow, which the rest of this file does not need
 
     spans = SpanView.of(trie.trajectories)
     return spans.total(spans.sizes.astype(np.float64)).astype(np.int64)

@@ -21,12 +21,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from treepack.columns import SpanView
 from treepack.errors import TreepackError
 from treepack.pack.plan.planning import plan_rows
 from treepack.pack.row import Row
 from treepack.pack.rows import pack_rows
 from treepack.research.trace.targets import TurnPrefixes
+from treepack.sequences import SpanView
 from treepack.trajectory import Int32, Int64, Tokens, Trajectory
 from treepack.trie.builders.in_memory import build_trie
 from treepack.trie.trie import Trie, sequences_of

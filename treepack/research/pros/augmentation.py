@@ -27,12 +27,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from treepack.columns import SpanView
 from treepack.errors import TreepackError
 from treepack.files.metadata import parse_metadata
 from treepack.ingest.readers.fields.rollout_facts import UNTRAINED_PREFIX, marked
 from treepack.research.pros.signals import PerToken
 from treepack.rl.rollouts import rollouts_of
+from treepack.sequences import SpanView
 from treepack.trajectory import Float64, Int32, Int64, positions
 from treepack.trie.trie import Trie, sequences_of
 

@@ -22,12 +22,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from treepack.columns import SpanView
 from treepack.errors import TreepackError
 from treepack.files.input_files.record_files import read_records
 from treepack.files.input_files.records import Record
 from treepack.ingest.readers.fields.rollout_facts import IDS
 from treepack.ingest.readers.fields.token_fields import number_values
+from treepack.sequences import SpanView
 from treepack.trajectory import Float64, Int32, Int64, positions
 from treepack.trie.trie import Trie
 

@@ -20,7 +20,6 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from treepack.columns import SpanView
 from treepack.errors import TreepackError
 from treepack.files import schema
 from treepack.rl.advantages.advantage_options import TREE, AdvantageOptions
@@ -34,6 +33,7 @@ from treepack.rl.leaf_weights import LeafWeights, required_leaf_weights
 from treepack.rl.rollouts import TrieRollouts, refuse_split, rollouts_of
 from treepack.rl.segment_cuts import span_owners
 from treepack.rl.segments import SegmentTree, segment_tree
+from treepack.sequences import SpanView
 from treepack.trajectory import Float64, Int32, Int64, positions
 from treepack.trie.builders.in_memory import build_trie
 from treepack.trie.store.token_values import carried_values

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from treepack.columns import list_content
 from treepack.errors import TreepackError
 from treepack.rl.advantages.advantage_options import AdvantageOptions
 from treepack.rl.rollouts import TrieRollouts
 from treepack.rl.segment_cuts import first_trained
+from treepack.sequences import list_content
 from treepack.trajectory import Float64, Int64
 from treepack.trie.trie import Trie
 

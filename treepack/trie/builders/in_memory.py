@@ -23,10 +23,10 @@ from dataclasses import replace
 import numpy as np
 import pyarrow as pa
 
-from treepack.columns import Sequences, collect, take_rows
 from treepack.errors import TreepackError
 from treepack.files import schema
 from treepack.ingest.options import ROUTE_CONFLICTS, SHARES
+from treepack.sequences import Sequences, collect, take_rows
 from treepack.trajectory import Int32, Int64, Trajectory, is_recorded
 from treepack.trie.builders.route_order import ROWS_AT_ONCE, RoutedTokens, routed_order
 from treepack.trie.nodes import NodeArrays, forest_of, shared_with_previous, sorted_by_tokens

@@ -17,8 +17,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from treepack.columns import concatenate, is_repeated, num_changed, unique_ids
 from treepack.files import schema
+from treepack.sequences import concatenate, is_repeated, num_changed, unique_ids
 from treepack.trajectory import Int32, Int64
 from treepack.trie.builders.run_merge import MergedOrder, SequenceRange, SortedRun, merge, read_into, split
 from treepack.trie.builders.spool import RunIndex, SpoolFiles, StoredRun, read_index, read_table, token_offsets

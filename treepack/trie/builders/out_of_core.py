@@ -25,9 +25,9 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from treepack.columns import NO_TRAJECTORY, Sequences, as_columns, join, with_unique_ids
 from treepack.errors import TreepackError
 from treepack.files.parts import token_slices
+from treepack.sequences import NO_TRAJECTORY, Sequences, as_columns, join, with_unique_ids
 from treepack.trajectory import Tokens, Trajectory
 from treepack.trie.builders.in_memory import build_trie, with_places
 from treepack.trie.builders.merged import MergedRuns, merge_runs, read_merged_rows, read_merged_tokens

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from treepack.columns import NO_TRAJECTORY, Sequences, concatenate, fill_routes, route_shape, with_unique_ids
 from treepack.errors import TreepackError
+from treepack.sequences import NO_TRAJECTORY, Sequences, concatenate, fill_routes, route_shape, with_unique_ids
 from treepack.trajectory import Int32, Routes, missing_route
 from treepack.trie.builders.run_merge import read_into
 from treepack.trie.builders.spool import SpoolFiles, read_table, spool_disk

@@ -25,8 +25,8 @@ from typing import IO, Any
 import numpy as np
 import pyarrow as pa
 
-from treepack.columns import Sequences, join
 from treepack.errors import TreepackError
+from treepack.sequences import Sequences, join
 from treepack.trajectory import Int32, Int64
 from treepack.trie.builders.in_memory import Partition, partitions
 from treepack.trie.nodes import shared_with_previous, sorted_by_tokens

@@ -20,12 +20,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from treepack.columns import list_content
 from treepack.errors import TreepackError
 from treepack.files import schema
 from treepack.files.manifest import Manifest
 from treepack.files.parts import read_row_groups
 from treepack.files.routes import route_array, route_content
+from treepack.sequences import list_content
 from treepack.trajectory import Float64, Int32, Int64, Routes
 from treepack.trie.shape import check_trained
 from treepack.trie.storage import ArrayStorage, disk, map_file

@@ -17,12 +17,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from treepack.columns import PER_TOKEN
 from treepack.errors import TreepackError, first_line
 from treepack.files import schema
 from treepack.files.manifest import FileEntry, check_size, read_manifest
 from treepack.files.part_columns import with_types
 from treepack.files.remote.location import DirectoryLocation
+from treepack.sequences import PER_TOKEN
 from treepack.trajectory import Int64
 
 _OPENERS = 16  # remote parts that are opened side by side; each costs some round trips
