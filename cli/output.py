@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 import shutil
 import sys
@@ -77,22 +76,17 @@ def show_figures(figures: Mapping[str, Any], *, verbose: bool) -> None:
     _print_grid(rows, justify=("left", "right", "left"))
 
 
-UNUSED = re.compile(r"field '(.*)' not used")
-MAX_UNUSED = 4  # notes on unused fields that have a line of their own
-
-
-def show_notes(counts: Mapping[str, int], sentences: Iterable[str] = ()) -> None:
+def show_notes(counts: Mapping[str, int], sentences: Iterable[str] = (), *, verbose: bool = False) -> None:
     """Print notes under a table, wrapped to the terminal: how often each one of `counts` applies, and `sentences`.
 
-    Many notes on fields that are not used become one.
+    Notes on fields that are not used are one short line, except with `verbose`.
     """
-    unused = {name[0]: count for note, count in counts.items() if (name := UNUSED.findall(note))}
-    is_long = len(unused) > MAX_UNUSED
-    for note, count in counts.items():
-        if not (is_long and UNUSED.fullmatch(note)):
-            say(f"- {note}: {count:,}")
-    if is_long:
-        say("- fields not used: " + ", ".join(f"{name} ({count:,})" for name, count in unused.items()))
+    from treepack.ingest.read_log import without_unused
+
+    others, unused = (counts, "") if verbose else without_unused(counts)
+    for note, count in others.items():
+        say(f"- {note}: {count:,}")
+    sentences = [unused, *sentences] if unused else sentences
     for sentence in sentences:
         say(f"- {sentence}")
 

@@ -135,7 +135,7 @@ def _of_rollouts(paths: tuple[str, ...], build: BuildOptions, wanted: _ShowReque
     from treepack.analysis.show import selection, views
     from treepack.analysis.show.decoding import TokenDecoder
     from treepack.ingest import stream as ingest
-    from treepack.ingest.read_log import refuse_nothing
+    from treepack.ingest.read_log import refuse_nothing, without_unused
     from treepack.tokenise.tokenization import read_tokenizer
 
     where = ", ".join(paths)
@@ -155,8 +155,9 @@ def _of_rollouts(paths: tuple[str, ...], build: BuildOptions, wanted: _ShowReque
     from treepack.trie.builders.in_memory import build_trie
 
     trie = build_trie(collect(refuse_nothing(stream, counts)), share=build.share)
-    for reason, count in sorted(counts.items()):
-        click.echo(f"note: {reason}: {count:,}", err=True)
+    others, unused = without_unused(dict(sorted(counts.items())))
+    for note in [*(f"{reason}: {count:,}" for reason, count in others.items()), *filter(None, [unused])]:
+        click.echo(f"note: {note}", err=True)
     return _of_trie(trie, wanted, decoder, where=where)
 
 

@@ -42,7 +42,7 @@ def print_report(report: dict[str, Any], *, verbose: bool) -> None:
             say(f"{percent(share)} of the tokens lost their sharing, most by {most['cause']}; see --verbose.")
     if report.get("counts") or report.get("skipped") or report.get("control_tokens"):
         click.echo()
-        show_notes(report.get("counts", {}))
+        show_notes(report.get("counts", {}), verbose=verbose)
         print_skipped(report.get("skipped"))
         print_control_tokens(report.get("control_tokens"))
     if verbose:

@@ -144,7 +144,7 @@ def test_unused_fields_are_named_if_nothing_can_be_built(tmp_path: Path, treepac
     path = write(tmp_path, {"messages": [{"role": "user", "content": "Bolts?", "mood": "good"}], "grid": [["x"]]})
     result = treepack("build-trie", path, "--tokenizer", str(tokenizer_dir), "--out", str(tmp_path / "trie"))
     assert result.status == 1
-    assert "field 'grid' not used (1), message field 'mood' not used (1)" in result.err
+    assert result.err.endswith("; skipped: no trained token (1); fields not used: mood, grid\n")
 
 
 @pytest.fixture

@@ -156,3 +156,23 @@ def test_a_record_size_has_suffixes(treepack: Run, tmp_path: Path) -> None:
     for size in ("2M", "2MB", str(2 << 20)):
         assert "the line has more than 2 MB" in treepack("stats", path, "--max-record-size", size).err
     assert treepack("stats", path, "--max-record-size", "4m").status == 0
+
+
+def test_fields_that_are_not_used_are_one_line_with_three_names_and_without_bookkeeping(
+    treepack: Run, tmp_path: Path
+) -> None:
+    names = ["grid", "leaves", "moods", "shelves"]
+    fields = {name: [["x"]] for name in names} | {"usage": {"grid": [["x"]]}, "created_at": [["x"]]}
+    path = write(tmp_path / "r.jsonl", [rollout(1, None) | fields])
+    line = "fields not used: grid, leaves, moods, ... (4 in total, listed by treepack formats --record FILE)"
+    built = treepack("build-trie", path, "--out", str(tmp_path / "trie")).out
+    assert [each for each in built.splitlines() if "not used" in each] == [f"- {line}"]
+    assert f"note: {line}" in treepack("show", path).err.splitlines()
+    verbose = treepack("stats", path, "--verbose").out
+    assert all(f"- field '{name}' not used: 1" in verbose for name in (*names, "usage", "created_at"))
+
+
+def test_an_error_without_any_trajectory_names_the_reason_before_the_counts(treepack: Run, tmp_path: Path) -> None:
+    bad = {"input_ids": [1, 2], "loss_mask": [0, 1], "reward": "much", "grid": [["x"]]}
+    error = treepack("build-trie", write(tmp_path / "r.jsonl", [bad]), "--out", str(tmp_path / "trie")).err
+    assert 0 < error.index("the first: ") < error.index("expected a finite number") < error.index("; skipped: ")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +128,17 @@ def test_every_value_of_a_sample_is_used_or_named(name: str) -> None:
 def test_no_note_calls_a_value_unused_that_is_used(name: str) -> None:
     wrong = [path for records in files_of(name) for path in law.misnamed(records)]
     assert [path for path in wrong if not excused(name, path, NOT_NEEDED)] == []
+
+
+@pytest.mark.parametrize("name", ["openai-chat/calls", "openai-responses"])
+def test_no_note_calls_a_value_unused_that_is_used_in_the_other_form_of_a_call(name: str) -> None:
+    (records,) = (each for each in files_of(name.partition("/")[0]) if f"/{name}." in each[0].path)
+    others = [replace(record, value=law.other_form(record.value)) for record in records]
+    assert law.read(others).trained == law.read(records).trained != []
+    assert law.misnamed(others) == []
+    declared = {path.rpartition(".")[2] for path in formats_by_name()[name.partition("/")[0]].used}
+    named = {note.split("'")[1].rpartition(".")[2] for note in law.read(others).notes if note.startswith("field")}
+    assert declared & named <= {"content"}  # the text of a second choice
 
 
 @pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.slow), 8])

@@ -277,6 +277,21 @@ def misnamed(records: Sequence[Record]) -> list[str]:
     return [".".join(path) for path, has_effect in effects.items() if has_effect]
 
 
+OF_REQUEST = frozenset(
+    "model messages input instructions tools temperature previous_response_id conversation n max_tokens".split()
+)
+OF_ROLLOUT = frozenset({"session_id", "group_id", "reward"})
+
+
+def other_form(value: dict[str, Any]) -> dict[str, Any]:
+    """Return a call of a model in its other form: one object, or request and response."""
+    if "request" in value:
+        return {**value.get("response", {}), **value["request"], **{k: value[k] for k in OF_ROLLOUT & value.keys()}}
+    answer = {k: each for k, each in value.items() if k not in OF_REQUEST | OF_ROLLOUT}
+    asked = {k: value[k] for k in OF_REQUEST & value.keys()}
+    return {"request": asked, "response": answer, **{k: value[k] for k in OF_ROLLOUT & value.keys()}}
+
+
 def _replaced(records: Sequence[Record], number: int, path: Path, value: Any) -> list[Record]:
     def edit(record: Any) -> None:
         at(record, path[:-1])[path[-1]] = value

@@ -9,6 +9,7 @@ for any number of workers.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +24,18 @@ from treepack.trajectory import Chat, Skipped, Trajectory
 T = TypeVar("T")
 
 _MAX_NAMED = 100  # skipped rollouts and groups that a log names; all of them are counted
-_UNUSED = "not used"  # in the notes on fields that no reader uses
+_UNUSED = re.compile(r"(?:.* )?field '(.*)' not used")  # the note on a field that no reader uses
+_NUM_NAMED = 3  # fields that the line about all of them names
+# Words of names that a program writes for itself: ids, times, versions, costs, and kinds of entries.
+_BOOKKEEPING = frozenset(
+    """
+    id ids uuid guid index idx object kind type role name status state version schema is at timestamp ts time date
+    created updated started ended start end duration latency elapsed tokens token count counts num total cost costs
+    spend price stats timing model provider system tier fingerprint signature hash path cwd host user git branch mode
+    origin sidechain meta display visible in transcript only archived request service session environment parent leaf
+    level depth step max api
+    """.split()
+)
 PREFIX = "skipped: "  # begins the reasons for skipping among the counts
 _RENAMED_NOTE = "id that several trajectories have, followed by @ and the source"
 LARGE_SHARE = 0.05  # above this share of skipped rollouts, a summary begins with it
@@ -93,7 +105,7 @@ class ReadLog:
         elif lost and lost[0].is_rollout:  # a rollout of several samples is lost only with the last of them
             self._lose(lost[0])
             if isinstance(item, Trajectory):
-                self.unused.update(note for note in item.notes if _UNUSED in note)
+                self.unused.update(note for note in item.notes if _UNUSED.fullmatch(note))
 
     def count_renamed(self, number: int) -> None:
         """Count trajectories whose id is not unique."""
@@ -143,6 +155,27 @@ class ReadLog:
         }
 
 
+def without_unused(counts: Mapping[str, int]) -> tuple[dict[str, int], str]:
+    """Return `counts` without the notes on fields that are not used, and one line about them, "" if there are none.
+
+    Bookkeeping of a program, such as `message.usage.input_tokens` and `gitBranch`, is no news.
+    """
+    names = {note: match[1] for note in counts if (match := _UNUSED.fullmatch(note))}
+    news = [name for note, name in names.items() if not (note.startswith("field") and _is_bookkeeping(name))]
+    rest = {note: count for note, count in counts.items() if note not in names}
+    if not news:
+        return rest, ""
+    more = f", ... ({len(news):,} in total, listed by treepack formats --record FILE)"
+    listed = ", ".join(news[:_NUM_NAMED]) + more * (len(news) > _NUM_NAMED)
+    return rest, f"fields not used: {listed}"
+
+
+def _is_bookkeeping(path: str) -> bool:
+    # "message.isSidechain" -> [{message}, {is, sidechain}]
+    words = [{each.lower() for each in re.findall("[A-Z]?[a-z]+", name)} for name in path.split(".")]
+    return words[-1] <= _BOOKKEEPING or any({"usage", "metrics"} & each for each in words)
+
+
 def refuse_nothing(
     items: Iterable[T],
     counts: Mapping[str, int],
@@ -151,7 +184,7 @@ def refuse_nothing(
 ) -> Iterator[T]:
     """Yield `items`; if there is none, refuse the input with the `counts` of reasons for skipping and an example.
 
-    The error also has the notes `unused`, because a field that no reader uses may contain the answers.
+    The error names fields that are not used, of the notes `unused`, because they may contain the answers.
 
     Raises:
         TreepackError: there is no item.
@@ -166,6 +199,5 @@ def refuse_nothing(
     most_frequent = sorted(reasons.items(), key=lambda item: (-item[1], item[0]))
     listed = ", ".join(f"{reason} ({count:,})" for reason, count in most_frequent)
     example = next((each.detail for each in skipped if each.detail), "")
-    fields = ", ".join(f"{note} ({count:,})" for note, count in sorted(unused.items()))
-    parts = {"skipped: ": listed, "": fields, "the first: ": example}
+    parts = {"the first: ": example, "skipped: ": listed, "": without_unused(unused)[1]}
     raise TreepackError("; ".join([NO_TRAJECTORY, *(name + part for name, part in parts.items() if part)]))

@@ -123,6 +123,13 @@ def _calls(exchange: ApiExchange) -> list[_ChoiceCall]:
     return calls
 
 
+_USED = """
+    request.messages request.tools request.temperature response.choices.message
+    response.choices.logprobs.content response.prompt_token_ids response.choices.token_ids
+    response.choices.sampling_mask=response.choices.token_ids response.id
+    response.model session_id group_id reward response.body.model response.body.choices.message
+    response.choices.finish_reason request.messages.* messages.* choices.*
+""".split()
 FORMAT = Format(
     name="openai-chat",
     rank=540,
@@ -130,13 +137,8 @@ FORMAT = Format(
     recognised_by="a request with `messages` and a response with `choices`, or a line of a batch's input or output",
     requires=_is_chat_exchange,
     checked="none",
-    used="""
-        request.messages request.tools request.temperature response.choices.message
-        response.choices.logprobs.content response.prompt_token_ids response.choices.token_ids
-        response.choices.sampling_mask=response.choices.token_ids response.id
-        response.model session_id group_id reward response.body.model response.body.choices.message
-        response.choices.finish_reason request.messages.* messages.* choices.*
-    """.split(),
+    used=_USED,
+    also=[path.removeprefix("request.").removeprefix("response.") for path in _USED],  # both in one object
     dropped=(
         "the other settings of request and response (usage)",
         "top_logprobs",

@@ -22,6 +22,7 @@ from treepack.files.input_files.records import Record
 from treepack.ingest.readers.fields import endings
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.rollout_facts import temperature_of
+from treepack.ingest.readers.fields.unread import below
 from treepack.ingest.readers.fields.values import as_id, as_text, is_messages
 from treepack.ingest.readers.format import LINEAGE, MASKS, REWARDS, Format
 from treepack.ingest.readers.messages.content_blocks import skip_reason
@@ -157,6 +158,11 @@ def _identifier(exchange: ApiExchange, name: str) -> str | None:
     return None
 
 
+_USED = """
+    id input instructions tools temperature previous_response_id conversation.id model group_id reward
+    output.type output.role output.content output.name output.arguments output.call_id output.summary
+    output.id output.status status
+""".split()
 FORMAT = Format(
     name="openai-responses",
     rank=550,
@@ -164,11 +170,9 @@ FORMAT = Format(
     recognised_by="`input` and `output`, a list of items, in one object or as request and response",
     requires=_is_responses_exchange,
     checked="none",
-    used="""
-        id input instructions tools temperature previous_response_id conversation.id model group_id reward
-        output.type output.role output.content output.name output.arguments output.call_id output.summary
-        output.id output.status status
-    """.split(),
+    used=_USED,
+    # In one object, or as request and response, which a batch has in a body.
+    also=below(("request", "response", "request.body", "response.body", "body"), [*_USED, "output.input"]),
     dropped=(
         "the other settings of request and response (usage)",
         "reasoning.summary, reasoning.encrypted_content",
