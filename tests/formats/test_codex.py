@@ -101,6 +101,23 @@ def test_a_compaction_without_a_history_keeps_the_messages_of_the_user() -> None
     assert letters(*talk("qA"), compacted(), *talk("bB")) == {"S/turn-1": "qA", "S/turn-2": "qzbB"}
 
 
+def test_a_session_of_an_early_version_has_the_items_on_its_lines(tmp_path: Path) -> None:
+    lines = [{"id": "S", "timestamp": "t", "instructions": None, "git": {}}, {"record_type": "state"}]
+    lines += [each["payload"] for each in talk("uAuB")]
+    path = tmp_path / "rollout-S.jsonl"
+    path.write_text("".join(json.dumps(each) + "\n" for each in lines))
+    (item,) = read_trajectories([path])
+    assert isinstance(item, Trajectory)
+    assert item.trajectory_id == "S"
+    assert [(words, weight) for _, words, weight in turns(item.content)] == [
+        ("u", 0.0),
+        ("A", 1.0),
+        ("u", 0.0),
+        ("B", 1.0),
+    ]
+    assert not [note for note in item.notes if "content" in note or "role" in note]
+
+
 def test_turns_that_the_user_takes_back_are_trained_once_and_not_in_later_prompts() -> None:
     back = line("event_msg", type="thread_rolled_back", num_turns=1)
     assert letters(*talk("qAbB"), back, *talk("cC")) == {"S/turn-1": "qAbB", "S/turn-3": "qacC"}

@@ -31,14 +31,12 @@ from treepack.ingest.readers.messages.containers import with_containers
 from treepack.ingest.readers.path_steps import with_step
 from treepack.ingest.readers.recognition import (
     RecognisedFile,
-    UnknownFormatError,
     recognise,
     refuse_own_row,
-    refuse_unread,
-    unread_agent,
 )
 from treepack.ingest.readers.registry import all_formats, check_format, formats_by_name
 from treepack.ingest.readers.unknown_formats import unknown_format, with_suggestion
+from treepack.ingest.readers.unread_programs import UnknownFormatError, unread_program
 from treepack.processes import batched
 from treepack.trajectory import Skipped, Trajectory
 
@@ -224,9 +222,13 @@ def _format_of(record: Record, options: ReadOptions) -> Format | None:
     refuse_own_row(record)
     record = with_containers(record)
     if options.format == "auto":
-        # Before the formats: a part of such a record may look like one of them, and only this part would be read.
-        refuse_unread(record)
-        return next((each for each in all_formats() if each.matches(record.value)), None)
+        # Particular marks before the formats: a part of such a record may look like one of them, and only this part
+        # would be read. Weak marks before the next record: one of its later lines may look like a format too.
+        error = unread_program(record, particular=True)
+        found = None if error else next((each for each in all_formats() if each.matches(record.value)), None)
+        if found is None and (error := error or unread_program(record, particular=False)) is not None:
+            raise error
+        return found
     named = formats_by_name()[options.format]
     return named if named.matches(record.value) else None
 
@@ -247,7 +249,9 @@ def detect_format(record: Record) -> str:
 
 def refusal(record: Record, options: ReadOptions) -> UnknownFormatError:
     """Return the error about a record of no known format, with a remedy that was tried on it."""
-    return unread_agent(record) or unknown_format(with_containers(record), all_formats(), _known_fields(), options)
+    return unread_program(record, particular=False) or unknown_format(
+        with_containers(record), all_formats(), _known_fields(), options
+    )
 
 
 @cache

@@ -19,100 +19,10 @@ from treepack.files.input_files.ranges import Range
 from treepack.files.input_files.records import LineBlock, Record, RecordBlock, blocks_of_list
 from treepack.ingest.readers.fields.values import is_messages
 from treepack.ingest.readers.format import Format
-from treepack.ingest.readers.kinds import ANY, LIST, OBJECT, TEXT, Fields, first, has_fields, no, one_of, some, starting
 from treepack.trajectory import Skipped
 
 # Blocks and records in which one of a known format is searched; each record is compared with all formats.
 _MAX_PIECES, _MAX_RECORDS = 16, 256
-
-# Programs whose exports and logs are not read, by marks of their records: alternatives of fields, as `Format.requires`.
-# Tracers of calls. Checked before the formats: a part of such a record may look like one of them.
-_BRAINTRUST: Fields = {
-    "_xact_id": ANY,
-    ("root_span_id", "span_attributes", "experiment_id", "log_id", "project_id"): ANY,
-}
-_WEAVE: Fields = {"op_name": TEXT, "started_at": ANY, ("inputs", "trace_id"): ANY}
-_TRACERS: dict[str, list[Fields]] = {
-    "Braintrust": [
-        _BRAINTRUST,
-        {"root_span_id": ANY, "span_attributes": ANY},
-        {"events": first(_BRAINTRUST)},
-        {"data": first(_BRAINTRUST)},
-    ],
-    "Weave": [{"op_name": starting("weave:///")}, _WEAVE, {"calls": first(_WEAVE)}],
-    "MLflow": [
-        {"info": OBJECT, "data.spans": LIST},
-        {"spans": some({"attributes.mlflow.traceRequestId": ANY})},
-        {("trace_metadata", "request_metadata"): ANY, ("execution_time_ms", "execution_duration"): ANY},
-    ],
-    "Helicone": [
-        {"request_created_at": ANY, ("request_body", "response_body", "response_created_at"): ANY},
-        {"heliconeMetadata": OBJECT},
-        {"data": first({"request_created_at": ANY, ("request_body", "response_body", "response_created_at"): ANY})},
-    ],
-}
-# Coding agents. These marks are weak, so they count only if no format matches.
-AGENTS: dict[str, list[Fields]] = {
-    "GitHub Copilot CLI": [
-        {"type": starting(prefix), "data": OBJECT, "id": ANY, "parentId": ANY}
-        for prefix in ("session.", "user.", "assistant.", "system.", "tool.", "hook.")
-    ],
-    "GitHub Copilot Chat": [
-        {"requests": LIST, ("requesterUsername", "responderUsername", "initialLocation"): ANY},
-        {"requests": LIST, "sessionId": TEXT, "creationDate": ANY},
-        {"kind": ANY, "v.requests": LIST},
-    ],
-    "Cursor": [
-        {"role": one_of("user", "assistant"), "message.content": ANY, "type": no(ANY)},
-        {"composerId": TEXT, ("conversation", "fullConversationHeadersOnly", "isAgentic"): ANY},
-        {"bubbleId": TEXT, "type": ANY},
-        {"tabs": first({"bubbles": LIST})},
-    ],
-    "Factory's Droid": [
-        {"type": one_of("session_start"), "id": TEXT, ("sessionTitle", "owner"): ANY},
-        {"type": one_of("message"), "session_id": TEXT, "role": ANY, "text": ANY},
-    ],
-    "Kimi CLI": [{"type": one_of("metadata"), "protocol_version": ANY}],
-    "Antigravity": [{"step_index": ANY, "source": TEXT, "type": TEXT, "status": ANY}],
-    "Goose": [{"working_dir": TEXT, "message_count": ANY}],
-    "the Agent Client Protocol": [{"method": starting("session/"), "params": OBJECT}],
-    "opencode run (opencode export writes a session that is read)": [
-        {"sessionID": TEXT, "timestamp": ANY, "type": TEXT, "part": OBJECT}
-    ],
-}
-
-
-class UnknownFormatError(TreepackError):
-    """No format matches a record. `reason` is the short reason to skip the file."""
-
-    reason = "file of no known format"
-
-
-class UnreadProgramError(UnknownFormatError):
-    """A record is an export of a program that treepack does not read."""
-
-    def __init__(self, source: str, program: str, remedy: str) -> None:
-        super().__init__(f"{source}: is an export of {program}, which treepack does not read; {remedy}")
-        self.reason = f"export of {program}, which is not read"
-
-
-def refuse_unread(record: Record) -> None:
-    """Refuse a record of a program in `_TRACERS`.
-
-    Raises:
-        UnreadProgramError: `record` has the marks of such a program.
-    """
-    if (program := _program_of(record.value, _TRACERS)) is not None:
-        remedy = "write each call of a model as one record with request and response (format openai-chat)"
-        raise UnreadProgramError(record.source, program, remedy)
-
-
-def unread_agent(record: Record) -> UnreadProgramError | None:
-    """Return the error about a record of a program in `AGENTS`, None if it is not of one."""
-    remedy = "write each conversation as one record with messages (format chat)"
-    program = _program_of(record.value, AGENTS)
-    return None if program is None else UnreadProgramError(record.source, program, remedy)
-
 
 FormatOf = Callable[[Record], Format | None]  # None if no format, or not the expected one, matches
 
@@ -208,8 +118,3 @@ def refuse_own_row(record: Record) -> None:
             f"{record.source}: is a part of a trie or packed directory; "
             "give the whole directory with its manifest to pack, stats or train, or the rollouts it was made from"
         )
-
-
-def _program_of(value: dict[str, Any], programs: dict[str, list[Fields]]) -> str | None:
-    """Return the name of the program among `programs` that wrote the record `value`, or None."""
-    return next((program for program, marks in programs.items() if has_fields(value, marks)), None)

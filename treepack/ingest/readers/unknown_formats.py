@@ -19,8 +19,9 @@ from treepack.files.remote.address import is_address
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.values import SIMILAR
 from treepack.ingest.readers.format import Format
-from treepack.ingest.readers.recognition import UnknownFormatError, lists_of_objects
+from treepack.ingest.readers.recognition import lists_of_objects
 from treepack.ingest.readers.suggestions import suggested_columns
+from treepack.ingest.readers.unread_programs import UnknownFormatError
 from treepack.trajectory import Trajectory
 
 # A refusal lists this many fields of a record, and this many characters of each name: enough to recognise the program,

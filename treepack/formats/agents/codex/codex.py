@@ -11,6 +11,8 @@ grows, until a compaction replaces it, or the user takes back turns; then a new 
 
     items        u a u b | compacted to s | u c          trajectories   u A u B      s u C
 
+Sessions of early versions have the items themselves on their lines, after a line of `id` and `instructions`.
+
 The base instructions and the developer messages after them are the system prompt. The file contains no tools, and the
 prompt that Codex sends lacks the parts of the base instructions about tools that it does not offer. Reasoning is in the
 file only if the server sends it in plain text; other reasoning is encrypted. Notes count both. A summary that the model
@@ -35,7 +37,7 @@ from treepack.formats.agents.codex.codex_files import copied_items, file_of_thre
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.values import as_objects, as_text, object_at, shown
 from treepack.ingest.readers.format import MASKS, Format
-from treepack.ingest.readers.kinds import OBJECT, one_of
+from treepack.ingest.readers.kinds import ANY, OBJECT, TEXT, no, one_of
 from treepack.ingest.readers.messages.content_blocks import plain_part, skip_reason
 from treepack.ingest.readers.messages.response_items import Item, ItemMessages, messages_of_items
 from treepack.trajectory import Skipped, Trajectory
@@ -43,6 +45,8 @@ from treepack.trajectory import Skipped, Trajectory
 CONTEXT_NOTE = "tools, and changes of the system prompt for them, are not in sessions of Codex"
 SUMMARY_NOTE = "summary for a compaction not used"
 _COPIED_NOTE = "turns that were copied from another session not trained"
+# A line with one of these fields is not the first line of an early session.
+_NOT_EARLY = ("type", "messages", "prompt", "input", "output", "response", "completion")
 _SNAPSHOT = "ghost_snapshot"  # an item of Codex itself: the state of the files, which no model reads
 
 
@@ -65,7 +69,7 @@ def _read_codex(records: Iterator[Record], options: ReadOptions) -> Iterator[Tra
     Raises:
         TreepackError: an item that `response_items` refuses.
     """
-    rows = list(records)
+    rows = [replace(row, value=_in_envelope(row.value)) for row in records]
     first, meta = rows[0], rows[0].value["payload"]
     log = _calls_of_file(rows)
     contexts = [row.value.get("payload") for row in rows if row.value.get("type") == "turn_context"]
@@ -83,9 +87,19 @@ def _read_codex(records: Iterator[Record], options: ReadOptions) -> Iterator[Tra
     yield from in_session(items, file, _group(file.path, options) if file is not None and is_agent else None)
 
 
+def _in_envelope(value: dict[str, Any]) -> dict[str, Any]:
+    """Return a line as `{type, payload}`, which lines of early versions are not."""
+    # {"type": "message", ..} -> response_item, {"id": "S", "instructions": null} -> session_meta
+    if "payload" in value:
+        return value
+    if "record_type" in value:
+        return {"type": value["record_type"]}
+    return {"type": "response_item" if "type" in value else "session_meta", "payload": value}
+
+
 def _group(path: str, options: ReadOptions) -> str | None:
     """Return the group of the session at `path`, by its first prompt; None if it has no turn of the model."""
-    rows = list(first_records(Path(path)))
+    rows = [replace(row, value=_in_envelope(row.value)) for row in first_records(Path(path))]
     items = read_chats(replace(rows[0], value={}), _calls_of_file(rows).calls[:1], options)
     return next((group_of_first(item) for item in items if isinstance(item, Trajectory)), None)
 
@@ -190,8 +204,12 @@ FORMAT = Format(
     name="codex",
     rank=170,
     program="Codex CLI",
-    recognised_by="a first line of `type` session_meta with `payload`",
-    requires=[{"type": one_of("session_meta"), "payload": OBJECT}],
+    recognised_by="a first line of `type` session_meta with `payload`, or of `id`, `timestamp`, and `instructions` or "
+    "`git`, and no content",
+    requires=[
+        {"type": one_of("session_meta"), "payload": OBJECT},
+        {"id": TEXT, "timestamp": TEXT, ("instructions", "git"): ANY, **dict.fromkeys(_NOT_EARLY, no(ANY))},
+    ],
     checked="first",
     used="""
         type payload payload.id payload.cwd payload.cli_version payload.base_instructions payload.type
@@ -206,5 +224,6 @@ FORMAT = Format(
         "payload.encrypted_content and payload.summary of reasoning",
     ),
     keeps={MASKS},
+    view=_in_envelope,
     read_file=_read_codex,
 )
