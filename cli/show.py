@@ -164,22 +164,13 @@ def _of_rollouts(paths: tuple[str, ...], build: BuildOptions, wanted: _ShowReque
 def _decoder(directory: Path, manifest: Manifest, tokenizer: str | None, *, text: bool) -> TokenDecoder | None:
     """Return the decoder of a directory's tokens: by `tokenizer`, or by the one that the directory was made with."""
     from treepack.analysis.show.decoding import TokenDecoder
-    from treepack.tokenise.tokenization import fingerprint, read_tokenizer
+    from treepack.tokenise.saved_template import tokenizer_of
 
     if not text:
         return None
-    entry = manifest.get("tokenizer")
-    name = tokenizer or (entry["name"] if entry else None)
-    if not name:
+    loaded = tokenizer_of(manifest, tokenizer, where=directory)
+    if loaded is None:
         raise _no_tokenizer(str(directory))
-    try:
-        loaded = read_tokenizer(name)
-    except TreepackError as error:
-        if tokenizer:
-            raise
-        raise TreepackError(f"{directory}: its tokenizer {name} cannot be loaded; give it with --tokenizer") from error
-    if entry and entry["sha256"] != fingerprint(loaded)["sha256"]:
-        raise TreepackError(f"{name}: is another tokenizer than {entry['name']}, which {directory} was made with")
     return TokenDecoder(loaded)
 
 

@@ -56,6 +56,7 @@ from treepack.ingest.readers.copies import find_copies, skipped_copies
 from treepack.ingest.readers.reading import detect_format
 from treepack.ingest.stream import options_and_job
 from treepack.processes import ReportProgress, with_progress
+from treepack.tokenise.saved_template import template_entry
 from treepack.tokenise.tokenization import fingerprint, read_tokenizer
 from treepack.trajectory import Int64
 from treepack.trie.directory import TrieSummary
@@ -193,6 +194,7 @@ def build_trie_on(
             conversations=conversations.as_record() if conversations else None,
             totals=totals,
             tokenizer=fingerprint(tokenizer) if tokenizer else None,
+            chat_template=template_entry(tokenizer, job.chat_template) if conversations else None,
             input={"sha256": reading.digest.hexdigest(), "num_files": reading.digest.num_files},
         )
         parts = list(nodes_of_ranges(nodes, ranges, share=options.share))

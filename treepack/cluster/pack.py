@@ -28,7 +28,7 @@ from treepack.cluster.trie_slices import TrieSlice, trie_slices
 from treepack.files import schema
 from treepack.files.directory import MANIFEST, finished_directory, refuse_existing
 from treepack.files.input_files.inputs import displayed
-from treepack.files.manifest import Provenance, TrieEntry, read_manifest
+from treepack.files.manifest import PACKED_FROM_TRIE, Provenance, TrieEntry, read_manifest
 from treepack.files.prepared import RATED_TRIE, prepared_part
 from treepack.files.remote.address import AnyPath, as_output, as_path
 from treepack.files.remote.cache import addresses_in, naming_addresses
@@ -104,15 +104,12 @@ def pack_trie_on(
         counts: Counter[str] = Counter()
         for plan in plans:
             counts.update(plan.counts)
-        provenance = Provenance(
+        provenance = replace(
+            Provenance.of(source, PACKED_FROM_TRIE),
             options=options.as_record() | ({"partitions": len(slices)} if len(slices) > 1 else {}),
             counts=dict(sorted(counts.items())),
             totals=_totals(plans, layout, job)
             | {"tiles_partial_unordered": sum(each.unordered_tiles for each in results)},
-            tokenizer=source.get("tokenizer"),
-            skipped=source.get("skipped"),
-            control_tokens=source.get("control_tokens"),
-            conversations=source.get("conversations"),
             trie=_trie_entry(location, trie),
         )
         rows = [each.written for each in results]

@@ -68,11 +68,34 @@ def read_header(path: str | AnyPath) -> PackedHeader:
     )
 
 
+_SAME = {"tokenizer": "the tokenizer of the model", "chat_template": "the same --chat-template"}
+
+
+def shared_origin(sources: Sequence[PackedSource]) -> dict[str, Any]:
+    """Return the tokenizer and the chat template with which `sources` were made, as far as their manifests have them.
+
+    Raises:
+        TreepackError: they differ.
+    """
+    shared: dict[str, Any] = {}
+    for name, remedy in _SAME.items():
+        for source in sources:
+            entry: Any = source.manifest.get(name)
+            first, known = shared.setdefault(name, (source, entry)) if entry else (source, entry)
+            if entry and entry["sha256"] != known["sha256"]:
+                one, other = (f"{each['name']} (sha256 {each['sha256'][:8]})" for each in (entry, known))
+                raise TreepackError(
+                    f"{source.path}: was made with the {name.replace('_', ' ')} {one} and {first.path} with {other}; "
+                    f"build both with {remedy}"
+                )
+    return {name: entry for name, (_, entry) in shared.items()}
+
+
 def join_manifests(sources: Sequence[PackedSource]) -> dict[str, Any]:
     """Return one manifest for several directories, see `mixture.MixedDataset.manifest`.
 
     Raises:
-        TreepackError: their tokenizers differ, or their loss weights cannot be compared.
+        TreepackError: their tokenizers or chat templates differ, or their loss weights cannot be compared.
     """
     manifests = [source.manifest for source in sources]
     for source, manifest in zip(sources, manifests, strict=True):
@@ -83,17 +106,10 @@ def join_manifests(sources: Sequence[PackedSource]) -> dict[str, Any]:
                     f"{source.path}: was packed with --{name} {other} and {sources[0].path} with --{name} {one}, so "
                     "their loss weights do not compare; pack both with the same one"
                 )
-    made_by = [(source, entry) for source in sources if (entry := source.manifest.get("tokenizer")) is not None]
-    for source, entry in made_by:
-        if entry["sha256"] != made_by[0][1]["sha256"]:
-            raise TreepackError(
-                f"{source.path}: was made with the tokenizer {entry['name']} and {made_by[0][0].path} with "
-                f"{made_by[0][1]['name']}; build both with the tokenizer of the model"
-            )
     return {
         "capacity": max(manifest["capacity"] for manifest in manifests),
         "max_token_id": max(manifest["max_token_id"] for manifest in manifests),
         "options": manifests[0]["options"],
         "files": [entry for manifest in manifests for entry in manifest["files"]],
-        **({"tokenizer": made_by[0][1]} if made_by else {}),
+        **shared_origin(sources),
     }

@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shlex
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict, cast
@@ -48,6 +48,17 @@ class TokenizerEntry(TypedDict):
     sha256: str
 
 
+class TemplateEntry(TypedDict):
+    """The chat template that rendered the conversations; `sha256` is that of its text, see `saved_template`.
+
+    `text` is an object with the entries default and tool_use if conversations with tools have a template of their own.
+    """
+
+    name: str
+    sha256: str
+    text: str | dict[str, str]
+
+
 class TrieEntry(TypedDict):
     """The trie that a directory was made from; `sha256` is that of its manifest.json."""
 
@@ -72,6 +83,7 @@ class Manifest(TypedDict):
     counts: dict[str, int]
     totals: dict[str, Any]
     tokenizer: TokenizerEntry | None
+    chat_template: NotRequired[TemplateEntry]
     max_token_id: int
     files: list[FileEntry]
     sha256: NotRequired[str]  # only absent before it is written
@@ -103,6 +115,7 @@ class Provenance:
     counts: Mapping[str, int] = field(default_factory=dict)
     totals: Mapping[str, Any] = field(default_factory=dict)
     tokenizer: TokenizerEntry | None = None
+    chat_template: TemplateEntry | None = None
     input: InputEntry | None = None
     skipped: Mapping[str, Any] | None = None
     control_tokens: Mapping[str, Any] | None = None
@@ -114,11 +127,13 @@ class Provenance:
     routes: Mapping[str, Any] | None = None
 
     @classmethod
-    def of(cls, manifest: Manifest) -> Provenance:
-        """Return the provenance of an existing directory; a copy of it gets the same with some entries replaced."""
-        names = {entry.name for entry in fields(cls)}
+    def of(cls, manifest: Manifest, names: Collection[str] | None = None) -> Provenance:
+        """Return the provenance of an existing directory, or its entries `names`; a copy replaces some entries."""
+        names = {entry.name for entry in fields(cls)} if names is None else names
         return cls(**{name: value for name, value in manifest.items() if name in names})  # type: ignore[arg-type]
 
+
+PACKED_FROM_TRIE = ("tokenizer", "chat_template", "skipped", "control_tokens", "conversations", "routes")
 
 # Required entries: a type, or the entries of an object.
 _FILE = {"name": str, "rows": int, "bytes": int, "sha256": str}
@@ -173,6 +188,7 @@ _OPTIONAL: dict[str, dict[str, Any]] = {
     "trie": {"path": str, "sha256": str},
     "conversations": _CONVERSATIONS,
     "tokenizer": {"name": str, "vocab_size": int, "sha256": str},
+    "chat_template": {"name": str, "sha256": str},
     "logprobs": {},
     "critic": {},
     "routes": {},

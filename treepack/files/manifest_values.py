@@ -47,6 +47,10 @@ def check_values(manifest: Mapping[str, Any], path: str) -> None:
             for number, item in enumerate((manifest.get(name) or {}).get(key, ())):
                 good = isinstance(item, dict) and all(isinstance(item.get(field), str) for field in fields)
                 _require(good if fields else isinstance(item, str), path, f"{name}.{key}[{number}]", item)
+    text = (manifest.get("chat_template") or {"text": ""}).get("text")
+    named = text if isinstance(text, dict) else {"default": text}
+    good = named.keys() <= {"default", "tool_use"} and all(isinstance(each, str) for each in named.values())
+    _require(good and "default" in named, path, "chat_template.text", text)
     for name, entry in (manifest.get("logprobs") or {}).items():
         temperature = entry.get("temperature", 1.0) if isinstance(entry, dict) else None
         good = _is_number(temperature) or isinstance(temperature, str)
@@ -92,7 +96,8 @@ _OPTIONS: dict[str, Callable[[Any], bool]] = {
     "pairs_budget": _is_number,
     "method": _is_text,
 }
-_TEXTS = {"tokenizer": ("name", "sha256"), "trie": ("path", "sha256"), "skipped": ("main_reason",)}
+_TEXTS = {"trie": ("path", "sha256"), "skipped": ("main_reason",)}
+_TEXTS |= dict.fromkeys(("tokenizer", "chat_template"), ("name", "sha256"))
 # Lists of objects with these texts; without one, lists of texts.
 _LISTS: dict[str, dict[str, tuple[str, ...]]] = {
     "skipped": {"rollouts": ("source", "reason"), "groups": ()},

@@ -8,7 +8,7 @@ The directory appears when it is complete.
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from treepack.errors import TreepackError
 from treepack.files import schema
 from treepack.files.directory import finished_directory, finished_file, is_inside, refuse_existing
 from treepack.files.input_files.inputs import displayed
-from treepack.files.manifest import Manifest, Provenance, read_manifest, trie_entry
+from treepack.files.manifest import PACKED_FROM_TRIE, Manifest, Provenance, read_manifest, trie_entry
 from treepack.files.prepared import RATED_TRIE, prepared_part
 from treepack.files.remote.address import AnyPath, as_output, as_path
 from treepack.files.remote.cache import local_copy, naming_addresses
@@ -106,15 +106,11 @@ def pack_trie(
             with saved.open("w", encoding="utf-8", newline="\n") as file:
                 lines = plan_lines(packing.trie, packing.plan, trie_sha256=entry["sha256"])
                 file.writelines(line + "\n" for line in lines)
-        provenance = Provenance(
+        provenance = replace(
+            Provenance.of(source, PACKED_FROM_TRIE),
             options=_recorded(packing, plan_file),
             counts=packing.counts,
             totals=packing.totals,
-            tokenizer=source.get("tokenizer"),
-            skipped=source.get("skipped"),
-            control_tokens=source.get("control_tokens"),
-            conversations=source.get("conversations"),
-            routes=source.get("routes"),
             trie=entry,
         )
         rows = with_progress(packing, progress, "packing", unit="rows", total=len(packing))

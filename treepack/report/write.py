@@ -36,7 +36,8 @@ from treepack.report.figures import PackedFigures, ReportSubject, measure
 from treepack.report.page import MARK, render_page
 from treepack.report.pictures import PICTURES, write_pictures
 from treepack.report.rebuilt import trie_of_rows
-from treepack.tokenise.tokenization import fingerprint, read_tokenizer
+from treepack.tokenise.saved_template import tokenizer_of
+from treepack.tokenise.tokenization import read_tokenizer
 from treepack.trie.directory import read_to_trie, skipped_record
 from treepack.trie.store.trie_files import read_trie
 from treepack.trie.totals import trie_totals
@@ -165,20 +166,13 @@ def _read(
 
 def _tokenizer_of(directory: Path, manifest: Manifest, name: str | None, note: Callable[[str], None]) -> Any:
     """Return the tokenizer `name`, or else the one of the manifest, or None if there is none or it cannot be loaded."""
-    entry = manifest.get("tokenizer")
-    chosen = name or (entry["name"] if entry else None)
-    if not chosen:
-        return None
     try:
-        tokenizer = read_tokenizer(chosen)
-    except TreepackError:
+        return tokenizer_of(manifest, name, where=directory)
+    except TreepackError as error:
         if name:
             raise
-        note(f"the tokenizer {chosen} cannot be loaded, so token ids are shown; give --tokenizer")
+        note(f"token ids are shown: {error}")
         return None
-    if entry and entry["sha256"] != fingerprint(tokenizer)["sha256"]:
-        raise TreepackError(f"{chosen}: is another tokenizer than {entry['name']}, which {directory} was made with")
-    return tokenizer
 
 
 def _packed(

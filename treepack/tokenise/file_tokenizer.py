@@ -136,7 +136,7 @@ def read_folder(folder: Path, name: str) -> FileTokenizer | None:
     if kind == "Qwen2Tokenizer":  # its class makes every special token special, even if the file differs
         texts = dict.fromkeys(str(token) for token in [*special.values(), *extra])
         backend.add_tokens([AddedToken(text, special=True) for text in texts])
-    return FileTokenizer(name, backend, special, extra, _templates(config, folder))
+    return FileTokenizer(name, backend, special, extra, templates_in(folder, config))
 
 
 def _tokens(
@@ -192,7 +192,7 @@ def _add_tokens(
         backend.add_tokens(tokens)
 
 
-def _templates(config: Mapping[str, Any], folder: Path) -> str | dict[str, str] | None:
+def templates_in(folder: Path, config: Mapping[str, Any]) -> str | dict[str, str] | None:
     """Return the chat template, or several by name; files count before tokenizer_config.json."""
     paths = {"default": folder / "chat_template.jinja"} if (folder / "chat_template.jinja").is_file() else {}
     paths |= {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}

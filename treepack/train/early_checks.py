@@ -16,7 +16,7 @@ from typing import Any
 
 from treepack.costs.model_cost import language_model, num_experts
 from treepack.costs.model_fields import check_scans
-from treepack.data.packed_header import PackedHeader, join_manifests, read_header
+from treepack.data.packed_header import PackedHeader, join_manifests, read_header, shared_origin
 from treepack.errors import TreepackError
 from treepack.files import schema
 from treepack.files.directory import RUN
@@ -58,6 +58,7 @@ def check_training(
     check_launched(options.ranks_of_row, options.ranks_of_experts)
     check_mix(options.mix, len(packed))
     headers, others = _read_headers(packed), _read_headers(held_out)
+    shared_origin([*headers, *others])
     for each in (headers, others):
         check_needed_columns(each, options.objective)
     if options.mix is not None:

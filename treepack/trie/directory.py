@@ -21,6 +21,7 @@ from treepack.ingest.conversations import conversations_of_log
 from treepack.ingest.options import BuildOptions
 from treepack.ingest.read_log import ReadLog
 from treepack.processes import ReportProgress
+from treepack.tokenise.saved_template import template_entry
 from treepack.tokenise.tokenization import fingerprint, read_tokenizer
 from treepack.trie.builders.builder import TrieBuilder
 from treepack.trie.builders.merged import MergedRuns
@@ -102,6 +103,7 @@ def build_trie_directory(
                 totals=totals,
                 routes=None if (costs := builder.route_costs) is None else costs.as_record(options.route_conflicts),
                 tokenizer=fingerprint(tokenizer) if tokenizer else None,
+                chat_template=template_entry(tokenizer, options.template_file()) if conversations else None,
                 input={"sha256": digest.hexdigest(), "num_files": digest.num_files},
             )
             manifest = builder.write(trie, temporary, provenance)

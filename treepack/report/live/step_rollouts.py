@@ -17,7 +17,7 @@ from treepack.report.live.step_rows import ScheduledRows
 from treepack.report.payload import explorer_settings, payload
 from treepack.report.rebuilt import trie_of_rows
 from treepack.report.rollouts import explorer_parts
-from treepack.tokenise.tokenization import fingerprint, read_tokenizer
+from treepack.tokenise.saved_template import tokenizer_of
 
 MAX_STEPS = 8
 MAX_TOKENS = 400_000  # of several steps: the explorer is ready in a second or two
@@ -60,19 +60,16 @@ def rollout_texts(rows: ScheduledRows, *, name: str | None, limit: int | None) -
     Raises:
         TreepackError: `name` is given and cannot be loaded, or is another tokenizer.
     """
-    entry = rows.manifest.get("tokenizer")
     if limit is None:
         return RolloutTexts(None, None, "This page contains no text (--no-text).")
-    if name is None and entry is None:
-        return RolloutTexts(None, limit, "The page shows token ids, because no tokenizer is known (--tokenizer).")
     try:
-        tokenizer = read_tokenizer(name or entry["name"])  # type: ignore[index]
-    except TreepackError:
+        tokenizer = tokenizer_of(rows.manifest, name, where=rows.directory or "the run")
+    except TreepackError as error:
         if name:
             raise
-        return RolloutTexts(None, limit, f"The page shows token ids, because {entry['name']} cannot be loaded.")  # type: ignore[index]
-    if entry and entry["sha256"] != fingerprint(tokenizer)["sha256"]:
-        raise TreepackError(f"{name or entry['name']}: is another tokenizer than {entry['name']}, which the rows have")
+        return RolloutTexts(None, limit, f"The page shows token ids ({error}).")
+    if tokenizer is None:
+        return RolloutTexts(None, limit, "The page shows token ids, because no tokenizer is known (--tokenizer).")
     return RolloutTexts(tokenizer, limit)
 
 

@@ -20,6 +20,7 @@ from treepack.model.head.value_head import without_value_head, write_value_head
 from treepack.model.load import hide_progress_bars, load_merged
 from treepack.model.weights.whole_checkpoint import copy_other_files, has_rest, save_whole
 from treepack.model.weights.writing import SavedWeights, save_settings, saved_weights
+from treepack.tokenise.saved_template import write_template
 from treepack.train.run import TrainingRun
 
 _log = logging.getLogger("treepack")
@@ -68,6 +69,8 @@ def save_model(
         run.tokenizer.save_pretrained(directory)
     if not is_adapted(model) and has_rest(model, base):
         copy_other_files(base, directory)  # last, because the tokenizer's own files lack the name of the processor
+    if (template := run.dataset.manifest.get("chat_template")) is not None:
+        write_template(directory, template)
 
 
 def _merge(run: TrainingRun, directory: Path, base: str) -> Any:

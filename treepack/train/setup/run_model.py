@@ -18,6 +18,7 @@ import pyarrow as pa
 from treepack.attention import row_multiple
 from treepack.data.dataset import PackedDataset
 from treepack.data.mixture import AnyDataset, sources_of
+from treepack.data.packed_header import shared_origin
 from treepack.errors import TreepackError
 from treepack.files.manifest import TokenizerEntry
 from treepack.files.model_source import VALUE_FILE
@@ -32,6 +33,7 @@ from treepack.model.head.value_head import has_saved_head, without_value_head
 from treepack.model.load import load_model
 from treepack.model.loaded import LoadedModel
 from treepack.model.weights.whole_checkpoint import check_savable, has_rest
+from treepack.tokenise.saved_template import is_template_of
 from treepack.tokenise.tokenization import load_tokenizer
 from treepack.train.options import TrainOptions
 from treepack.train.ranks import Ranks
@@ -124,7 +126,14 @@ def check_fit(
             each.dataset.multiple = row_multiple(loaded.attention)
             check_rows_fit(each.dataset, loaded)
     _check_routes(dataset, loaded)
+    if held_out is not None:
+        shared_origin([*sources_of(dataset), *sources_of(held_out.dataset)])
     tokenizer, notes = _tokenizer(loaded, dataset.manifest.get("tokenizer"))
+    template = dataset.manifest.get("chat_template")
+    if template is not None and tokenizer is not None and not is_template_of(tokenizer.chat_template, template):
+        own = "has another one" if tokenizer.chat_template else "has none"
+        made_by = f"the data was made with the chat template {template['name']}"
+        notes = (*notes, f"{made_by}, and the model's tokenizer {own}; it is saved with that of the data")
     notes = (*loaded.notes, *notes, *repair_generation_config(loaded.causal), *_adapter_notes(loaded, options.seed))
     notes = (*notes, *_router_notes(loaded, options, balance), *data.notes)
     if not objective.has_values and has_saved_head(loaded.source):
