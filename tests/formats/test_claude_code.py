@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from support.paths import ROLLOUTS
 from support.read_rollouts import read_trajectories
 from support.readings import Items, chats, read_whole, reasons, said_in, turns
+from treepack.calls import stream_lines
 from treepack.calls.call_logs import NO_CALL
 from treepack.errors import TreepackError
 from treepack.formats.agents import claude_code
@@ -269,3 +270,127 @@ def test_a_prompt_that_begins_after_a_line_of_a_different_file_is_counted() -> N
     assert claude_code.PARENT_NOTE in cut.notes
     ((whole, _),) = chats(read([entry("gone", None, content="x"), *rest]))
     assert claude_code.PARENT_NOTE not in whole.notes
+
+
+def streamed(kind: str, content: Any, *, agent: str | None = None, session: str = "S", **more: Any) -> Line:
+    message = {"role": kind, "content": content} | (
+        {"id": more.pop("id", None), "model": "m"} if kind != "user" else {}
+    )
+    return {"type": kind, "message": message, "parent_tool_use_id": agent, "session_id": session, "uuid": "x"} | more
+
+
+def call(name: str) -> dict[str, Any]:
+    return {"type": "tool_use", "id": name, "name": "f", "input": {}}
+
+
+def result(name: str) -> Line:
+    return {"type": "tool_result", "tool_use_id": name, "content": f"result {name}"}
+
+
+INIT = {"type": "system", "subtype": "init", "session_id": "S", "tools": ["f"], "cwd": "/w"}
+BOUNDARY = {"type": "system", "subtype": "compact_boundary", "session_id": "S"}
+
+
+def told(*lines: Line) -> list[list[tuple[str, float]]]:
+    """Texts and weights of each conversation of a stream, in the order of the file."""
+    return [[(str(words), weight) for _, words, weight in turns(chat)] for _, chat in chats(read([INIT, *lines]))]
+
+
+def test_a_stream_is_one_conversation_whose_final_result_is_not_trained_again() -> None:
+    talk = told(
+        streamed("user", "u"),
+        {"type": "stream_event", "session_id": "S", "event": {"type": "content_block_delta"}},
+        streamed("assistant", [text("A")], id="m1"),
+        streamed("assistant", [call("c")], id="m1"),
+        streamed("user", [result("c")]),
+        streamed("assistant", [text("B")], id="m2"),
+        {"type": "result", "subtype": "success", "is_error": False, "result": "B", "session_id": "S"},
+        streamed("user", "v"),
+        streamed("assistant", [text("C")], id="m3"),
+    )
+    assert talk == [[("u", 0.0), ("A", 1.0), ("result c", 0.0), ("B", 1.0), ("v", 0.0), ("C", 1.0)]]
+
+
+def test_runs_of_one_file_are_rollouts_of_their_own() -> None:
+    lines = [
+        streamed(kind, said, session=name, id=name)
+        for name in ("S", "T")
+        for kind, said in (("user", f"u {name}"), ("assistant", [text(f"A {name}")]))
+    ]
+    names = {item.trajectory_id for item in read([INIT, *lines]) if isinstance(item, Trajectory)}
+    assert names == {"S", "T"}
+    assert told(*lines) == [[(f"u {name}", 0.0), (f"A {name}", 1.0)] for name in ("S", "T")]
+
+
+def test_a_sub_agent_in_a_stream_is_a_conversation_of_its_own_if_its_texts_are_there() -> None:
+    main = [streamed("user", "u"), streamed("assistant", [call("c")], id="m1")]
+    inner = [streamed("user", [text("v")], agent="c"), streamed("assistant", [call("d")], agent="c", id="m2")]
+    inner += [streamed("user", [result("d")], agent="c")]
+    end = [streamed("user", [result("c")]), streamed("assistant", [text("B")], id="m4")]
+    outer = [("u", 0.0), ("", 1.0), ("result c", 0.0), ("B", 1.0)]
+    assert told(*main, *inner, *end) == [outer]
+    (item,) = (each for each in read([INIT, *main, *inner, *end]) if isinstance(each, Trajectory))
+    assert stream_lines.NO_TEXTS in item.notes
+    said = [streamed("assistant", [text("A")], agent="c", id="m3")]
+    assert told(*main, *inner, *said, *end) == [outer, [("v", 0.0), ("", 1.0), ("result d", 0.0), ("A", 1.0)]]
+
+
+@pytest.mark.parametrize(
+    ("lines", "reason"),
+    [
+        ([streamed("assistant", [text("A")], id="m")], stream_lines.NO_PROMPT),
+        ([streamed("user", [result("c")]), streamed("assistant", [text("A")], id="m")], stream_lines.NO_PROMPT),
+        ([BOUNDARY, streamed("user", "u"), streamed("assistant", [text("A")], id="m")], stream_lines.NO_SUMMARY),
+    ],
+)
+def test_a_stream_without_its_prompt_is_skipped_and_the_remedy_is_named(lines: list[Line], reason: str) -> None:
+    (item,) = read([INIT, *lines])
+    assert isinstance(item, Skipped)
+    assert (item.reason, item.is_rollout) == (reason, True)
+    assert "below ~/.claude/projects" in str(item.detail)
+
+
+def test_a_compaction_with_its_summary_starts_a_trajectory() -> None:
+    before = [streamed("user", "u"), streamed("assistant", [text("A")], id="m1"), BOUNDARY]
+    after = [streamed("user", "so far", isSynthetic=True), streamed("assistant", [text("B")], id="m2")]
+    assert told(*before, *after) == [[("u", 0.0), ("A", 1.0)], [("so far", 0.0), ("B", 1.0)]]
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        {"type": "result", "session_id": "S", "stop_reason": "max_tokens", "result": "A"},
+        {"type": "stream_event", "session_id": "S", "event": {"delta": {"stop_reason": "max_tokens"}}},
+    ],
+)
+def test_an_answer_that_a_limit_cut_is_cut_in_a_stream(end: Line) -> None:
+    ((_, chat),) = chats(read([INIT, streamed("user", "u"), streamed("assistant", [text("A")], id="m"), end]))
+    assert chat.message_cuts == [False, True]
+
+
+def test_lines_without_links_are_read_in_the_order_of_the_file() -> None:
+    def line(kind: str, content: Any) -> Line:
+        return {"type": kind, "sessionId": "S", "message": {"role": kind, "content": content}}
+
+    lines = [line("user", "u"), line("assistant", [text("A")]), line("assistant", [call("c")])]
+    lines += [line("user", [result("c")]), line("assistant", "B")]
+    ((_, chat),) = chats(read(lines))
+    assert [(words, weight) for _, words, weight in turns(chat)] == [
+        ("u", 0.0),
+        ("A", 1.0),
+        ("result c", 0.0),
+        ("B", 1.0),
+    ]
+
+
+def test_a_stream_of_cursor_is_refused_by_its_name() -> None:
+    tool = {"type": "tool_call", "subtype": "started", "session_id": "S", "tool_call": {"readToolCall": {}}}
+    with pytest.raises(TreepackError, match="3: is an export of Cursor"):
+        read([INIT, streamed("user", "u"), tool, streamed("assistant", [text("A")], id="m")])
+
+
+def test_an_api_error_in_a_stream_is_neither_trained_nor_in_a_prompt() -> None:
+    failed = streamed("assistant", [text("API Error")], id="m1", error="overloaded")
+    failed["message"]["model"] = claude_code.SYNTHETIC
+    lines = [streamed("user", "u"), failed, streamed("user", "again"), streamed("assistant", [text("B")], id="m2")]
+    assert told(*lines) == [[("u", 0.0), ("again", 0.0), ("B", 1.0)]]

@@ -37,6 +37,7 @@ from treepack.calls.session_files import (
     first_records,
     in_session,
 )
+from treepack.calls.stream_lines import REMEDY, line_of_stream, linked_sessions
 from treepack.errors import TreepackError
 from treepack.files.input_files.inputs import STDIN
 from treepack.files.input_files.records import Record
@@ -53,6 +54,9 @@ CONTEXT_NOTE = "system prompt, tools and some reminders are not in sessions of C
 INTERRUPTED_NOTE = "interrupted turn not trained"
 PARENT_NOTE = "prompt begins after a line that is not in the file"
 SUB_AGENT = "description of a sub-agent, whose session is another file"
+
+# Types of the first lines of a stream.
+_STREAMED = "system user assistant result stream_event rate_limit_event".split()
 
 _Message = dict[str, Any]
 
@@ -105,8 +109,18 @@ def _read_claude_code(records: Iterator[Record], options: ReadOptions) -> Iterat
     if "agentType" in rows[0].value:
         yield Skipped(rows[0].source, SUB_AGENT, is_rollout=False)
         return
+    for lines, faults in linked_sessions(rows):
+        if lines or not faults:
+            yield from _read_session(lines or rows, faults, options)
+        else:
+            yield Skipped(rows[0].source, faults[0], detail=f"{rows[0].source}: is a {faults[0]}; {REMEDY}")
+
+
+def _read_session(rows: list[Record], faults: tuple[str, ...], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+    """Read the trajectories of the lines of one session; `faults` are why others of its lines are not used."""
     session = _session(rows)
     log = _calls(session)
+    log.note(*faults)
     record = replace(rows[0], source=rows[0].path, value=_description(session, rows[0]))
     if log.calls:
         items = log.read(record, options, context=(CONTEXT_NOTE,))
@@ -213,6 +227,7 @@ def _calls(session: _SessionTree) -> CallLog:
     interrupted = {entry.parent for entry in session.entries.values() if _is_interruption(entry)}
     if not {entry.parent for entry in session.entries.values()} <= {None, *session.entries}:
         log.note(PARENT_NOTE)
+    has_models = any(block.message.get("model") for blocks in session.blocks.values() for block in blocks)
     for blocks in session.blocks.values():
         prompt = _prompt(session, blocks[0].parent, prompts)
         answer = _answer(blocks)
@@ -223,7 +238,8 @@ def _calls(session: _SessionTree) -> CallLog:
             continue
         # Only the last line of a message has the reason.
         reasons = [reason for block in blocks if (reason := block.message.get("stop_reason")) is not None]
-        unknown = None if model and isinstance(model, str) else "its model is not text"  # perhaps SYNTHETIC
+        is_known = isinstance(model, str) and model != ""
+        unknown = None if is_known or not has_models else "its model is not text"  # perhaps SYNTHETIC
         log.add(prompt.messages, answer, reason=prompt.reason or unknown, ending=reasons[-1] if reasons else None)
     return log
 
@@ -309,11 +325,13 @@ def _description(session: _SessionTree, first: Record) -> dict[str, Any]:
 FORMAT = Format(
     name="claude-code",
     rank=160,
-    program="Claude Code",
-    recognised_by="`type` and `sessionId`, a first line of `type` summary or file-history-snapshot, a file .meta.json",
+    program="Claude Code (session files; streams of `claude -p --output-format stream-json`, and of programs like it)",
+    recognised_by="`type` and `sessionId` or `session_id`, a first line of `type` summary or file-history-snapshot, a "
+    "file .meta.json",
     requires=[
         # Qwen Code writes lines with the same fields, but messages in the form of Gemini's API.
         {"type": TEXT, "sessionId": TEXT, "message.parts": no(ANY), "systemPayload": no(ANY)},
+        {"type": one_of(*_STREAMED), "session_id": TEXT, ("subtype", "message", "event", "rate_limit_info"): ANY},
         {"type": one_of("summary"), "leafUuid": TEXT},
         {"type": one_of("file-history-snapshot"), "messageId": TEXT},
         {"agentType": TEXT, "toolUseId": TEXT},
@@ -332,6 +350,7 @@ FORMAT = Format(
         "lines that are not in the tree: summary, file-history-snapshot, queue-operation, last-prompt, mode",
     ),
     keeps={MASKS},
-    links="uuid parentUuid sessionId message.id type subtype".split(),
+    view=line_of_stream,
+    links="uuid parentUuid sessionId session_id agentId parent_tool_use_id message.id type subtype".split(),
     read_file=_read_claude_code,
 )
