@@ -89,6 +89,8 @@ class LazyCommands(click.Group):
 
                 error.args = (as_typed(str(error), command),)
             raise
+        except (SystemExit, EOFError) as error:  # of foreign code; click would end without a sentence, or with status 0
+            _stop_by_fault(error)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the commands in their groups."""
@@ -153,11 +155,13 @@ def _run() -> None:
         if error.name != "torch":
             _stop_by_fault(error)
         _stop(f"this command needs torch, which is not installed; {torch_hint()}")
-    except Exception as error:
+    except (SystemExit, KeyboardInterrupt):  # of click
+        raise
+    except BaseException as error:
         _stop_by_fault(error)
 
 
-def _stop_by_fault(error: Exception) -> NoReturn:
+def _stop_by_fault(error: BaseException) -> NoReturn:
     from .faults import describe_fault
 
     _stop(describe_fault(error))

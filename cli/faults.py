@@ -21,20 +21,21 @@ import traceback
 from contextlib import suppress
 from pathlib import Path
 
-LONGEST = 300  # characters of the exception's message
+from treepack.errors import described
+
 # How the system, and its loader of shared libraries, say it.
 NO_MEMORY = re.compile("cannot allocate memory|failed to map segment", re.IGNORECASE)
 # The place of gloo's code in an error about a connection, and the classes of torch.distributed.
 LOST_RANK = re.compile(r"gloo/transport|^Dist(Backend|Network|Store)Error\b")
 
 
-def describe_fault(error: Exception) -> str:
+def describe_fault(error: BaseException) -> str:
     """Return one sentence about `error`, after its traceback was written to a file of the temporary folder."""
     text = _traceback(error)
     if os.environ.get("TREEPACK_TRACEBACK"):
         with suppress(OSError, ValueError):
             sys.stderr.write(text if text.endswith("\n") else f"{text}\n")
-    message = _message(error)
+    message = described(error)
     if LOST_RANK.search(message):
         cause = message.partition(". ")[0]  # gloo adds advice for its own developers
         return f"stopped because another rank of the run ended or does not answer ({cause}); see the error of that rank"
@@ -50,23 +51,14 @@ def describe_fault(error: Exception) -> str:
     return f"{problem}; please report it with {name}, which has the traceback"
 
 
-def _traceback(error: Exception) -> str:
+def _traceback(error: BaseException) -> str:
     try:
         return "".join(traceback.format_exception(error))
     except Exception:  # the exception has a __str__ or a chain that fails itself
         return "".join(traceback.format_tb(error.__traceback__)) + type(error).__name__
 
 
-def _message(error: Exception) -> str:
-    try:
-        message = " ".join(str(error).split())
-    except Exception:
-        message = ""
-    text = f"{type(error).__name__}: {message}" if message else type(error).__name__
-    return text if len(text) <= LONGEST else text[: LONGEST - 3] + "..."
-
-
-def _place(error: Exception) -> str:
+def _place(error: BaseException) -> str:
     """Return the last line of treepack in the traceback."""
     root = Path(__file__).resolve().parent.parent
     place = ""

@@ -16,9 +16,10 @@ from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, NamedTuple, TypeVar
 
-from treepack.errors import TreepackError
+from treepack.errors import TreepackError, foreign_code
 
 T = TypeVar("T")
+REMEDY = "repair or uninstall the package"
 
 
 class InstalledPackage(NamedTuple):
@@ -65,8 +66,5 @@ def installed_values(group: str, kind: type[T], home: str) -> Iterator[tuple[T, 
 
 
 def _load(point: EntryPoint, source: str) -> Any:
-    try:
+    with foreign_code(f"{source}: cannot be loaded", REMEDY):
         return point.load()
-    except Exception as error:  # any fault of a foreign module
-        fault = f"{type(error).__name__}: {error}"
-        raise TreepackError(f"{source}: cannot be loaded ({fault}); repair or uninstall the package") from error

@@ -4,6 +4,9 @@ Its message is one sentence for a person: the place, the problem and the remedy.
 stderr and exits with status 1. Any other exception that reaches the user is a bug.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 MODELS_HINT = "docs/models.md lists the models that treepack trains"
 
 
@@ -45,6 +48,36 @@ def quoted_value(value: object) -> str:
     except (ValueError, RecursionError):  # an integer of thousands of digits, or brackets inside of brackets
         return f"a large {type(value).__name__}"
     return text if len(text) <= MAX_SHOWN + 2 else f"{text[:MAX_SHOWN]}..."
+
+
+MAX_MESSAGE = 300  # characters of a foreign exception in an error
+
+
+def described(error: BaseException) -> str:
+    """Return the type and the message of a foreign exception in one line, cut if it is long."""
+    try:
+        message = " ".join(str(error).split())
+    except Exception:  # its __str__ fails
+        message = ""
+    text = f"{type(error).__name__}: {message}" if message else type(error).__name__
+    return text if len(text) <= MAX_MESSAGE else text[: MAX_MESSAGE - 3] + "..."
+
+
+@contextmanager
+def foreign_code(complaint: str, remedy: str) -> Iterator[None]:
+    """Turn anything that code of another package raises in the block, sys.exit too, into an error of one sentence.
+
+    Ctrl-C, the end of a generator, a lack of memory and a TreepackError pass unchanged.
+
+    Raises:
+        TreepackError: instead of the exception, which is its cause.
+    """
+    try:
+        yield
+    except (TreepackError, KeyboardInterrupt, GeneratorExit, MemoryError):
+        raise
+    except BaseException as error:
+        raise TreepackError(f"{complaint} ({described(error)}); {remedy}") from error
 
 
 def first_line(error: BaseException) -> str:

@@ -26,7 +26,7 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import Any, Generic, TypeVar
 
-from treepack.errors import TreepackError
+from treepack.errors import TreepackError, described
 
 Job = TypeVar("Job")
 State = TypeVar("State")
@@ -306,8 +306,8 @@ def _serve(connection: Connection, prepare: Any, job: Any) -> None:
             if not states:
                 states.append(prepare(job))  # inside `try`: a failing `prepare` is the result of the first task
             result: Any = work(states[0], task)
-        except Exception as error:  # the other side raises it
-            result = error
+        except BaseException as error:  # the other side raises it; Ctrl-C never comes here
+            result = error if isinstance(error, Exception) else RuntimeError(described(error))
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             connection.send_bytes(pickle.dumps(result, protocol=5))  # 5: arrays without another copy
 

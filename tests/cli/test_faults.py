@@ -52,10 +52,15 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (OSError(36, "File name too long"), "OSError: [Errno 36] File name too long"),
         (RudeError(), "RudeError"),
         (KeyError("x" * 1000), "KeyError: 'xxx"),
+        # Exceptions that are not an Exception, or that click would turn into an end without a sentence.
+        (BaseException("of Rust"), "BaseException: of Rust"),
+        (SystemExit(0), "SystemExit: 0"),
+        (GeneratorExit(), "GeneratorExit"),
+        (EOFError(), "EOFError"),
     ],
 )
 def test_an_unforeseen_exception_names_a_file_with_its_traceback(
-    treepack: Run, folder: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, words: str
+    treepack: Run, folder: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, words: str
 ) -> None:
     failing(monkeypatch, error)
     result = treepack("formats")

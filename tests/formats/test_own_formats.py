@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from support.command_line import Run
 from treepack.errors import TreepackError
 from treepack.files.input_files.records import Record
+from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.reading import detect_format
 from treepack.ingest.readers.registry import all_formats, formats_by_name
 from treepack.trie.store.trie_files import read_trie
@@ -115,6 +117,78 @@ def test_a_format_that_cannot_be_imported_is_refused(tmp_path: Path, fresh: pyte
 def test_an_entry_point_that_is_not_a_format_is_refused(tmp_path: Path, fresh: pytest.MonkeyPatch) -> None:
     sentence = refusal(installed(tmp_path, value="diary_logs:read_diary"), fresh)
     assert sentence.endswith("has the type function; expected a Format of treepack.ingest.readers")
+
+
+# Replacements in MODULE, and the words of the sentence.
+READ = "yield from read_tokens(replace(record, value=fields), options)"
+TRAJECTORY = (
+    "import numpy as np; from treepack.trajectory import Chat, PromptCompletion, Skipped, Tokens, Trajectory; yield "
+)
+TOKENS = "Tokens(np.array([5, 6], np.int32), np.array(STARTS, np.int32), np.array([2], np.int32), np.array([1.0]))"
+FAULTS = {
+    "exits at import": ('"""Diaries', 'raise SystemExit(0)\n"""', "cannot be loaded (SystemExit: 0)"),
+    "raises at import": ('"""Diaries', '1 / 0\n"""', "cannot be loaded (ZeroDivisionError: division by zero)"),
+    "exits": (READ, "raise SystemExit(0); yield", "its code failed (SystemExit: 0)"),
+    "exits without a status": (READ, "import sys; sys.exit(); yield", "its code failed (SystemExit)"),
+    "raises": (READ, "raise KeyError('at'); yield", "its code failed (KeyError: 'at')"),
+    "raises an exception of a foreign base": (READ, "raise BaseException('odd'); yield", "its code failed (BaseException: odd)"),
+    "is cancelled": (READ, "import asyncio; raise asyncio.CancelledError; yield", "its code failed (CancelledError)"),
+    "recurses": (READ, "yield from read_diary(record, options)", "its code failed (RecursionError"),
+    "has another signature": ("(record, options):", "(record):", "its code failed (TypeError: read_diary() takes 1"),
+    "gives None": (READ, "return None", "its code failed (TypeError: 'NoneType' object is not iterable)"),
+    "yields None": (READ, "yield None", "yielded None; expected a Trajectory or a Skipped of treepack.trajectory"),
+    "yields an object": (READ, "yield {'tokens': [5]}", "yielded {'tokens': [5]}; expected a Trajectory"),
+    "yields a list of ids": (READ, TRAJECTORY + "Trajectory('a', 'r', [5, 6])", "a Trajectory with content [5, 6]"),
+    "yields a wrong id": (READ, TRAJECTORY + "Trajectory(7, 'r', PromptCompletion('a', 'b'))", "with trajectory_id 7"),
+    "yields a wrong prompt": (READ, TRAJECTORY + "Trajectory('a', 'r', PromptCompletion(7, 'b'))", "with content.prompt 7"),
+    "yields a wrong span": (READ, TRAJECTORY + f"Trajectory('a', 'r', {TOKENS.replace('STARTS', '[0]')})", "not ascending within [1, 2]"),
+    "yields two starts": (READ, TRAJECTORY + f"Trajectory('a', 'r', {TOKENS.replace('STARTS', '[1, 1]')})", "of unequal or wrong shapes"),
+    "yields NaN": (READ, TRAJECTORY + f"Trajectory('a', 'r', {TOKENS.replace('STARTS', '[1]')}, reward=float('nan'))", "reward is nan"),
+    "yields wrong weights": (READ, TRAJECTORY + "Trajectory('a', 'r', Chat([{'role': 'user', 'content': 'a'}], []))", "0 message_weights for 1 messages"),
+    "yields no role": (READ, TRAJECTORY + "Trajectory('a', 'r', Chat([{'content': 'a'}], [0.0]))", "a message without a role"),
+    "yields a wrong reason": (READ, TRAJECTORY + "Skipped('r', 7)", "a Skipped with reason 7"),
+    "requires without a test": ('"diary": IDS', '"diary": 7', "its format has requires [{'diary': 7"),
+    "requires by an exit": ('requires=[{"diary": IDS, "wrote": IDS}]', "requires=lambda value: exit(0)", "its code failed (SystemExit: 0)"),
+    "tests by an exit": ('"wrote": IDS}', '"wrote": replace(IDS, test=lambda value: 1 / 0)}', "its code failed (ZeroDivisionError"),
+    "has a rank of text": ("    read=", "    rank='first',\n    read=", "its format has rank 'first'"),
+    "has a number as name": ('name="NAME"', "name=7", "its format has name 7"),
+    "has a text as fields": ('used=["diary", "wrote"]', 'used="diary"', "its format has used 'diary'"),
+    "has a reader of text": ("read=read_diary", "read='read_diary'", "its format has read 'read_diary'"),
+    "has two readers": ("read=read_diary", "read=read_diary, read_file=read_diary", "cannot be loaded (AssertionError: diary)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_of_foreign_code_is_a_sentence_that_names_the_package(
+    tmp_path: Path, fresh: pytest.MonkeyPatch, fault: str
+) -> None:
+    old, new, words = FAULTS[fault]
+    assert old in MODULE
+    fresh.syspath_prepend(installed(tmp_path, module=MODULE.replace(old, new, 1)))
+    record = Record("r:1", "r", {"diary": [5], "wrote": [6]})
+    with pytest.raises(TreepackError) as caught:
+        list(formats_by_name()[detect_format(record)].trajectories([record], ReadOptions()))
+    sentence = str(caught.value)
+    assert "diary-logs 1.0, entry point 'diary' of treepack.formats: " in sentence
+    assert words in sentence
+
+
+@pytest.mark.parametrize("words", ["formats", "build-trie r.jsonl --out trie", "stats r.jsonl"])
+@pytest.mark.parametrize("fault", ["exits at import", "exits"])
+def test_a_package_that_exits_does_not_end_a_command_with_status_0(
+    tmp_path: Path, fresh: pytest.MonkeyPatch, treepack: Run, words: str, fault: str
+) -> None:
+    old, new, sentence = FAULTS[fault]
+    fresh.syspath_prepend(installed(tmp_path, module=MODULE.replace(old, new, 1)))
+    fresh.chdir(tmp_path)
+    (tmp_path / "r.jsonl").write_text('{"diary": [5, 6], "wrote": [7]}\n')
+    result = treepack(*words.split())
+    if (words, fault) == ("formats", "exits"):  # it reads nothing
+        assert result.status == 0
+        return
+    assert result.status == 1
+    assert f"diary-logs 1.0, entry point 'diary' of treepack.formats: {sentence}" in result.err
+    assert not (tmp_path / "trie").exists()
 
 
 def test_the_ranks_of_treepacks_own_formats_differ() -> None:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from treepack.errors import TreepackError
+from treepack.errors import TreepackError, quoted_value
 
 # The content of a rollout: a conversation, a prompt with its answer or its answers, a pair of answers, or token ids.
 # `prompt` is text as it was sent to the model, or messages; `question` is text, which becomes the message of a user.
@@ -46,7 +46,9 @@ _CONTENTS = tuple(
 _JOINED = frozenset(
     {"prompt", "question", "system_prompt"}
 )  # `question=instruction+input?`: the texts, one after another
-_STEP = re.compile(r"([^\[\]]*)((?:\[(?:-?\d+)?\])*)")
+_STEP = re.compile(r"([^\[\]]*)((?:\[(?:-?\d{1,9})?\])*)")
+_MAX_STEPS = 100  # records nest no deeper
+_MAX_CUT = 200  # characters of a path or name in an error
 WHERE = "--columns"
 
 Step = str | int | None  # a field, an element of a list, all elements of a list
@@ -105,11 +107,11 @@ def column_map(given: Given) -> ColumnMap:
         if key not in _KEYS:
             similar = difflib.get_close_matches(key, _KEYS, 1)
             hint = f", did you mean {similar[0]}" if similar else ""
-            raise TreepackError(f"{WHERE}: has the unknown key '{key}'{hint}; expected one of {', '.join(_KEYS)}")
+            raise TreepackError(f"{WHERE}: has the unknown key '{_cut(key)}'{hint}; expected one of {', '.join(_KEYS)}")
         if key in ROLES:
             for name in values:
                 if roles.setdefault(name, key) != key:
-                    raise TreepackError(f"{WHERE}: '{name}' is {roles[name]} and {key}; give each name one role")
+                    raise TreepackError(f"{WHERE}: '{_cut(name)}' is {roles[name]} and {key}; give each name one role")
             continue
         if key in paths or (key == _IGNORE and ignore):
             raise TreepackError(f"{WHERE}: has the key {key} twice; give it once, several paths are joined by +")
@@ -150,11 +152,17 @@ def _column_path(key: str, text: str) -> ColumnPath:
         # "[0].text" begins with an element of the value itself, which only the first part may.
         if match is None or (not match[1] and (not match[2] or number > 0)):
             raise TreepackError(
-                f"{WHERE}: {key}={text} is no path; expected names with dots, and [] or [0] for elements of lists"
+                f"{WHERE}: {key}={_cut(text)} is no path; expected names with dots, and [] or [0] for elements of lists"
             )
         steps += [match[1]] if match[1] else []
         steps += [int(index) if index else None for index in re.findall(r"\[(-?\d*)\]", match[2])]
+    if len(steps) > _MAX_STEPS:
+        raise TreepackError(f"{WHERE}: {key} has a path of {len(steps)} steps; expected at most {_MAX_STEPS}")
     return ColumnPath(tuple(steps), text, is_optional)
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _MAX_CUT else f"{text[:_MAX_CUT]}..."
 
 
 def _pairs_of_text(text: str) -> list[tuple[str, list[str]]]:
@@ -164,7 +172,9 @@ def _pairs_of_text(text: str) -> list[tuple[str, list[str]]]:
     for pair in text.split(","):
         key, equals, value = pair.partition("=")
         if not equals or not key.strip() or not value.strip():
-            raise TreepackError(f"{WHERE}: '{pair}' is not KEY=PATH; expected for example messages=log.turns,role=who")
+            raise TreepackError(
+                f"{WHERE}: '{_cut(pair)}' is not KEY=PATH; expected for example messages=log.turns,role=who"
+            )
         pairs.append((key.strip(), [each.strip() for each in value.split("+")]))
     return pairs
 
@@ -174,11 +184,11 @@ def _pairs_of_file(name: str) -> list[tuple[str, list[str]]]:
         value = json.loads(Path(name).read_text(encoding="utf-8"))
     except OSError as error:
         raise TreepackError(
-            f"{WHERE}: '{name}' is neither KEY=PATH pairs nor a file that can be read ({error.strerror}); "
+            f"{WHERE}: '{_cut(name)}' is neither KEY=PATH pairs nor a file that can be read ({error.strerror}); "
             "write for example messages=log.turns,role=who"
         ) from error
-    except ValueError as error:
-        raise TreepackError(f"{name}: is not JSON ({error}); expected an object of keys and paths") from error
+    except (ValueError, RecursionError) as error:
+        raise TreepackError(f"{_cut(name)}: is not JSON ({error}); expected an object of keys and paths") from error
     return _pairs_of_object(value, name)
 
 
@@ -190,7 +200,9 @@ def _pairs_of_object(value: Any, where: str) -> list[tuple[str, list[str]]]:
         values = [given] if isinstance(given, str) else given
         is_texts = isinstance(values, list | tuple) and all(isinstance(each, str) and each for each in values)
         if not is_texts or not values:
-            raise TreepackError(f"{where}: {key} is {given!r}; expected a path, or a list of paths or names")
+            raise TreepackError(
+                f"{where}: {_cut(str(key))} is {quoted_value(given)}; expected a path, or a list of paths or names"
+            )
         pairs.append((str(key), list(values)))
     return pairs
 

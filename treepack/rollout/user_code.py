@@ -17,9 +17,7 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
-from treepack.errors import TreepackError
-
-_LONGEST_MESSAGE = 300  # characters of a foreign exception's message in ours
+from treepack.errors import TreepackError, described
 
 Result = TypeVar("Result")
 
@@ -40,12 +38,12 @@ def load_callable(name: str) -> Callable[..., Any]:
         sys.path.append(folder)
     try:
         value: Any = importlib.import_module(module_name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if isinstance(error, ModuleNotFoundError) and error.name in _parents(module_name):
             raise TreepackError(
                 f"{name}: there is no module {error.name}; run treepack in the folder that contains it, or install it"
             ) from error
-        raise TreepackError(f"{name}: importing {module_name} raised {_described(error)}") from error
+        raise TreepackError(f"{name}: importing {module_name} raised {described(error)}") from error
     for part in attribute.split("."):
         if not hasattr(value, part):
             public = [each for each in vars(value) if not each.startswith("_") and callable(getattr(value, each))]
@@ -69,14 +67,6 @@ def name_of_code(function: Any) -> str:
     return f"{named.__module__}:{named.__qualname__}"
 
 
-def _described(error: BaseException) -> str:
-    """Return the type and the message of an exception in one line."""
-    message = " ".join(str(error).split())
-    if len(message) > _LONGEST_MESSAGE:
-        message = message[: _LONGEST_MESSAGE - 3] + "..."
-    return f"{type(error).__name__}: {message}" if message else type(error).__name__
-
-
 async def call(function: Callable[..., Any], *arguments: Any, where: str, **keywords: Any) -> Any:
     """Call a user's function, plain or asynchronous, and return its result. `where` is where an error occurred.
 
@@ -95,8 +85,8 @@ async def call(function: Callable[..., Any], *arguments: Any, where: str, **keyw
         return await result if inspect.isawaitable(result) else result
     except TreepackError as error:
         raise TreepackError(f"{where}: {error}") from error
-    except Exception as error:
-        raise TreepackError(f"{where}: {name_of_code(function)} raised {_described(error)}") from error
+    except (Exception, SystemExit) as error:
+        raise TreepackError(f"{where}: {name_of_code(function)} raised {described(error)}") from error
 
 
 async def uninterrupted(work: Coroutine[Any, Any, Result]) -> Result:
@@ -111,12 +101,12 @@ async def uninterrupted(work: Coroutine[Any, Any, Result]) -> Result:
         raise
 
 
-async def _in_thread(work: Callable[[], Any]) -> tuple[Any, Exception | None]:
-    def outcome() -> tuple[Any, Exception | None]:
+async def _in_thread(work: Callable[[], Any]) -> tuple[Any, BaseException | None]:
+    def outcome() -> tuple[Any, BaseException | None]:
         # A future cannot hold StopIteration, which an exhausted iterator raises, so exceptions are returned.
         try:
             return work(), None
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             return None, error
 
     return await uninterrupted(asyncio.to_thread(outcome))

@@ -13,6 +13,7 @@ from types import MappingProxyType
 
 from treepack.entry_points import installed_values, own_values
 from treepack.errors import TreepackError
+from treepack.ingest.readers.foreign_formats import guarded_format
 from treepack.ingest.readers.format import Format
 
 _FOLDER = "treepack.formats"  # and the group of entry points of other packages
@@ -29,7 +30,7 @@ def all_formats() -> tuple[Format, ...]:
     for found, package in installed_values(_FOLDER, Format, "treepack.ingest.readers"):
         if found.name in own:
             raise package.refuse_name("format", found.name)
-        own[found.name] = found
+        own[found.name] = guarded_format(found, package.source)
     return tuple(sorted(own.values(), key=lambda each: (each.rank, each.name)))
 
 

@@ -278,12 +278,32 @@ def test_a_path_that_may_be_absent_is_absent_in_silence() -> None:
         ("messages=a,logprobs=b", "logprobs needs token ids"),
         ("ids=a,system_prompt=b", "system_prompt is text"),
         ("=a", "'=a' is not KEY=PATH"),
+        (f"messages=a[{'9' * 5000}]", "messages=a[99"),
+        (f"messages=a[-{'9' * 5000}]", "is no path; expected names with dots"),
+        (f"messages=a{'[]' * 100_000}", "messages has a path of 100001 steps; expected at most 100"),
+        (f"messages={'a.' * 100_000}b", "messages has a path of 100001 steps; expected at most 100"),
+        (f"{'m' * 5000}=a", "has the unknown key 'mmm"),
+        ("m" * 5000, "is neither KEY=PATH pairs nor a file that can be read (File name too long)"),
+        ({"messages": ["a"] * 100_000 + [7]}, "messages is ['a', 'a',"),
     ],
 )
-def test_a_map_that_makes_no_sense_is_refused_before_anything_is_read(line: str, sentence: str) -> None:
+def test_a_map_that_makes_no_sense_is_refused_before_anything_is_read(line: Any, sentence: str) -> None:
     with pytest.raises(TreepackError) as caught:
         BuildOptions(columns=line)
+    assert len(str(caught.value)) < 1000
     assert sentence in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 100_000, '{"messages": ' + "[" * 100_000 + "]" * 100_000 + "}", '{"messages": ' + "9" * 5000 + "}"]
+)
+def test_a_file_of_columns_that_json_cannot_hold_is_one_sentence(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "columns.json"
+    path.write_text(text)
+    with pytest.raises(TreepackError) as caught:
+        BuildOptions(columns=str(path))
+    assert str(caught.value).startswith(f"{path}: ")
+    assert len(str(caught.value)) < 1000
 
 
 def test_columns_and_another_format_exclude_each_other() -> None:
