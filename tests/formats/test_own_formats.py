@@ -124,14 +124,27 @@ READ = "yield from read_tokens(replace(record, value=fields), options)"
 TRAJECTORY = (
     "import numpy as np; from treepack.trajectory import Chat, PromptCompletion, Skipped, Tokens, Trajectory; yield "
 )
-TOKENS = "Tokens(np.array([5, 6], np.int32), np.array(STARTS, np.int32), np.array([2], np.int32), np.array([1.0]))"
+
+
+def of_tokens(starts: str, more: str = "") -> str:
+    """A reader's last line, which yields two tokens with spans from `starts` to 2."""
+    spans = f"np.array({starts}, np.int32), np.array([2], np.int32), np.array([1.0])"
+    return f"{TRAJECTORY}Trajectory('a', 'r', Tokens(np.array([5, 6], np.int32), {spans}){more})"
+
+
+def of_text(identity: str, prompt: str) -> str:
+    """A reader's last line, which yields a prompt and its completion."""
+    return f"{TRAJECTORY}Trajectory({identity}, 'r', PromptCompletion({prompt}, 'b'))"
+
+
+CHAT = TRAJECTORY + "Trajectory('a', 'r', Chat"
 FAULTS = {
     "exits at import": ('"""Diaries', 'raise SystemExit(0)\n"""', "cannot be loaded (SystemExit: 0)"),
     "raises at import": ('"""Diaries', '1 / 0\n"""', "cannot be loaded (ZeroDivisionError: division by zero)"),
     "exits": (READ, "raise SystemExit(0); yield", "its code failed (SystemExit: 0)"),
     "exits without a status": (READ, "import sys; sys.exit(); yield", "its code failed (SystemExit)"),
     "raises": (READ, "raise KeyError('at'); yield", "its code failed (KeyError: 'at')"),
-    "raises an exception of a foreign base": (READ, "raise BaseException('odd'); yield", "its code failed (BaseException: odd)"),
+    "raises a foreign base": (READ, "raise BaseException('odd'); yield", "its code failed (BaseException: odd)"),
     "is cancelled": (READ, "import asyncio; raise asyncio.CancelledError; yield", "its code failed (CancelledError)"),
     "recurses": (READ, "yield from read_diary(record, options)", "its code failed (RecursionError"),
     "has another signature": ("(record, options):", "(record):", "its code failed (TypeError: read_diary() takes 1"),
@@ -139,23 +152,39 @@ FAULTS = {
     "yields None": (READ, "yield None", "yielded None; expected a Trajectory or a Skipped of treepack.trajectory"),
     "yields an object": (READ, "yield {'tokens': [5]}", "yielded {'tokens': [5]}; expected a Trajectory"),
     "yields a list of ids": (READ, TRAJECTORY + "Trajectory('a', 'r', [5, 6])", "a Trajectory with content [5, 6]"),
-    "yields a wrong id": (READ, TRAJECTORY + "Trajectory(7, 'r', PromptCompletion('a', 'b'))", "with trajectory_id 7"),
-    "yields a wrong prompt": (READ, TRAJECTORY + "Trajectory('a', 'r', PromptCompletion(7, 'b'))", "with content.prompt 7"),
-    "yields a wrong span": (READ, TRAJECTORY + f"Trajectory('a', 'r', {TOKENS.replace('STARTS', '[0]')})", "not ascending within [1, 2]"),
-    "yields two starts": (READ, TRAJECTORY + f"Trajectory('a', 'r', {TOKENS.replace('STARTS', '[1, 1]')})", "of unequal or wrong shapes"),
-    "yields NaN": (READ, TRAJECTORY + f"Trajectory('a', 'r', {TOKENS.replace('STARTS', '[1]')}, reward=float('nan'))", "reward is nan"),
-    "yields wrong weights": (READ, TRAJECTORY + "Trajectory('a', 'r', Chat([{'role': 'user', 'content': 'a'}], []))", "0 message_weights for 1 messages"),
-    "yields no role": (READ, TRAJECTORY + "Trajectory('a', 'r', Chat([{'content': 'a'}], [0.0]))", "a message without a role"),
+    "yields a wrong id": (READ, of_text("7", "'a'"), "with trajectory_id 7"),
+    "yields a wrong prompt": (READ, of_text("'a'", "7"), "with content.prompt 7"),
+    "yields a wrong span": (READ, of_tokens("[0]"), "not ascending within [1, 2]"),
+    "yields two starts": (READ, of_tokens("[1, 1]"), "of unequal or wrong shapes"),
+    "yields NaN": (READ, of_tokens("[1]", ", reward=float('nan')"), "reward is nan"),
+    "yields wrong weights": (
+        READ,
+        CHAT + "([{'role': 'user', 'content': 'a'}], []))",
+        "0 message_weights for 1 messages",
+    ),
+    "yields no role": (READ, CHAT + "([{'content': 'a'}], [0.0]))", "a message without a role"),
     "yields a wrong reason": (READ, TRAJECTORY + "Skipped('r', 7)", "a Skipped with reason 7"),
     "requires without a test": ('"diary": IDS', '"diary": 7', "its format has requires [{'diary': 7"),
-    "requires by an exit": ('requires=[{"diary": IDS, "wrote": IDS}]', "requires=lambda value: exit(0)", "its code failed (SystemExit: 0)"),
-    "tests by an exit": ('"wrote": IDS}', '"wrote": replace(IDS, test=lambda value: 1 / 0)}', "its code failed (ZeroDivisionError"),
+    "requires by an exit": (
+        'requires=[{"diary": IDS, "wrote": IDS}]',
+        "requires=lambda value: exit(0)",
+        "its code failed (SystemExit: 0)",
+    ),
+    "tests by an exit": (
+        '"wrote": IDS}',
+        '"wrote": replace(IDS, test=lambda value: 1 / 0)}',
+        "its code failed (ZeroDivisionError",
+    ),
     "has a rank of text": ("    read=", "    rank='first',\n    read=", "its format has rank 'first'"),
     "has a number as name": ('name="NAME"', "name=7", "its format has name 7"),
     "has a text as fields": ('used=["diary", "wrote"]', 'used="diary"', "its format has used 'diary'"),
     "has a reader of text": ("read=read_diary", "read='read_diary'", "its format has read 'read_diary'"),
-    "has two readers": ("read=read_diary", "read=read_diary, read_file=read_diary", "cannot be loaded (AssertionError: diary)"),
-}  # fmt: skip
+    "has two readers": (
+        "read=read_diary",
+        "read=read_diary, read_file=read_diary",
+        "cannot be loaded (AssertionError: diary)",
+    ),
+}
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from treepack.errors import foreign_code
 from treepack.tokenise.control_tokens import MARK
 from treepack.trajectory import Int32
 
@@ -84,7 +85,7 @@ class Encoder:
         if self._special:
             self._backend.encode_special_tokens = True
             try:
-                parts = _encoded(self._backend, whole.split(MARK))
+                parts = _encoded(self.tokenizer, whole.split(MARK))
             finally:
                 self._backend.encode_special_tokens = False
             ids = np.array([i for part in parts for i in part], np.int32)
@@ -99,7 +100,7 @@ class Encoder:
         if (cached := self._cache.get(stretch)) is not None:
             self._cache.move_to_end(stretch)  # the stretch with the oldest use stays first
             return cached
-        ids = np.array(_encoded(self._backend, [stretch])[0], np.int32)
+        ids = np.array(_encoded(self.tokenizer, [stretch])[0], np.int32)
         self._cache[stretch] = ids
         self._cached += len(stretch)
         while self._cached > CACHED_CHARACTERS:
@@ -116,15 +117,21 @@ def _splitting_tokens(tokenizer: Any) -> dict[str, Int32]:
         return {}
     # The probes cover a prefix that the tokenizer adds to each text, whitespace on both sides, and an empty text.
     contexts = [("Hello world", "\nnext line"), ("end. \n", " word"), ("", "word")]
-    before, after = (_encoded(tokenizer.backend_tokenizer, list(side)) for side in zip(*contexts, strict=True))
+    before, after = (_encoded(tokenizer, list(side)) for side in zip(*contexts, strict=True))
     probes = [left + token.content + right for token in special.values() for left, right in contexts]
     expected = [[*left, i, *right] for i in special for left, right in zip(before, after, strict=True)]
-    if _encoded(tokenizer.backend_tokenizer, probes) != expected:
+    if _encoded(tokenizer, probes) != expected:
         return {}
     return {token.content: np.array([i], np.int32) for i, token in special.items()}
 
 
-def _encoded(backend: Any, texts: list[str]) -> list[list[int]]:
-    """Return the ids of each of `texts`, without special tokens around it."""
-    # The method for batches, even for one text: without offsets it needs four fifths of the time.
-    return [each.ids for each in backend.encode_batch_fast(texts, add_special_tokens=False)]
+def _encoded(tokenizer: Any, texts: list[str]) -> list[list[int]]:
+    """Return the ids of each of `texts`, without special tokens around it.
+
+    Raises:
+        TreepackError: the tokenizer fails; its rules may even make Rust panic.
+    """
+    with foreign_code(f"{tokenizer.name_or_path}: its tokenizer failed", "use the tokenizer that came with the model"):
+        # The method for batches, even for one text: without offsets it needs four fifths of the time.
+        found = tokenizer.backend_tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+    return [each.ids for each in found]

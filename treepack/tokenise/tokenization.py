@@ -33,6 +33,7 @@ from treepack.tokenise.append_only import Message, append_only_text, sequence_to
 from treepack.tokenise.chat_template import ChatTemplate, RenderedTurn
 from treepack.tokenise.control_tokens import ControlTokens, skip_sentence
 from treepack.tokenise.encoder import Encoder
+from treepack.tokenise.growth import check_growth
 from treepack.tokenise.samples import sample_of, samples_of_prompts, samples_of_turns, sections_of
 from treepack.tokenise.search_turns import Item, samples_of_record, tokens_of
 from treepack.tokenise.stable_ids import with_stable_ids
@@ -69,7 +70,9 @@ def load_tokenizer(name: str, *, download: bool = True) -> Any:
 
         try:
             tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=not download or is_offline(name))
-        except Exception as error:  # whatever a damaged folder makes foreign code raise
+        except (KeyboardInterrupt, GeneratorExit):
+            raise
+        except BaseException as error:  # whatever a damaged folder makes foreign code raise, such as a panic of Rust
             raise load_fault(name, error, kind="tokenizer") from error
     # From a folder with a model alone, transformers makes a tokenizer of special tokens, which encodes text to nothing.
     if not tokenizer.get_vocab().keys() - tokenizer.get_added_vocab().keys():
@@ -78,6 +81,7 @@ def load_tokenizer(name: str, *, download: bool = True) -> Any:
         raise TreepackError(
             f"{name}: has only a slow tokenizer; save it as tokenizer.json, the format of fast tokenizers"
         )
+    check_growth(tokenizer, name)
     return tokenizer
 
 
@@ -94,9 +98,14 @@ def read_tokenizer(name: str, *, download: bool = True) -> Any:
     try:
         folder = snapshot(name, FILES, download=download)
         tokenizer = read_folder(folder, name) if folder else None
-    except Exception:  # of damaged files or of the hub: transformers meets it again and reports it
+    except KeyboardInterrupt:
+        raise
+    except BaseException:  # of damaged files or of the hub: transformers meets it again and reports it
         tokenizer = None
-    return tokenizer or load_tokenizer(name, download=download)
+    if tokenizer is None:
+        return load_tokenizer(name, download=download)
+    check_growth(tokenizer, name)
+    return tokenizer
 
 
 def fingerprint(tokenizer: Any) -> TokenizerEntry:

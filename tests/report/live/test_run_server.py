@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import shutil
+import socket
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +18,9 @@ import pytest
 from support.oracle_model import packed_directory
 from support.run_folder import run_folder, step_record, write_lines
 from support.strategies import make
+from treepack.report.live.page_address import PageAddress
 from treepack.report.live.run_state import RunFolder
-from treepack.report.live.server import MAX_CONNECTIONS, RunServer
+from treepack.report.live.server import ADDRESS, MAX_CONNECTIONS, RunServer
 from treepack.report.live.watch import RunWatch, ViewerPlace
 
 
@@ -165,6 +169,74 @@ def test_more_viewers_than_threads_are_sent_away_and_the_others_stay(server: Run
     assert event(viewers[0])[1] == "snapshot"
     for viewer in viewers:
         viewer.close()
+
+
+def test_slow_strangers_do_not_keep_the_owner_out(server: RunServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("treepack.report.live.server.HEAD_SECONDS", 1.0)
+    port = int(server.url.split("/")[2].partition(":")[2])
+    strangers = [socket.create_connection(("127.0.0.1", port), timeout=20) for _ in range(MAX_CONNECTIONS)]
+    ended = threading.Event()
+
+    def trickle() -> None:
+        while not ended.wait(0.2):
+            for stranger in strangers:
+                with suppress(OSError):
+                    stranger.send(b"G")
+
+    thread = threading.Thread(target=trickle)
+    thread.start()
+    try:
+        # Every connection ends, although each gets a byte long before a timeout of one read.
+        for stranger in strangers:
+            with suppress(ConnectionError):
+                assert stranger.recv(1000) == b""
+        assert ask(server, "").status == 200
+    finally:
+        ended.set()
+        thread.join()
+        for stranger in strangers:
+            stranger.close()
+
+
+def test_a_request_in_pieces_is_answered(server: RunServer) -> None:
+    port = int(server.url.split("/")[2].partition(":")[2])
+    with socket.create_connection(("127.0.0.1", port), timeout=20) as viewer:
+        for piece in (b"GET /", server.token.encode(), b"/ HTTP/1.1\r\nHo", b"st: localhost\r\n", b"\r\n"):
+            viewer.sendall(piece)
+        assert viewer.recv(100).startswith(b"HTTP/1.0 200 ")
+
+
+def kept_address(folder: Path) -> PageAddress:
+    kept = PageAddress(folder)
+    kept.write("http://127.0.0.1:4000/AAAAAAAAAAAAAAAAAAAAAA/")
+    assert kept.read() == "http://127.0.0.1:4000/AAAAAAAAAAAAAAAAAAAAAA/"
+    return kept
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o640, 0o604, 0o660, 0o700 | 0o001])
+def test_an_address_that_others_could_read_is_not_taken(tmp_path: Path, mode: int) -> None:
+    kept = kept_address(tmp_path / "run")
+    (tmp_path / ".run.page").chmod(mode)
+    assert kept.read() == ""
+
+
+def test_an_address_of_another_user_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = kept_address(tmp_path / "run")
+    own = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: own + 1)
+    assert kept.read() == ""
+
+
+def test_an_address_that_is_not_text_a_folder_or_a_pipe_is_not_taken(tmp_path: Path) -> None:
+    kept, path = kept_address(tmp_path / "run"), tmp_path / ".run.page"
+    path.write_bytes(bytes(range(128, 256)) * 40)
+    assert not ADDRESS.fullmatch(kept.read())
+    path.unlink()
+    os.mkfifo(path, 0o600)
+    assert kept.read() == ""
+    path.unlink()
+    path.mkdir(0o700)
+    assert kept.read() == ""
 
 
 def test_a_viewer_far_behind_gets_everything_and_one_up_to_date_nothing(folder: Path) -> None:

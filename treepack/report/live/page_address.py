@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from contextlib import suppress
 from pathlib import Path
 
@@ -22,9 +23,13 @@ class PageAddress:
 
     def read(self) -> str:
         """Return the address that the last page of the run had, "" if none is known."""
-        # No link is followed: in a folder like /tmp somebody else may have made one.
-        with suppress(OSError), os.fdopen(os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)) as file:
-            return file.read(_MAX_BYTES).strip()
+        # In a folder like /tmp somebody else may have made the file or a link, who would then know the address.
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+        with suppress(OSError), os.fdopen(os.open(self._path, flags), errors="replace") as file:
+            status = os.fstat(file.fileno())
+            is_private = status.st_uid == os.geteuid() and not stat.S_IMODE(status.st_mode) & 0o077
+            if is_private and stat.S_ISREG(status.st_mode):
+                return file.read(_MAX_BYTES).strip()
         return ""
 
     def write(self, address: str) -> None:

@@ -11,9 +11,11 @@ the name is a different one. The content policy lets the page load from this ser
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import secrets
+import socket
 import sys
 import threading
 import time
@@ -31,7 +33,8 @@ from treepack.report.page import page_file, vega
 
 POLL_SECONDS = 0.5
 KEEP_ALIVE_SECONDS = 15  # a comment is sent to a viewer without news, which shows whether it is still there
-TIMEOUT_SECONDS = 60  # for a viewer that reads or asks slowly
+TIMEOUT_SECONDS = 60  # for a viewer that reads slowly
+HEAD_SECONDS = 5.0  # for a whole request; somebody without the address could otherwise hold all connections
 LAST_NEWS_SECONDS = 2.0  # for viewers to take the last news at the end
 MAX_PORT = 65_535
 ADDRESS = re.compile(r"http://127\.0\.0\.1:(?P<port>[0-9]{1,5})/(?P<token>[A-Za-z0-9_-]{22})/")
@@ -112,6 +115,23 @@ class RunServer:
         self._stopped.set()
 
 
+class _RequestStream(io.RawIOBase):
+    """The request of a connection, which has to arrive within `HEAD_SECONDS`, in however many pieces."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection, self._end = connection, time.monotonic() + HEAD_SECONDS
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Raise TimeoutError if the time is over."""
+        self._connection.settimeout(max(0.001, self._end - time.monotonic()))
+        number = self._connection.recv_into(buffer)
+        self._connection.settimeout(TIMEOUT_SECONDS)
+        return number
+
+
 class _LoopbackServer(ThreadingHTTPServer):
     daemon_threads = True
     block_on_close = False  # a viewer that reads nothing would keep the process alive
@@ -156,6 +176,10 @@ def _handler(run: RunServer) -> type[BaseHTTPRequestHandler]:
     class RunHandler(BaseHTTPRequestHandler):
         timeout = TIMEOUT_SECONDS
         server_version, sys_version = "treepack", ""
+
+        def setup(self) -> None:
+            super().setup()
+            self.rfile = io.BufferedReader(_RequestStream(self.connection))
 
         def do_GET(self) -> None:
             if not HOSTS.fullmatch(self.headers.get("Host", "")):
