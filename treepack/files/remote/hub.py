@@ -103,7 +103,7 @@ def refuse_missing(name: str, *, kind: str, files: tuple[str, ...]) -> None:
         raise TreepackError(f"{name}: no such file or folder; give the folder of a {kind}, or its name on the hub")
 
 
-def load_fault(name: str, error: Exception, *, kind: str) -> TreepackError:
+def load_fault(name: str, error: BaseException, *, kind: str) -> TreepackError:
     """Return the error for a `kind` ("model", "tokenizer") that could not be loaded; `refuse_missing` comes first."""
     reason = shorten(str(error), _MAX_REASON, placeholder=" ...") or type(error).__name__
     if Path(name).exists():

@@ -125,13 +125,14 @@ def _wrong_messages(content: Chat) -> str | None:
 
 
 @cache
-def _hints(kind: type) -> dict[str, Any]:
+def _hints(kind: Any) -> dict[str, Any]:
     return get_type_hints(kind)
 
 
 def _wrong_field(value: Any) -> str | None:
     """Return the first field of a dataclass whose value has another type than it declares, with the value."""
-    for name, hint in _hints(type(value)).items():
+    kind: Any = type(value)
+    for name, hint in _hints(kind).items():
         given = getattr(value, name)
         if is_dataclass(given) and type(given) in (hint, *get_args(hint)):
             if wrong := _wrong_field(given):
