@@ -14,7 +14,7 @@ from support.read_rollouts import read_trajectories
 from support.readings import Items, chats, read_as, read_value, read_whole, reasons, said_in, turns
 from treepack.errors import TreepackError
 from treepack.formats.evaluations import tau2
-from treepack.trajectory import Trajectory
+from treepack.trajectory import Skipped, Trajectory
 
 HEADER = {"type": "session", "version": 3, "id": "S", "timestamp": "t", "cwd": "/w"}
 
@@ -308,3 +308,40 @@ def test_simulations_by_voice_and_those_without_messages_are_skipped() -> None:
     items = read_value(tau2.read_tau2, tau2_run(voice, simulation() | {"messages": None}))
     assert reasons(items) == ["simulation by voice, without messages", "no messages"]
     assert reasons(read_value(tau2.read_tau2, tau2_run())) == ["run without simulations"]
+
+
+def pi_events(*messages: dict[str, Any] | str) -> list[dict[str, Any]]:
+    """The output of `pi --mode json`: each message three times, once as the end of a message; a text is an event."""
+    lines: list[dict[str, Any]] = [
+        {"type": "session", "version": 3, "id": "S", "timestamp": "t", "cwd": "/w"},
+        {"type": "agent_start"},
+    ]
+    for message in messages:
+        if isinstance(message, str):
+            lines.append({"type": message, "result": {"summary": "s", "firstKeptEntryId": "e"}})
+        else:
+            lines += [{"type": kind, "message": message} for kind in ("message_start", "message_end", "turn_end")]
+    return [*lines, {"type": "agent_end", "messages": [each for each in messages if isinstance(each, dict)]}]
+
+
+PI_USER = {"role": "user", "content": [{"type": "text", "text": "u"}]}
+PI_ANSWER = {"role": "assistant", "content": [{"type": "text", "text": "A"}], "model": "m", "stopReason": "stop"}
+
+
+def test_events_of_pi_are_the_messages_that_ended_each_once() -> None:
+    ((_, chat),) = chats(read_whole("pi", *pi_events(PI_USER, PI_ANSWER, PI_USER, PI_ANSWER)))
+    assert [(words, weight) for _, words, weight in turns(chat)] == [("u", 0.0), ("A", 1.0)] * 2
+
+
+@pytest.mark.parametrize("name", ["compaction_end", "auto_compaction_end"])
+def test_events_of_pi_after_a_compaction_are_not_used(name: str) -> None:
+    items = read_whole("pi", *pi_events(PI_USER, PI_ANSWER, name, PI_USER, PI_ANSWER))
+    ((_, chat),) = chats(items)
+    assert [(words, weight) for _, words, weight in turns(chat)] == [("u", 0.0), ("A", 1.0)]
+    assert any("after a compaction not used" in note for note in items[0].notes)
+
+
+def test_events_of_pi_without_a_prompt_are_skipped_with_this_reason() -> None:
+    (item,) = read_whole("pi", *pi_events(PI_ANSWER))
+    assert isinstance(item, Skipped)
+    assert item.reason == "turns without their prompt in the events not used"

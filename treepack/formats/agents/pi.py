@@ -8,7 +8,11 @@
 
 Entries form a tree by `parentId`. In version 1, which has no ids, each entry follows the entry before it. The prompt of
 an assistant message is its path from the root, or from the summary of the last compaction and the entries that the
-compaction kept. Calls that continue each other are joined, so a compaction or a branch starts a new trajectory. Turns
+compaction kept. The output of `pi --mode json` has events in place of entries; its messages follow each other:
+
+    {"type": "message_end", "message": ..}      others, such as message_update and agent_end, repeat the messages
+
+Calls that continue each other are joined, so a compaction or a branch starts a new trajectory. Turns
 that a forked session has copied from a session of its folder are trained in that session only. Summaries and commands
 of the user are in the prompt under a title that this reader adds. The file contains neither the system prompt nor the
 tools. Interrupted and failed turns are neither trained nor read. A call after an image is left out.
@@ -41,6 +45,10 @@ _FAILED = frozenset({"aborted", "error"})
 # Entries of these types add nothing to a prompt.
 _NO_CONTEXT = frozenset({"session", "model_change", "thinking_level_change", "custom", "label", "session_info"})
 _IMAGE_NOTE = "call after an image not used"
+_EVENTS = frozenset("agent_start turn_start message_start message_end".split())
+_COMPACTIONS = frozenset({"compaction_end", "auto_compaction_end"})
+_COMPACTED_NOTE = "turns after a compaction not used, because events do not show their prompt"
+_NO_PROMPT_NOTE = "turns without their prompt in the events not used"
 _FAILED_NOTE = "interrupted or failed turn not used"
 _PARENT_NOTE = "prompt begins after an entry that is not in the file"
 _COPIED_NOTE = "turns that were copied from another session not trained"
@@ -54,12 +62,13 @@ def _read_pi(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajec
     Raises:
         TreepackError: entries or messages of a different kind.
     """
-    rows = list(records)
+    rows, faults = _without_events(list(records))
     header = rows[0]
     chains, notes, models = _chains(_entries(rows), _entries_of_parent(header))
+    notes = (*faults, *notes)
     # A session without an answer trains nothing.
     if not chains:
-        yield Skipped(header.source, "no turn of the model")
+        yield Skipped(header.source, "; ".join(notes) or "no turn of the model")
     name = str(header.value.get("id") or header.label)
     parent = _UUID.search(PurePath(str(header.value.get("parentSession") or "")).name)
     group, model = parent[0] if parent else name, ", ".join(models) or None
@@ -72,6 +81,24 @@ def _read_pi(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajec
         is_part = len(chains) > 1 and isinstance(item, Trajectory)
         yield in_rollout(item, chain.first_call - 1) if is_part else item
         notes = ()
+
+
+def _without_events(rows: list[Record]) -> tuple[list[Record], tuple[str, ...]]:
+    """Return the entries of a session, made from the events of `pi --mode json`, and why others are not used."""
+    if all(str(row.value.get("type")) not in _EVENTS for row in rows):
+        return rows, ()
+    entries = rows[:1]
+    for row in rows[1:]:
+        message = row.value.get("message")
+        # A compaction names the entries that it kept by their ids, which events do not have.
+        if str(row.value.get("type")) in _COMPACTIONS and row.value.get("result") is not None:
+            return entries, (_COMPACTED_NOTE,)
+        if row.value.get("type") == "message_end" and isinstance(message, dict):
+            if len(entries) == 1 and message.get("role") == "assistant":
+                return entries, (_NO_PROMPT_NOTE,)
+            # [header, agent_start, message_end] -> [header, message]
+            entries.append(Record(row.source, row.path, {"type": "message", "message": message}))
+    return entries, ()
 
 
 def _entries_of_parent(header: Record) -> dict[str, Any]:
@@ -287,7 +314,7 @@ def _has_image(message: dict[str, Any]) -> bool:
 FORMAT = Format(
     name="pi",
     rank=110,
-    program="pi",
+    program="pi (session files; output of `pi --mode json`)",
     recognised_by="a first line of `type` session with `timestamp` and `cwd`",
     requires=[{"type": one_of("session"), "timestamp": ANY, "cwd": ANY}],
     checked="first",

@@ -23,8 +23,8 @@ STEP_NOTE = "training step taken from the path"
 # Formats of trainers, and of their environments.
 _OF_TRAINERS = frozenset(
     """
-    art atif harbor-traces megatron-rl nemo-gym prime-rl rllm rllm-gateway skyrl skyrl-dump slime tinker tinker-datum
-    token-trees trl-grpo verifiers verifiers-results verl verl-dump
+    art atif harbor-traces megatron-rl nemo-gym nemo-rl prime-rl rllm rllm-gateway skyrl skyrl-dump slime tinker
+    tinker-datum token-trees trl-grpo verifiers verifiers-results verl verl-dump
     """.split()
 )
 # Formats of any data, in which only rollouts with a reward, an advantage or log-probabilities have a step. In logs of
