@@ -6,8 +6,9 @@ from typing import Any
 
 import click
 
-from treepack.objectives.objective import PRESETS, Objective, choose_objective
+from treepack.objectives.objective import Objective, choose_objective
 from treepack.objectives.other_losses import OTHER_LOSSES
+from treepack.objectives.registry import all_losses, presets_of
 
 from .choices import WordChoice
 from .option_groups import field_options, option_group
@@ -23,9 +24,9 @@ class _LossChoice(WordChoice):
     """The presets; names that only other trainers have are refused with the name here, or a reason."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        other = OTHER_LOSSES.get(str(value).replace("-", "_"))
-        if other is not None:
-            self.fail(other, param, ctx)
+        name = str(value).replace("-", "_")
+        if name in OTHER_LOSSES and name not in self.choices:
+            self.fail(OTHER_LOSSES[name], param, ctx)
         return super().convert(value, param, ctx)
 
 
@@ -46,7 +47,7 @@ def _parse_constants(_: click.Context, parameter: click.Parameter, values: tuple
 # Without defaults, because each loss has its own, and an option that the loss does not use is refused.
 _CHANGES: dict[str, dict[str, Any]] = {
     **{name: {"default": None, "show_default": False} for name in _NAMES.split()},
-    "loss": {"type": _LossChoice(PRESETS)},
+    "loss": {"type": _LossChoice(list(presets_of(all_losses())))},
     "loss_constants": {
         "name": "loss-constant",
         "type": str,

@@ -195,7 +195,7 @@ def _next_command(out: AnyPath, options: TrainOptions, summary: dict[str, Any]) 
     """Return the command that usually follows a run: its continuation, or a use of its model."""
     if "stopped" in summary:
         return "the same command with --resume"
-    if options.objective.loss == "value":
+    if not options.objective.reads_logprobs:
         return f"treepack critic TRIE --model {quoted(out)} --out VALUES"
     from treepack.files.remote.stored_files import is_stored
 
@@ -231,8 +231,9 @@ def _check_early(
     check_device(options.device, options.attention)
     headers, others = check_training(packed, model, options, held_out=held_out)
     has_advantages = any("term_advantage" in each.term_columns for each in headers)
-    if has_advantages and options.objective.loss == "sft" and is_first_process():
-        write_line("note: the rows have advantages, which --loss sft does not use; --loss grpo and others do")
+    if has_advantages and not options.objective.has_terms and is_first_process():
+        loss = options.objective.name
+        write_line(f"note: the rows have advantages, which --loss {loss} does not use; --loss grpo and others do")
     if not run_options.resume:
         return False
     finished = check_resumed(headers, others, model, options, out)
@@ -262,10 +263,12 @@ def _train_in(
         run = open_run(packed, model, options, ranks, held_out=held_out)
     for note in run.notes:
         _note(ranks, note)
-    if options.objective.loss == "sft" and run.rewards is not None and "term_advantage" not in run.dataset.term_columns:
+    has_advantages = "term_advantage" in run.dataset.term_columns
+    if not options.objective.has_terms and run.rewards is not None and not has_advantages:
         total, count = run.rewards.sum(axis=0).tolist()
         if total != count:  # rollouts that were selected have the reward 1
-            _note(ranks, "the rows have rewards, which --loss sft does not use: it trains good and bad rollouts alike")
+            unused = f"the rows have rewards, which --loss {options.objective.name} does not use"
+            _note(ranks, f"{unused}: it trains good and bad rollouts alike")
     with _catch_sigterm() as stop:
         steps = _run_steps(run, place, stop, run_options, start, overwrite=overwrite)
     return run_summary(run, place.out, steps)

@@ -35,7 +35,7 @@ class InstalledPackage(NamedTuple):
         )
 
 
-def own_values(folder: str, name: str) -> Iterator[Any]:
+def folder_values(folder: str, name: str) -> Iterator[Any]:
     """Yield the value `name`, or the values of the tuple `name`S, of each module below the package `folder`."""
     for module in pkgutil.walk_packages(import_module(folder).__path__, f"{folder}."):
         found = vars(import_module(module.name))

@@ -41,7 +41,7 @@ def test_every_command_has_quiet() -> None:
         ("stat x", "No such command 'stat'. Did you mean 'stats'?"),
         ("build_trie x", "No such command 'build_trie'. Did you mean 'build-trie'?"),
         ("zzzz x", "No such command 'zzzz'."),
-        ("train x --model y --loss grop", "'sft', 'ppo', 'grpo', "),
+        ("train x --model y --loss grop", "'sft', 'cispo', 'dppo_kl', "),
         ("train x --model y --loss grop", "Did you mean 'grpo'?"),
     ],
 )

@@ -8,14 +8,15 @@ import pytest
 
 from support.command_line import Run
 from treepack.errors import TreepackError
-from treepack.objectives.objective import CONSTANTS, PRESETS, Objective, choose_objective
+from treepack.objectives.objective import Objective, choose_objective
 from treepack.objectives.other_losses import OTHER_LOSSES
+from treepack.objectives.registry import find_loss, own_losses, presets_of
 
 
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("rlhf", {}, "loss is 'rlhf'; expected one of sft, ppo, grpo, dapo"),
+        ("rlhf", {}, "loss is 'rlhf'; expected one of sft, cispo, dppo_kl, dppo_tv"),
         ("sft", {"kl": 0.1}, "kl is not an option of the loss sft; it has no options"),
         ("dpo", {"clip_low": 0.1}, "clip_low is not an option of the loss dpo; it has beta"),
         ("cispo", {"dual_clip": 3.0}, "dual_clip is not an option of the loss cispo"),
@@ -68,13 +69,16 @@ def test_options_that_another_option_gives_a_meaning_are_taken(name: str, option
 
 
 def test_no_name_of_another_trainer_is_a_preset() -> None:
-    assert not {*OTHER_LOSSES} & {*PRESETS}
+    assert not {*OTHER_LOSSES} & {*presets_of(own_losses())}
     assert len(OTHER_LOSSES) > 20
 
 
 def test_constants_keep_their_usual_values_beside_one_that_is_given() -> None:
-    assert choose_objective("vespo", loss_constants={"k_neg": 4}).constants == CONSTANTS["vespo"] | {"k_neg": 4}
-    assert Objective(loss="sapo").constants == CONSTANTS["sapo"]
+    assert choose_objective("vespo", loss_constants={"k_neg": 4}).constants == {
+        **find_loss("vespo").constants,
+        "k_neg": 4,
+    }
+    assert Objective(loss="sapo").constants == find_loss("sapo").constants
 
 
 def test_the_command_names_the_same_loss_and_takes_constants(treepack: Run) -> None:

@@ -29,12 +29,14 @@ from treepack.model.forward import row_logprobs
 from treepack.model.loaded import LoadedModel
 from treepack.objectives.denominators import check_columns, step_factors, trajectory_table
 from treepack.objectives.losses import objective_loss
-from treepack.objectives.objective import PRESETS, Objective, choose_objective
+from treepack.objectives.objective import Objective, choose_objective
 from treepack.objectives.preferences import preference_pairs
+from treepack.objectives.registry import own_losses, presets_of
 from treepack.rl.rollout_parts import LOST_PARTS
 from treepack.trajectory import Trajectory
 
 TOLERANCE = 1e-9
+PRESETS = presets_of(own_losses())
 
 
 def step_of(

@@ -22,6 +22,7 @@ from treepack.pack.files import read_rows
 from treepack.pack.options import PackOptions
 from treepack.pack.packing import plan_packing
 from treepack.pack.row import Row
+from treepack.ragged import RaggedArray
 from treepack.trajectory import Trajectory
 from treepack.trie.builders.in_memory import build_trie
 
@@ -158,3 +159,31 @@ def test_a_trajectory_without_an_advantage_is_refused() -> None:
 def test_losses_without_factors_are_refused(loss: str) -> None:
     with pytest.raises(TreepackError, match=f"the loss {loss} has no factors of trajectories"):
         row_factors([], choose_objective(loss))
+
+
+def recorded_words(*, missing: bool = False) -> list[Row]:
+    """Rows of two trajectories with the two likeliest words of a teacher at each token; the last one may lack them."""
+    made = []
+    for i, ids in enumerate(([7, 1, 2], [7, 3, 4])):
+        words = [[5, 6], [] if missing and i else [5, 6]]
+        columns: dict[str, Any] = {
+            "teacher_topk_ids": RaggedArray.of(words, np.int32),
+            "teacher_topk_logprobs": RaggedArray.of([[-0.5, -2.0][: len(each)] for each in words], np.float32),
+        }
+        made.append(make(f"t{i}", ids, advantage=1.0, **columns))
+    return [*plan_packing(build_trie(made), PackOptions(capacity=64))]
+
+
+def test_distillation_from_recorded_words_has_factors_and_refuses_a_token_without_words() -> None:
+    objective = choose_objective("distill")
+    (factors,) = row_factors(recorded_words(), objective)
+    assert factors.tolist() == [0.25, 0.25]  # 1 / 4 trained tokens
+    with pytest.raises(TreepackError, match="row 0 has no term_teacher_topk_logprobs for some trajectories, which"):
+        row_factors(recorded_words(missing=True), objective)
+
+
+def test_old_log_probabilities_that_only_some_trajectories_have_are_refused() -> None:
+    trajectories = [*as_trajectories(SAMPLES[:3]), *as_trajectories(SAMPLES, without=["old_logprobs"])[3:]]
+    rows = list(plan_packing(build_trie(trajectories), PackOptions(capacity=4096)))
+    with pytest.raises(TreepackError, match="row 0 has no term_old_logprob for some trajectories, which the loss grpo"):
+        row_factors(rows, choose_objective("grpo"))

@@ -23,7 +23,8 @@ from support.trie_files import saved
 from treepack.errors import TreepackError
 from treepack.model.verify.gradients import GradientReport, verify_gradients
 from treepack.objectives.denominators import step_factors, trajectory_table
-from treepack.objectives.objective import PRESETS, Objective, choose_objective
+from treepack.objectives.objective import Objective, choose_objective
+from treepack.objectives.registry import own_losses, presets_of
 from treepack.rl.advantages.advantage_options import AdvantageOptions
 from treepack.rl.advantages.estimate import estimate_advantages, with_advantages
 from treepack.train.loop import train
@@ -34,7 +35,7 @@ from treepack.train.step import StepMetrics
 from treepack.trie.builders.in_memory import build_trie
 
 CPU = TrainOptions(device="cpu", lr=1e-2, rows_per_step=100, clip=0.0, checkpoint_every=0)
-OVER_TERMS = [name for name in PRESETS if name not in ("sft", "value", "opd", "distill")]
+OVER_TERMS = [name for name in presets_of(own_losses()) if name not in ("sft", "value", "opd", "distill")]
 # Of tokens, of sequences, of pairs and of a geometric mean; the slow tests verify every objective.
 VERIFIED = ("grpo", "gspo", "dpo", "gmpo")
 # The row of each of the ten rollouts: the two groups in a row each, four rows that mix groups, and one row.

@@ -23,6 +23,7 @@ from treepack.data.mixture import AnyDataset, source_of_rows, sources_of
 from treepack.errors import TreepackError
 from treepack.files import schema
 from treepack.files.column_remedies import REMEDIES
+from treepack.objectives.factors import denominator_factors
 from treepack.objectives.needed_columns import check_needed_columns, optional_columns
 from treepack.objectives.objective import Objective
 from treepack.objectives.preferences import preference_pairs
@@ -45,7 +46,7 @@ class TrajectoryTable:
         weight: float64 [K], the sum of the weights of a trajectory's terms; for the denominator edge, the weights are
             multiplied by the factors of edges.
         own: float64 [K], the weight v of each trajectory, a factor of the weights of its terms.
-        pairs: int64 [num_rows], the number of pairs that dpo compares within each row; None for other losses.
+        pairs: int64 [num_rows], the number of pairs within each row; None for losses that compare no pairs.
     """
 
     first: Int64
@@ -64,7 +65,7 @@ def check_columns(dataset: AnyDataset, objective: Objective) -> None:
     """
     sources = sources_of(dataset)
     check_needed_columns(sources, objective)
-    if objective.loss == "sft":
+    if not objective.has_terms:
         return
     for source in sources:
         _check_complete(source, objective)
@@ -103,11 +104,11 @@ def trajectory_table(dataset: AnyDataset, objective: Objective) -> TrajectoryTab
     """Read the trajectory table of a directory; O(terms) in time, O(trajectories) in memory.
 
     Raises:
-        TreepackError: for dpo, if there is no pair, or if the trajectories of a pair are in two rows.
+        TreepackError: for a loss of pairs, if there is no pair, or if the trajectories of a pair are in two rows.
     """
-    reads_rewards, reads_edges = objective.loss == "dpo", objective.denominator == "edge"
-    name = "trajectories-rewards" if reads_rewards else "trajectories-edges" if reads_edges else "trajectories"
-    read = functools.partial(_trajectories, reads_rewards=reads_rewards, reads_edges=reads_edges)
+    reads_rewards, factor = objective.has_pairs, objective.weighing.column
+    name = "trajectories-rewards" if reads_rewards else "trajectories-edges" if factor else "trajectories"
+    read = functools.partial(_trajectories, reads_rewards=reads_rewards, factor=factor)
     tables = [source.once_per_machine(name, functools.partial(read, source)) for source in sources_of(dataset)]
     counts = [np.bincount(table["row"], minlength=len(s)) for table, s in zip(tables, sources_of(dataset), strict=True)]
     # counts [2, 1, 3] -> first [0, 2, 3, 6] -> row of each trajectory [0, 0, 1, 2, 2, 2]
@@ -125,26 +126,28 @@ def trajectory_table(dataset: AnyDataset, objective: Objective) -> TrajectoryTab
     if reads_rewards:
         reward = np.concatenate([table["reward"].to_numpy() for table in tables])
         rollout = np.concatenate([table["rollout"].to_numpy() for table in tables])
-        _refuse_parts(dataset, row, rollout, np.where(weight > 0, first[row] + rollout, -1), reward)
+        _refuse_parts(dataset, row, rollout, np.where(weight > 0, first[row] + rollout, -1), reward, objective.name)
         pairs = _count_pairs(first, group, weight, reward, rollout)
         # A trajectory without weight is in no pair, so its reward must not split one.
-        _refuse_split_pairs(dataset, row, [name for _, _, name in keys], group, np.where(weight > 0, reward, np.nan))
+        _refuse_split_pairs(
+            dataset, row, [name for _, _, name in keys], group, np.where(weight > 0, reward, np.nan), objective.name
+        )
         if not pairs.any():
             raise TreepackError(
-                f"{dataset.path}: no two trajectories of a group have different rewards, so dpo has no pair; "
-                "give rollouts of one prompt the same group and their rewards"
+                f"{dataset.path}: no two trajectories of a group have different rewards, so {objective.name} has no "
+                "pair; give rollouts of one prompt the same group and their rewards"
             )
     return TrajectoryTable(first, group, weight, own, pairs)
 
 
-def _trajectories(source: PackedDataset, *, reads_rewards: bool, reads_edges: bool) -> pa.Table:
+def _trajectories(source: PackedDataset, *, reads_rewards: bool, factor: str | None) -> pa.Table:
     """Return the columns `row`, `group`, `weight` and `own` (`TrajectoryTable`) of the trajectories of all rows, and
     with `reads_rewards` `reward` and `rollout` (`TermTensors.rollout`).
 
-    With `reads_edges`, the weights of terms are multiplied by their factors of edges.
+    The weights of terms are multiplied by the column `factor`, if there is one.
     """
     columns = ["trajectory_groups", "term_trajectory", "term_weight"]
-    columns += ["trajectory_rewards"] * reads_rewards + ["term_edge_factor"] * reads_edges
+    columns += ["trajectory_rewards"] * reads_rewards + ([] if factor is None else [factor])
     has_rollouts = reads_rewards and "trajectory_rollouts" in source.term_columns
     columns += ["trajectory_rollouts"] * has_rollouts
     has_own = "trajectory_weights" in source.term_columns
@@ -161,8 +164,8 @@ def _trajectories(source: PackedDataset, *, reads_rewards: bool, reads_edges: bo
         )
         counts.append(sizes)
         of_terms = _list_values(table["term_weight"])
-        if reads_edges:
-            of_terms = of_terms * _list_values(table["term_edge_factor"])
+        if factor is not None:
+            of_terms = of_terms * _list_values(table[factor])
         weights.append(np.bincount(owner, of_terms, sizes.sum()).astype(np.float64))
         own_weights.append(_list_values(table["trajectory_weights"]) if has_own else np.ones(sizes.sum()))
         names += compute.list_flatten(table["trajectory_groups"]).to_pylist()
@@ -189,7 +192,7 @@ def _list_values(column: pa.ChunkedArray) -> Float64:
 
 
 def _count_pairs(first: Int64, group: Int64, weight: Float64, reward: Float64, rollout: Int64) -> Int64:
-    """Return the number of pairs of dpo within each row, int64 [num_rows]."""
+    """Return the number of pairs within each row, int64 [num_rows]."""
     counts = []
     for start, end in zip(first[:-1].tolist(), first[1:].tolist(), strict=True):
         columns = (torch.from_numpy(values[start:end]) for values in (group, reward, weight > 0, rollout))
@@ -197,7 +200,7 @@ def _count_pairs(first: Int64, group: Int64, weight: Float64, reward: Float64, r
     return np.array(counts, np.int64)
 
 
-def _refuse_parts(dataset: AnyDataset, row: Int64, rollout: Int64, own: Int64, reward: Float64) -> None:
+def _refuse_parts(dataset: AnyDataset, row: Int64, rollout: Int64, own: Int64, reward: Float64, loss: str) -> None:
     """Refuse rollouts that cannot be compared as wholes.
 
     `own` int64 [num_trajectories] is the first trajectory of each one's rollout over all rows, -1 without weight.
@@ -210,24 +213,26 @@ def _refuse_parts(dataset: AnyDataset, row: Int64, rollout: Int64, own: Int64, r
     if len(shared):
         raise TreepackError(
             f"{dataset.path}: row {dataset.row_ids[row[shared[0]]]} has turns that several paths of a search tree "
-            "share, and dpo compares rollouts; build the trie without --expand turns, or with --per-path"
+            f"share, and {loss} compares rollouts; build the trie without --expand turns, or with --per-path"
         )
     known = np.flatnonzero(own >= 0)
     differ = known[~((reward[known] == reward[own[known]]) | (np.isnan(reward[known]) & np.isnan(reward[own[known]])))]
     if len(differ):
         raise TreepackError(
             f"{dataset.path}: row {dataset.row_ids[row[differ[0]]]} has trajectories of one rollout with different "
-            "rewards, and dpo compares rollouts; give a rollout one reward"
+            f"rewards, and {loss} compares rollouts; give a rollout one reward"
         )
     for source in sources_of(dataset):
         if (count := source.manifest["counts"].get(LOST_PARTS)) is not None:
             raise TreepackError(
-                f"{source.path}: pack has dropped trajectories of {count:,} rollouts of several, and dpo compares "
+                f"{source.path}: pack has dropped trajectories of {count:,} rollouts of several, and {loss} compares "
                 "whole rollouts; pack with a larger --capacity"
             )
 
 
-def _refuse_split_pairs(dataset: AnyDataset, row: Int64, names: list[str], group: Int64, reward: Float64) -> None:
+def _refuse_split_pairs(
+    dataset: AnyDataset, row: Int64, names: list[str], group: Int64, reward: Float64, loss: str
+) -> None:
     """Refuse a group in several rows, unless all of its rewards are equal and it has no pair."""
     # Trajectories sorted by group, then row: group [1, 0, 1, 0], row [0, 0, 1, 2] -> order [1, 3, 0, 2], whose parts
     # start at 0 and 2. The first and last entry of a part are in different rows if the group is split.
@@ -238,13 +243,13 @@ def _refuse_split_pairs(dataset: AnyDataset, row: Int64, names: list[str], group
         if len(part) and row[part[0]] != row[part[-1]] and reward[part].min() < reward[part].max():
             ids = dataset.row_ids[[row[part[0]], row[part[-1]]]]
             raise TreepackError(
-                f"{dataset.path}: rows {ids[0]} and {ids[1]} share the group {names[part[0]]}, whose pairs dpo "
+                f"{dataset.path}: rows {ids[0]} and {ids[1]} share the group {names[part[0]]}, whose pairs {loss} "
                 "compares within a row; pack with --method groups"
             )
 
 
 def trainable_rows(dataset: AnyDataset, table: TrajectoryTable | None) -> Int64:
-    """Return the indices of the rows with a loss: rows with weight or, for dpo, rows with a pair."""
+    """Return the indices of the rows with a loss: rows with weight or, for a loss of pairs, rows with a pair."""
     rows: Int64 = np.flatnonzero(dataset.total_weight if table is None or table.pairs is None else table.pairs)
     return rows
 
@@ -253,31 +258,16 @@ def step_factors(table: TrajectoryTable, rows: list[int], objective: Objective) 
     """Return the factors f of an optimiser step, one float64 [trajectories of the row] array per row.
 
     Trajectories without weight are ignored, also in the number of groups. The denominators trajectory and global count
-    each trajectory as its own weight v, so that leaf weights and weights of records do not cancel. For dpo, f is 1 /
-    the number of pairs of the step; the denominator option has no effect.
+    each trajectory as its own weight v, so that leaf weights and weights of records do not cancel. For a loss of
+    pairs, f is 1 / the number of pairs of the step; the denominator option has no effect.
     """
     # first [0, 2, 3, 6], rows [2, 0] -> members [3, 4, 5] and [0, 1]
     members = [np.arange(table.first[row], table.first[row + 1]) for row in rows]
-    if objective.loss == "dpo":
+    if objective.has_pairs:
         assert table.pairs is not None
         factor = 1 / max(1, int(table.pairs[rows].sum()))
         return [np.full(len(indices), factor) for indices in members]
     every = np.concatenate(members)
-    weight = table.weight[every]
-    own = np.where(weight > 0, table.own[every], 0.0)
-    if objective.denominator in ("token", "edge"):
-        sums = np.full(len(every), weight.sum())
-    elif objective.denominator == "trajectory":
-        # f_i = v_i / (W_i sum v). Relative to the largest v, equal weights give 1 / (W_i N) without rounding:
-        # v [3, 3] -> [1, 1]; v [3/2, 3/4, 3/4] -> [1, 1/2, 1/2], so W is multiplied by 2, 4, 4.
-        share = own / own.max(initial=0) if own.any() else own
-        sums = weight * np.divide(share.sum(), share, out=np.zeros(len(every)), where=share > 0)
-    elif objective.denominator == "group":
-        # group [7, 3, 7] -> code [1, 0, 1]: dense, for bincount
-        _, code = np.unique(table.group[every], return_inverse=True)
-        per_group = np.bincount(code, weights=weight)
-        sums = per_group[code] * max(1, int((per_group > 0).sum()))
-    else:  # global
-        sums = np.full(len(every), own.sum() * objective.response_length)
-    factors = np.divide(1.0, sums, out=np.zeros(len(every)), where=sums > 0)
+    values = (table.weight[every], table.own[every], table.group[every])
+    factors = denominator_factors(objective.weighing, *values, response_length=objective.response_length)
     return np.split(factors, np.cumsum([len(indices) for indices in members])[:-1])

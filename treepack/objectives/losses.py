@@ -23,10 +23,10 @@ v_i is the weight of the trajectory (column trajectory_weights), which is a fact
 record, or its leaf weight in a sampled tree. W_i / v_i is the sum of its span weights. With v_i = 1, V is the number of
 trajectories.
 
-docs/objectives.md has the l of every loss with its paper, and `surrogates` computes them. A policy loss has more parts,
-with x = ref_t - logp_t, k1 = -x, k2 = x^2 / 2, k3 = exp(x) - 1 - x (Schulman 2020, http://joschu.net/blog/kl-approx.html),
-unbiased = k3 exp(logp_t - old_t) (DeepSeek-V3.2, 2512.02556), H_t the entropy of softmax(logits / T) at the sampler's
-temperature T, and sg() no gradient:
+docs/objectives.md has the l of every loss with its paper, and `treepack.losses` computes them. A policy loss has more
+parts, with x = ref_t - logp_t, k1 = -x, k2 = x^2 / 2, k3 = exp(x) - 1 - x (Schulman 2020,
+http://joschu.net/blog/kl-approx.html), unbiased = k3 exp(logp_t - old_t) (DeepSeek-V3.2, 2512.02556), H_t the entropy
+of softmax(logits / T) at the sampler's temperature T, and sg() no gradient:
 
     l_t = sg(weight_t) surrogate_t + kl * k_t - entropy * H_t + value_coef * value loss
 
@@ -39,9 +39,10 @@ trajectory (`importance_level`), weight_t is 1 times
     0 if A_t < 0 and the mean over i's tokens of     `sequence_mask`: stale sequences with a negative advantage
     sampling - logp is larger, else 1                (DeepSeek-V3.2, 2512.02556, eq. 9)
 
-vespo has the bounded m_t of each token in w_i, and no weight besides. Without old log-probabilities, old is sg(logp):
-the update is on-policy and every ratio is 1. With `old_logprobs` "sampler", old is the sampler's. The pairs of DPO are
-all pairs of trajectories of one group with different rewards; the loss is the mean over the pairs of the step.
+A loss with `weighs_sampler` has the bounded m_t in its surrogate, and no weight besides. Without old log-probabilities,
+old is sg(logp): the update is on-policy and every ratio is 1. With `old_logprobs` "sampler", old is the sampler's. The
+pairs of DPO are all pairs of rollouts of one group with different rewards; the loss is the mean over the pairs of the
+step.
 
 This file needs neither a model nor files: tensors in, a scalar out. `denominators` computes f and refuses unsuitable
 data.
@@ -61,7 +62,7 @@ from treepack.files.column_remedies import REMEDIES
 from treepack.objectives.distillation import with_teacher
 from treepack.objectives.objective import Objective
 from treepack.objectives.policy_terms import SAMPLER_KL, SAMPLER_WEIGHT, TERM_MEANS, term_sums
-from treepack.objectives.preferences import PAIR_MEANS, dpo_loss
+from treepack.objectives.preferences import PAIR_MEANS, pair_loss
 from treepack.objectives.term_slices import TERM_CHUNK, term_slices
 from treepack.objectives.trajectory_ratios import trajectory_ratios
 from treepack.objectives.value_loss import VALUE_SUMS, explain_variance, value_loss
@@ -85,11 +86,11 @@ def objective_loss(
     no memory for them besides their columns. Sums run in float64.
 
     Args:
-        logprobs: [n], of `terms.tokens`; None for the loss value, which does not read them.
-        entropies: [n], nats; None for the losses dpo and value.
+        logprobs: [n], of `terms.tokens`; None for a loss over values, which does not read them.
+        entropies: [n], nats; None for losses over pairs and over values.
         terms: the row's terms.
         factors: float64 [K], f of the row's trajectories; see `denominators.step_factors`.
-        objective: any but sft.
+        objective: any with `has_terms`.
         values: [n], of the state before each of `terms.tokens`; only for an objective with `has_values`.
         divergences: [n], from the teacher's law of each token; only for an objective with `reads_law`.
         chunk: terms whose values are in memory at a time.
@@ -101,15 +102,15 @@ def objective_loss(
     Raises:
         TreepackError: if the terms lack a column of the objective.
     """
-    assert objective.loss != "sft", "sft is loss.weighted_nll"
+    assert objective.has_terms, "a loss over weights is token_loss.weighted_nll"
     terms = weigh_terms(terms, objective)
-    if objective.loss == "value":
-        assert values is not None, "the loss value needs values"
+    if not objective.reads_logprobs:
+        assert values is not None, "a loss over values needs values"
         loss, sums = value_loss(values, terms, factors, clip=objective.value_clip, chunk=chunk)
         return loss, {"weight": terms.weight.sum(), **sums}
-    assert logprobs is not None, "every loss but sft and value reads log-probabilities"
-    if objective.loss == "dpo":
-        return dpo_loss(logprobs, terms, factors, beta=objective.beta, chunk=chunk)
+    assert logprobs is not None, "losses over terms and pairs read log-probabilities"
+    if objective.has_pairs:
+        return pair_loss(logprobs, terms, factors, objective, chunk=chunk)
     assert entropies is not None
     terms = with_teacher(terms, logprobs, divergences, objective)
     total, sums = _policy_loss((logprobs, entropies, divergences), terms, factors, objective, chunk)
@@ -181,16 +182,16 @@ def weigh_terms(terms: TermTensors, objective: Objective) -> TermTensors:
         name = {"trajectory_rewards": "reward", "term_teacher_topk_logprobs": "teacher"}.get(column, term_field(column))
         if len(terms.index) and getattr(terms, name) is None:
             raise TreepackError(f"the rows have no {column}, which the loss {objective.name} needs; {REMEDIES[column]}")
-    if objective.denominator == "edge" and terms.edge_factor is not None:
-        return replace(terms, weight=terms.weight * terms.edge_factor)
-    return terms
+    factors = objective.weighing.column
+    factor = None if factors is None else getattr(terms, term_field(factors))
+    return terms if factor is None else replace(terms, weight=terms.weight * factor)
 
 
 def sum_names(objective: Objective) -> tuple[str, ...]:
     """Return the names of the sums of `objective_loss`, "weight" first; empty for sft."""
-    if objective.loss == "sft":
+    if not objective.has_terms:
         return ()
-    if objective.loss == "dpo":
+    if objective.has_pairs:
         return ("weight", *PAIR_MEANS)
     policy = _policy_means(objective) if objective.is_policy else ()
     return ("weight", *policy, *(VALUE_SUMS if objective.has_values else ()))

@@ -21,7 +21,7 @@ def check_needed_columns(sources: Sequence[PackedSource], objective: Objective) 
     Raises:
         TreepackError: a column is missing, one directory of several lacks it, or the weights are normalised already.
     """
-    if objective.loss == "sft":
+    if not objective.has_terms:
         return
     for source in sources:
         _check_source(source, objective)
@@ -42,15 +42,15 @@ def _check_source(source: PackedSource, objective: Objective) -> None:
             raise TreepackError(f"{source.path}: has no {column}, which the loss {name} needs; {REMEDIES[column]}")
     options = source.manifest["options"]
     normalize = options["normalize"]
-    if objective.denominator != "token" and normalize != "token" and objective.loss != "dpo":
+    if not objective.weighing.is_plain and normalize != "token" and not objective.has_pairs:
         raise TreepackError(
             f"{source.path}: was packed with --normalize {normalize}, and the denominator {objective.denominator} "
             "would normalise its weights again; pack with --normalize token"
         )
-    if objective.denominator == "edge" and options["semantics"] == "once":
+    if objective.weighing.column is not None and options["semantics"] == "once":
         raise TreepackError(
             f"{source.path}: was packed with --semantics once, which divides the weights of shared tokens already, as "
-            "the denominator edge does; pack with --semantics branch"
+            f"the denominator {objective.denominator} does; pack with --semantics branch"
         )
 
 

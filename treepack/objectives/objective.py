@@ -9,95 +9,33 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from treepack.errors import TreepackError
-from treepack.objectives.other_losses import refuse_other_loss
+from treepack.objectives.factors import DENOMINATORS, Denominator
+from treepack.objectives.loss import Loss
+from treepack.objectives.registry import find_loss
 from treepack.option_fields import check_options, option
 
-# Losses of a policy whose slope by a log-probability depends on this token alone, and the others.
-TOKEN_LOSSES = ("ppo", "grpo", "cispo", "sapo", "dppo_tv", "dppo_kl", "dro", "reinforce")
-SEQUENCE_LOSSES = ("gspo", "gmpo", "vespo")
-POLICY_LOSSES = (*TOKEN_LOSSES, *SEQUENCE_LOSSES)
-LOSSES = ("sft", *POLICY_LOSSES, "dpo", "value")
-DENOMINATORS = ("token", "trajectory", "group", "global", "edge")
 ESTIMATORS = ("k1", "k2", "k3", "unbiased")
 LEVELS = ("token", "sequence", "geometric")
 
 GREEDY = ", because ratios need the probabilities of a sampler, and greedy sampling has none"
 
-# Usual values of each loss; `objectives` names the papers.
-_PRESETS: dict[str, dict[str, Any]] = {
-    "sft": {},
-    "ppo": {"clip_low": 0.2, "clip_high": 0.2, "denominator": "token"},
-    "grpo": {"clip_low": 0.2, "clip_high": 0.2, "denominator": "trajectory"},
-    "dapo": {"loss": "grpo", "clip_low": 0.2, "clip_high": 0.28, "denominator": "token"},
-    "bnpo": {"loss": "grpo", "clip_low": 0.2, "clip_high": 0.2, "denominator": "token"},
-    "dr_grpo": {"loss": "grpo", "clip_low": 0.2, "clip_high": 0.2, "denominator": "global"},
-    # The ratio of a sequence is a mean over its tokens and varies much less than the ratio of one token.
-    "gspo": {"clip_low": 3e-4, "clip_high": 4e-4, "denominator": "trajectory"},
-    # The sum over a sequence in place of its mean: gspo times the number of its tokens.
-    "luspo": {"loss": "gspo", "clip_low": 3e-4, "clip_high": 4e-4, "denominator": "global"},
-    "gmpo": {"clip_low": 0.4, "clip_high": 0.4, "denominator": "trajectory"},
-    # 1 - clip_low = 0: no lower bound, because a ratio is positive.
-    "cispo": {"clip_low": 1.0, "clip_high": 0.2, "denominator": "token"},
-    "sapo": {"denominator": "trajectory"},
-    "vespo": {"denominator": "token"},
-    "dppo_tv": {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 20.0, "denominator": "token"},
-    "dppo_kl": {"clip_low": 0.05, "clip_high": 0.05, "dual_clip": 20.0, "denominator": "token"},
-    "dro": {"denominator": "token"},
-    "reinforce": {"denominator": "token"},
-    # Distillation alone, without the advantages of the data: by the sampled token, and by the whole law.
-    "opd": {
-        **{"loss": "ppo", "clip_low": 0.2, "clip_high": 0.2, "denominator": "token"},
-        **{"rewarded": False, "teacher_kl": 1.0},
-    },
-    "distill": {"loss": "reinforce", "denominator": "token", "rewarded": False, "distill": 1.0},
-    "dpo": {},
-    "value": {"denominator": "token"},
-}
-PRESETS = tuple(_PRESETS)
-# Constants of single losses with their usual values, by the names that TRL gives them.
-CONSTANTS: dict[str, dict[str, float]] = {
-    # Temperatures of the gate for advantages above 0, and for the others.
-    "sapo": {"temperature_pos": 1.0, "temperature_neg": 1.05},
-    # The weight w^k exp(lambda (1 - w)) for advantages from 0 on, and below.
-    "vespo": {"k_pos": 2.0, "lambda_pos": 3.0, "k_neg": 3.0, "lambda_neg": 2.0},
-}
-
 # Options about a teacher.
 DISTILLATION = ("distill", "distill_beta", "teacher_kl", "teacher_baseline", "teacher", "rewarded")
-
-_CLIPS = {"clip_low", "clip_high"}
-_POLICY = set(
-    "denominator response_length kl kl_estimator entropy importance_cap importance_floor importance_mask "
-    "importance_level sequence_mask old_logprobs temperature value_coef value_clip distill distill_beta teacher_kl "
-    "teacher_baseline teacher".split()
-)
-# Options of each loss; `choose_objective` refuses all others.
-_OPTIONS: dict[str, set[str]] = {
-    **dict.fromkeys(("ppo", "grpo", "gspo", "dppo_tv", "dppo_kl"), _POLICY | _CLIPS | {"dual_clip"}),
-    **dict.fromkeys(("cispo", "gmpo"), _POLICY | _CLIPS),
-    **dict.fromkeys(("sapo", "vespo"), _POLICY | {"loss_constants"}),
-    "reinforce": _POLICY,
-    "dro": _POLICY | {"beta"},
-    "dpo": {"beta"},
-    "sft": set(),
-    "value": {"denominator", "response_length", "value_clip"},
-}
 
 
 @dataclass(frozen=True)
 class Objective:
     """A loss with its options; `choose_objective` fills in the usual values of a loss."""
 
-    # One of `LOSSES`; sft is `token_loss.weighted_nll` and has no options. A command also takes `PRESETS`.
+    # The name of a `Loss`; a command also takes the names of its presets.
     loss: str = option(
         "sft",
         "Loss to minimise: weighted cross-entropy (sft), an objective over terms, or the value loss of a critic alone "
         "(value).",
-        choices=LOSSES,
     )
     clip_low: float = option(0.2, "Clip ratios below 1 minus this.", minimum=0)
     clip_high: float = option(0.2, "Clip ratios above 1 plus this.", minimum=0)
@@ -107,7 +45,7 @@ class Objective:
         "token",
         "Unit that has equal weight in a step; global divides by trajectories times --response-length, and edge is the "
         "objective of TreeRPO, for advantages with --edges.",
-        choices=DENOMINATORS,
+        choices=tuple(DENOMINATORS),
     )
     response_length: int = option(
         1, "Constant of --denominator global, the maximum length of Dr. GRPO; 1 if it is not given.", minimum=1
@@ -143,7 +81,7 @@ class Objective:
         "Denominator of ratios: the recorded old log-probabilities, or those of the sampler (verl's bypass mode).",
         choices=("recorded", "sampler"),
     )
-    # Pairs of a name of `CONSTANTS` and its value; empty for the usual ones. `choose_objective` takes a dict.
+    # Pairs of a name of `Loss.constants` and its value; empty for the usual ones. `choose_objective` takes a dict.
     loss_constants: tuple[tuple[str, float], ...] = option(
         (),
         "Change a constant of the loss: temperature_pos, temperature_neg of sapo; k_pos, lambda_pos, k_neg, "
@@ -191,6 +129,8 @@ class Objective:
 
     def __post_init__(self) -> None:
         """Refuse values outside the range of an option."""
+        if find_loss(str(self.loss)).name != self.loss:
+            raise TreepackError(f"loss is {self.loss!r}, a preset; use choose_objective({self.loss!r})")
         check_options(self)
         if self.importance_cap == 0:
             raise TreepackError("importance_cap is 0, so that no term has a weight; expected a number above 0")
@@ -203,13 +143,8 @@ class Objective:
             low, high = self.importance_mask
             if not 0 <= low <= high or low == math.inf:
                 raise TreepackError(f"importance_mask is {low:g},{high:g}; expected 0 <= LOW <= HIGH")
-        usual = CONSTANTS.get(self.loss, {})
         for name, value in self.loss_constants:
-            if name not in usual:
-                remedy = f"it has {', '.join(usual)}" if usual else "it has none"
-                raise TreepackError(f"{name} is not a constant of the loss {self.name}; {remedy}")
-            if not 0 < value < math.inf:
-                raise TreepackError(f"the constant {name} is {value:g}; expected a finite number above 0")
+            self.definition.check_constant(name, value)
         if self.temperature is not None and not 0 < self.temperature < math.inf:
             raise TreepackError(f"temperature is {self.temperature}; expected a finite number above 0{GREEDY}")
         if not (self.rewarded or self.distill or self.teacher_kl):
@@ -229,25 +164,51 @@ class Objective:
         return self.preset or self.loss
 
     @property
+    def definition(self) -> Loss:
+        """The loss itself."""
+        return find_loss(self.loss)
+
+    @property
+    def weighing(self) -> Denominator:
+        """The denominator itself."""
+        return DENOMINATORS[self.denominator]
+
+    @property
     def constants(self) -> dict[str, float]:
         """The constants of the loss, with their usual values where none is given."""
-        return {**CONSTANTS.get(self.loss, {}), **dict(self.loss_constants)}
+        return {**self.definition.constants, **dict(self.loss_constants)}
+
+    @property
+    def has_terms(self) -> bool:
+        """True if the loss is about (trajectory, trained token) pairs; False for a sum over tokens of rows."""
+        return self.definition.over != "weights"
 
     @property
     def is_policy(self) -> bool:
         """True if the loss is about the sampled distribution: it reads advantages, and old log-probabilities if any."""
-        return self.loss in POLICY_LOSSES
+        return self.definition.over == "terms"
+
+    @property
+    def has_pairs(self) -> bool:
+        """True if the loss compares rollouts of a group, at the temperature 1."""
+        return self.definition.over == "pairs"
+
+    @property
+    def reads_logprobs(self) -> bool:
+        """True if the loss reads log-probabilities; False for the value loss of a critic alone."""
+        return self.definition.over != "values"
 
     @property
     def is_tokenwise(self) -> bool:
         """True if the slope of the loss by a log-probability depends on that log-probability and its entropy alone."""
-        return self.loss in TOKEN_LOSSES and not self.reads_trajectories
+        return self.is_policy and not self.reads_trajectories
 
     @property
     def reads_trajectories(self) -> bool:
         """True if the loss of a term depends on log-probabilities of other tokens of its trajectory."""
         by_sequence = self.importance_level != "token" and self.corrects_sampler
-        return self.loss in (*SEQUENCE_LOSSES, "dpo") or by_sequence or self.sequence_mask is not None
+        reads_whole = self.has_pairs or self.definition.whole is not None
+        return reads_whole or by_sequence or self.sequence_mask is not None
 
     @property
     def corrects_sampler(self) -> bool:
@@ -272,15 +233,15 @@ class Objective:
     @property
     def has_values(self) -> bool:
         """True if the loss reads values, so that the model has a value head."""
-        return self.loss == "value" or self.value_coef > 0
+        return not self.reads_logprobs or self.value_coef > 0
 
     @property
     def columns(self) -> tuple[str, ...]:
         """The columns of `schema.TERMS` that the loss requires."""
-        if self.loss == "sft":
+        if not self.has_terms:
             return ()
-        if self.loss == "dpo":
-            return ("term_ref_logprob", "trajectory_rewards")
+        if self.has_pairs:
+            return tuple(dict.fromkeys(("term_ref_logprob", "trajectory_rewards", *self.definition.reads)))
         required = {
             "term_advantage": self.is_policy and self.rewarded,
             "term_teacher_logprob": self.teacher_kl > 0 and self.teacher is None,
@@ -290,29 +251,34 @@ class Objective:
             or self.sequence_mask is not None
             or self.old_logprobs == "sampler",
             "term_return": self.has_values,
-            "term_edge_factor": self.denominator == "edge",
+            **({} if self.weighing.column is None else {self.weighing.column: True}),
+            **dict.fromkeys(self.definition.reads, True),
         }
         return tuple(name for name, is_required in required.items() if is_required)
 
+    def as_record(self) -> dict[str, Any]:
+        """Return the loss and the options that it reads, as JSON values."""
+        read = self.definition.available_options | {"loss"} | ({"rewarded"} if self.is_policy else set())
+        record = {name: value for name, value in asdict(self).items() if name in read}
+        values = {"loss_constants": dict(self.loss_constants), "importance_mask": _as_list(self.importance_mask)}
+        return {name: values.get(name, value) for name, value in record.items()}
+
 
 def choose_objective(name: str, **options: Any) -> Objective:
-    """Return the objective called `name`, a loss or a preset (bnpo, dapo, distill, dr_grpo, luspo, opd).
+    """Return the objective called `name`, a loss or another preset of one, such as dapo.
 
     An option that is missing or None gets the usual value of the loss.
 
     Raises:
         TreepackError: if the name is unknown, the loss lacks an option, or a value is out of range.
     """
-    refuse_other_loss(name)
-    if name not in _PRESETS:
-        raise TreepackError(f"loss is {name!r}; expected one of {', '.join(PRESETS)}")
-    usual = {"loss": name, **_PRESETS[name]}
+    loss = find_loss(name)
+    usual, available = {"loss": loss.name, **loss.presets[name].values}, loss.available_options
     changes = {option: value for option, value in options.items() if value is not None}
-    unknown = sorted(changes.keys() - _OPTIONS[usual["loss"]])
+    unknown = sorted(changes.keys() - available)
     if unknown:
-        available = sorted(_OPTIONS[usual["loss"]])
-        remedy = f"it has {', '.join(available)}" if available else "it has no options"
-        if name == "sft" and unknown[0] in DISTILLATION:
+        remedy = f"it has {', '.join(sorted(available))}" if available else "it has no options"
+        if loss.over == "weights" and unknown[0] in DISTILLATION:
             remedy = "take the loss distill, or a policy loss"
         raise TreepackError(f"{unknown[0]} is not an option of the loss {name}; {remedy}")
     if "distill_beta" in changes and not {**usual, **changes}.get("distill"):
@@ -324,18 +290,22 @@ def choose_objective(name: str, **options: Any) -> Objective:
     return objective
 
 
+def _as_list(bounds: tuple[float, float] | None) -> list[float] | None:
+    return None if bounds is None else list(bounds)
+
+
 def _refuse_unused(objective: Objective, given: Mapping[str, Any]) -> None:
     """Refuse given options that have no effect beside the others."""
-    reads_level = objective.importance_mask is not None or (
-        objective.importance_cap is not None and objective.loss != "vespo"
-    )
+    weighs_sampler = objective.definition.weighs_sampler
+    reads_level = objective.importance_mask is not None or (objective.importance_cap is not None and not weighs_sampler)
+    owner = f" except in {objective.loss}" if weighs_sampler else ""
     uses = {
         "kl_estimator": (objective.kl > 0, "is about the divergence, which has no weight; give kl too"),
-        "response_length": (objective.denominator == "global", "belongs to the denominator global; choose that too"),
+        "response_length": (objective.weighing.has_length, "belongs to the denominator global; choose that too"),
         "importance_floor": (objective.importance_cap is not None, "bounds importance_cap from below; give it too"),
         "importance_level": (
             reads_level,
-            "is the level of importance_mask, and of importance_cap except in vespo; give one of them too",
+            f"is the level of importance_mask, and of importance_cap{owner}; give one of them too",
         ),
         "value_clip": (objective.has_values, "is about the value loss, which has no weight; give value_coef too"),
         **dict.fromkeys(
@@ -351,9 +321,9 @@ def _refuse_unused(objective: Objective, given: Mapping[str, Any]) -> None:
             "old_logprobs is sampler, so ratios correct the sampler already; omit importance_cap and importance_mask, "
             "or take recorded"
         )
-    has_ratio = objective.has_advantages and objective.loss != "reinforce"
+    has_ratio = objective.has_advantages and objective.definition.has_ratio
     has_ratio |= objective.teacher_kl > 0 or (objective.kl > 0 and objective.kl_estimator == "unbiased")
     if objective.old_logprobs == "sampler" and not has_ratio:
         raise TreepackError(f"the loss {objective.name} has no ratio, so old_logprobs has no effect; omit it")
-    if objective.has_values and objective.denominator == "edge":
+    if objective.has_values and objective.weighing.column is not None:
         raise TreepackError("no estimator writes edges beside the returns of values; choose another denominator")

@@ -1,8 +1,9 @@
-"""Names of losses in verl 0.9.1, TRL 1.16 and slime that are not presets here, with the options to give instead."""
+"""Names of losses in verl 0.9.1, TRL 1.16 and slime that are not presets here, with the options to give instead.
+
+A package may have a loss of its own under such a name; then that loss is taken.
+"""
 
 from __future__ import annotations
-
-from treepack.errors import TreepackError
 
 _STATISTICS = (
     "chooses tokens by their covariance within a micro-batch, so its loss would depend on how rows are packed; take "
@@ -39,13 +40,3 @@ _OTHERS: dict[str, tuple[str, str]] = {
     ),
 }
 OTHER_LOSSES = {name: f"{owner}'s {name} {text}" for name, (owner, text) in _OTHERS.items()}
-
-
-def refuse_other_loss(name: str) -> None:
-    """Refuse a loss that another trainer has under this name.
-
-    Raises:
-        TreepackError: with the name of the same loss here, or the reason why there is none.
-    """
-    if name in OTHER_LOSSES:
-        raise TreepackError(f"loss is {name!r}; {OTHER_LOSSES[name]}")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from treepack.data.batch import TermTensors
 from treepack.objectives.objective import Objective
-from treepack.objectives.surrogates import surrogate
+from treepack.objectives.surrogates import Surrogate, TermNumbers
 from treepack.objectives.trajectory_ratios import TrajectoryRatios, gather_logprobs
 
 # Upper bounds of the positions of tokens for `sampler_kl`, and the names of its parts; the last part has no bound.
@@ -43,33 +43,37 @@ def term_sums(
     # All tensors of this function are [number of terms] until the sums at the end.
     current, old = gather_logprobs(logprobs, part, objective)
     entropy = entropies.index_select(0, part.index).double()
-    ratio, bounded = surrogate(current, old, part, whole, objective)
+    loss, numbers = objective.definition, _term_numbers(current, old, part, whole)
+    assert loss.surrogate is not None
+    bounded: Surrogate = loss.surrogate(numbers, objective)
+    ratio = numbers.ratio if bounded.ratio is None else bounded.ratio
+    low, high = (_or_nowhere(each, ratio) for each in (bounded.low, bounded.high))
     mismatch = _mismatch(old, part, whole, objective)
     is_kept = _kept_terms(mismatch, part, whole, objective)
     importance = is_kept.double()
     if objective.importance_cap is not None:
         importance = importance * mismatch.exp().clamp(objective.importance_floor, objective.importance_cap)
-    # vespo has the sampler's ratio in the weight of the trajectory already.
-    loss = -bounded.quantity * (is_kept if objective.loss == "vespo" else importance)
+    # A surrogate that has the sampler's ratio is masked, but not weighed once more.
+    total = -bounded.quantity * (is_kept if loss.weighs_sampler else importance)
     kl = torch.zeros_like(current)
     if objective.kl:
         assert part.ref_logprob is not None
         kl = _kl(part.ref_logprob.double() - current, objective.kl_estimator)
         if objective.kl_estimator == "unbiased":
             kl = kl * (current - old).exp()
-        loss = loss + objective.kl * kl
+        total = total + objective.kl * kl
     if objective.entropy:
-        loss = loss - objective.entropy * entropy
+        total = total - objective.entropy * entropy
     divergence = torch.zeros_like(current)
     if divergences is not None:
         divergence = divergences.index_select(0, part.index).double()
-        loss = loss + objective.distill * divergence
+        total = total + objective.distill * divergence
     with torch.no_grad():
         cap = objective.importance_cap
         truncated = torch.zeros_like(is_kept)
         if cap is not None:
             truncated = (mismatch.exp() > cap) | (mismatch.exp() < objective.importance_floor)
-        columns = [ratio, bounded.low, bounded.high, _kl(current - old, "k3"), kl, entropy, part.advantage == 0]
+        columns = [ratio, low, high, _kl(current - old, "k3"), kl, entropy, part.advantage == 0]
         known = part.teacher_logprob
         columns += [importance, importance.square(), truncated, ~is_kept, divergence]
         columns.append(divergence if known is None else old - known.double())
@@ -77,7 +81,17 @@ def term_sums(
         # With the ratios of the sampler, `old` is the sampler and the trainer is the current policy.
         trainer = current if objective.old_logprobs == "sampler" else old
         sums = torch.cat([sums, *_sampler_kl(trainer, part)])
-    return (factors.index_select(0, part.trajectory) * part.weight * loss).sum(), sums
+    return (factors.index_select(0, part.trajectory) * part.weight * total).sum(), sums
+
+
+def _term_numbers(current: Tensor, old: Tensor, part: TermTensors, whole: TrajectoryRatios | None) -> TermNumbers:
+    assert part.advantage is not None
+    own = None if whole is None or whole.own is None else whole.own.index_select(0, part.trajectory)
+    return TermNumbers(current, old, part.advantage, part, own)
+
+
+def _or_nowhere(bounded: Tensor | None, ratio: Tensor) -> Tensor:
+    return torch.zeros_like(ratio, dtype=torch.bool) if bounded is None else bounded
 
 
 def _sampler_kl(trainer: Tensor, part: TermTensors) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,6 @@
-"""DPO over the terms of a row: -log sigmoid of the shift of the chosen rollout minus that of the rejected one.
+"""Losses of pairs, such as dpo: of the shift of the chosen rollout minus that of the rejected one.
 
-    terms --sum of logp - ref per rollout--> shifts [K] --preference_pairs--> loss
+    terms --sum of logp - ref per rollout--> shifts [K] --preference_pairs--> differences [P] --Loss.surrogate--> loss
 
 Source: Rafailov et al. 2023 (2305.18290), eq. 7.
 """
@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import logsigmoid
 from torch.utils.checkpoint import checkpoint
 
 from treepack.data.batch import TermTensors
+from treepack.objectives.objective import Objective
 from treepack.objectives.term_slices import term_slices
 
-# Names of the sums of `dpo_loss` besides "weight", in the order in which it computes them.
+# Names of the sums of `pair_loss` besides "weight", in the order in which it computes them.
 PAIR_MEANS = ("accuracy", "margin", "chosen_reward", "rejected_reward")
 
 
@@ -41,12 +41,13 @@ def preference_pairs(
     return chosen, rejected
 
 
-def dpo_loss(
-    logprobs: Tensor, terms: TermTensors, factors: Tensor, *, beta: float, chunk: int
+def pair_loss(
+    logprobs: Tensor, terms: TermTensors, factors: Tensor, objective: Objective, *, chunk: int
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the loss and the sums of `losses.objective_loss` for dpo; "weight" is the number of pairs."""
+    """Return the loss and the sums of `losses.objective_loss` for a loss of pairs; "weight" is the number of pairs."""
     assert terms.reward is not None
-    num = len(factors)
+    assert objective.definition.surrogate is not None
+    num, beta = len(factors), objective.beta
     # h of each trajectory, [K]: the shift of its log-probability from that of the reference policy
     shifts = torch.zeros(num, dtype=torch.float64, device=logprobs.device) + logprobs.sum(dtype=torch.float64) * 0
     trained = torch.zeros(num, dtype=torch.bool, device=logprobs.device)
@@ -56,11 +57,12 @@ def dpo_loss(
     if terms.rollout is not None:  # the shift of a rollout is the sum over its trajectories
         shifts = torch.zeros_like(shifts).index_add(0, terms.rollout.long(), shifts)
     chosen, rejected = preference_pairs(terms.group, terms.reward, trained, terms.rollout)
-    margins = beta * (shifts.index_select(0, chosen) - shifts.index_select(0, rejected))
+    differences = shifts.index_select(0, chosen) - shifts.index_select(0, rejected)
     # Both trajectories of a pair have the same factor, 1 / number of pairs of the step.
-    loss = -(logsigmoid(margins) * factors.index_select(0, chosen)).sum()
+    loss = -(objective.definition.surrogate(differences, objective) * factors.index_select(0, chosen)).sum()
     with torch.no_grad():
         implied_rewards = [beta * shifts.index_select(0, side).sum() for side in (chosen, rejected)]
+        margins = beta * differences
         sums = [(margins > 0).double().sum(), margins.sum(), *implied_rewards]
     # The weight of a pair is 1, so "weight" is the number of pairs.
     return loss, {"weight": margins.new_tensor(len(margins)), **dict(zip(PAIR_MEANS, sums, strict=True))}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,8 +17,10 @@ from torch import Tensor
 
 from treepack.errors import TreepackError
 from treepack.objectives.denominators import TrajectoryTable, step_factors
+from treepack.objectives.needed_columns import optional_columns
 from treepack.objectives.objective import Objective
 from treepack.pack.row import Row, term_field
+from treepack.ragged import RaggedArray
 from treepack.trajectory import Float64
 
 
@@ -29,12 +32,12 @@ def row_factors(rows: Sequence[Row], objective: Objective) -> list[Tensor]:
 
     Args:
         rows: from `plan_packing` or `pack_rows`, with `normalize` "token"; a group is a name in a training step.
-        objective: any but sft, whose denominator is a sum of weights, and dpo, which compares pairs.
+        objective: over terms or values. The denominator of sft is a sum of weights, and dpo compares pairs.
 
     Raises:
         TreepackError: another loss, or a column of the objective that a trajectory lacks.
     """
-    if objective.loss in ("sft", "dpo"):
+    if not objective.has_terms or objective.has_pairs:
         raise TreepackError(
             f"row_factors: the loss {objective.loss} has no factors of trajectories; choose a policy loss, or write "
             "the rows with write_packed and open them with PackedDataset"
@@ -66,16 +69,27 @@ def _trajectory_weights(row: Row, objective: Objective) -> Float64:
     Raises:
         TreepackError: naming the column of the objective that the row lacks.
     """
-    for column in objective.columns:
-        values = None if row.terms is None else getattr(row.terms, term_field(column))
-        if values is None or np.isnan(values).any():
+    optional = [name for name in optional_columns(objective) if _column(row, name) is not None]
+    for column in (*objective.columns, *optional):
+        if _lacks_values(_column(row, column)):
             raise TreepackError(
                 f"row_factors: row {row.row_id} has no {column} for some trajectories, which the loss {objective.name} "
                 "needs; give every trajectory a value, or leave it out of the trie"
             )
     assert row.terms is not None
-    weight = row.terms.weight
-    if objective.denominator == "edge" and row.terms.edge_factor is not None:
-        weight = weight * row.terms.edge_factor
+    factor = objective.weighing.column
+    weight = row.terms.weight if factor is None else row.terms.weight * _column(row, factor)
     sums = np.bincount(row.terms.trajectory, weight, len(row.trajectory_groups))
     return sums.astype(np.float64, copy=False)
+
+
+def _column(row: Row, column: str) -> Any:
+    """Return a column of `schema.TERMS`; None if the row does not have it."""
+    return None if row.terms is None else getattr(row.terms, term_field(column))
+
+
+def _lacks_values(values: Any) -> bool:
+    """Return true if a column of numbers has a NaN, a column of lists has an empty list, or there is no column."""
+    if values is None:
+        return True
+    return bool((values.sizes == 0).any() if isinstance(values, RaggedArray) else np.isnan(values).any())

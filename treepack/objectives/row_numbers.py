@@ -23,10 +23,10 @@ class LossPart:
     """The part of a step's loss that a row, or joined rows, have.
 
     Attributes:
-        objective: the loss. dpo computes log-probabilities at the temperature 1. All others use the temperatures of the
-            terms, and `objective.temperature` for terms without one.
-        factors: float64 [num_trajectories] of all rows, from `denominators.step_factors`; None for sft.
-        denominator: total weight of the step's rows, for sft.
+        objective: the loss. A loss of pairs computes log-probabilities at the temperature 1. All others use the
+            temperatures of the terms, and `objective.temperature` for terms without one.
+        factors: float64 [num_trajectories] of all rows, from `denominators.step_factors`; None without terms (sft).
+        denominator: total weight of the step's rows, for a loss without terms.
     """
 
     objective: Objective = Objective()  # noqa: RUF009  # a frozen value
@@ -35,11 +35,11 @@ class LossPart:
 
     def __post_init__(self) -> None:
         """Refuse an objective without its factors."""
-        loss = self.objective.loss
-        if self.factors is None and loss != "sft":
+        loss, has_terms = self.objective.loss, self.objective.has_terms
+        if self.factors is None and has_terms:
             raise TreepackError(f"factors of the loss {loss} are missing; pass the factors of step_factors")
-        if self.factors is not None and loss == "sft":
-            raise TreepackError("factors of the loss sft have no use; pass none")
+        if self.factors is not None and not has_terms:
+            raise TreepackError(f"factors of the loss {loss} have no use; pass none")
 
 
 class RowResult(NamedTuple):
@@ -78,7 +78,7 @@ class ScoreRequest:
     @classmethod
     def of(cls, objective: Objective) -> Self:
         """Return the numbers that an objective over terms reads."""
-        return cls(objective.loss != "value", objective.is_policy, objective.has_values, objective.law_beta)
+        return cls(objective.reads_logprobs, objective.is_policy, objective.has_values, objective.law_beta)
 
 
 class TokenScores(NamedTuple):

@@ -1,163 +1,101 @@
-"""The quantity that a policy loss maximises for each term, and its ratio; `losses` has the formulas.
+"""The numbers that the surrogate of a policy loss reads for each term, what it returns, and formulas that losses share.
 
-log-probabilities, advantages, numbers of whole trajectories --surrogate--> ratio, quantity, terms beyond the bounds
+    log-probabilities, advantages, numbers of whole trajectories --Loss.surrogate--> quantity, terms beyond the bounds
+
+A slow form of the commonest formula, `clipped`, for one term with ratio r and advantage A:
+
+    value = min(r A, min(max(r, 1 - clip_low), 1 + clip_high) A)
+    if A < 0 and dual_clip is given: value = max(value, dual_clip A)
+    low = A < 0 and r < 1 - clip_low;  high = A > 0 and r > 1 + clip_high
+
+Everything calls methods of tensors, so that a loss can be imported without torch. `losses` has the formulas around it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
-from treepack.data.batch import TermTensors
-from treepack.objectives.objective import Objective
-from treepack.objectives.trajectory_ratios import TrajectoryRatios, clip_log_ratio
-
-_TINY = 1e-8  # keeps log(1 - p) finite for a token of probability 1
+    from treepack.data.batch import TermTensors
+    from treepack.objectives.objective import Objective
 
 
-class TermRatios(NamedTuple):
-    """Values of n terms, [n] each; float64, without a graph if the ratio is only a weight."""
+@dataclass(frozen=True)
+class TermNumbers:
+    """Numbers of n terms, [n] each.
 
-    current: Tensor  # log-probability, with a graph
+    Attributes:
+        current: float64, the log-probability, with a graph.
+        old: float64, the old log-probability; equal to `current`, without a graph, if the data has none.
+        advantage: float32 or float64.
+        columns: the terms with all of their columns, such as `ref_logprob` for a loss that reads term_ref_logprob.
+        whole: float64, `Loss.whole` of the trajectory of each term; None for a loss that has none.
+    """
+
+    current: Tensor
     old: Tensor
-    ratio: Tensor  # of the current and the old policy
     advantage: Tensor
+    columns: TermTensors
+    whole: Tensor | None = None
+
+    @cached_property
+    def ratio(self) -> Tensor:
+        """Probability under the current policy, divided by that under the old one."""
+        return (self.current - self.old).exp()
 
 
 class Surrogate(NamedTuple):
-    """The quantity of a loss for n terms, [n] each."""
+    """What a policy loss makes of n terms, [n] each."""
 
-    quantity: Tensor  # to maximise: minus the loss, without kl and entropy
-    low: Tensor  # bool: the term is bounded because its ratio is low
-    high: Tensor  # bool: the same, because its ratio is high
-
-
-def surrogate(
-    current: Tensor, old: Tensor, part: TermTensors, whole: TrajectoryRatios | None, objective: Objective
-) -> tuple[Tensor, Surrogate]:
-    """Return the ratio of each term, and what the loss makes of it.
-
-    Args:
-        current: float64 [n], log-probabilities of the terms, with a graph.
-        old: float64 [n].
-        part: the terms, with advantages.
-        whole: numbers of the trajectories; None for an objective with `is_tokenwise`.
-        objective: a policy loss.
-    """
-    assert part.advantage is not None
-    ratio = (current - old).exp()
-    if objective.loss in ("gspo", "gmpo"):
-        assert whole is not None
-        own, mean = current, whole.drift
-        if objective.loss == "gmpo":
-            own, mean = clip_log_ratio(current - old, part.advantage, objective), whole.clipped
-        # own - own.detach() is 0, so the value is that of the trajectory, but the gradient goes to this token.
-        ratio = (mean.index_select(0, part.trajectory) + own - own.detach()).exp()
-    terms = TermRatios(current, old, ratio, part.advantage)
-    if objective.loss == "vespo":
-        assert whole is not None
-        return ratio, _weighted(terms, _vespo_weight(whole.total.index_select(0, part.trajectory), terms, objective))
-    return ratio, _SURROGATES[objective.loss](terms, objective)
+    quantity: Tensor  # to maximise, float64: minus the loss, without kl and entropy
+    low: Tensor | None = None  # bool: the term is bounded because its ratio is low; None for no term
+    high: Tensor | None = None  # bool: the same, because its ratio is high
+    ratio: Tensor | None = None  # the ratio that metrics report; None for that of the token
 
 
-def _clipped(terms: TermRatios, objective: Objective) -> Surrogate:
-    ratio, advantage = terms.ratio, terms.advantage
-    clipped = ratio.clamp(1 - objective.clip_low, 1 + objective.clip_high)
-    smaller = torch.minimum(ratio * advantage, clipped * advantage)
+def clipped(ratio: Tensor, terms: TermNumbers, objective: Objective) -> Surrogate:
+    """Return min(r A, clip(r) A) for the ratios r, with the bounds of the objective; PPO, 1707.06347, eq. 7."""
+    advantage = terms.advantage
+    smaller = (ratio * advantage).minimum(ratio.clamp(1 - objective.clip_low, 1 + objective.clip_high) * advantage)
     if objective.dual_clip is not None:
         # A = -1, dual_clip 3, ratio 10: max(-10, -3) = -3, a constant, so a huge ratio gets no gradient
-        smaller = torch.where(advantage < 0, torch.maximum(smaller, objective.dual_clip * advantage), smaller)
+        smaller = smaller.maximum(objective.dual_clip * advantage).where(advantage < 0, smaller)
     # min(r A, clip(r) A) takes the clipped value only if it is smaller: a high r if A > 0, a low r if A < 0.
-    low, high = _outside(ratio, objective)
-    return Surrogate(smaller, low & (advantage < 0), high & (advantage > 0))
+    low, high = outside(ratio, objective)
+    return Surrogate(smaller, low & (advantage < 0), high & (advantage > 0), ratio)
 
 
-def _cispo(terms: TermRatios, objective: Objective) -> Surrogate:
-    weight = terms.ratio.clamp(1 - objective.clip_low, 1 + objective.clip_high)
-    return Surrogate(_weighted(terms, weight).quantity, *_outside(terms.ratio, objective))
+def weighted(weight: Tensor | float, terms: TermNumbers) -> Tensor:
+    """Return sg(weight) A log p: the gradient is that of the log-probability, times weight and advantage."""
+    constant = weight if isinstance(weight, float) else weight.detach()
+    return constant * terms.advantage * terms.current
 
 
-def _gmpo(terms: TermRatios, objective: Objective) -> Surrogate:
-    # The ratio has been clipped token by token.
-    shift = terms.current - terms.old
-    low, high = shift < -objective.clip_low, shift > objective.clip_high
-    return Surrogate(terms.ratio * terms.advantage, low & (terms.advantage < 0), high & (terms.advantage > 0))
-
-
-def _sapo(terms: TermRatios, objective: Objective) -> Surrogate:
-    temperature = _by_sign(terms.advantage > 0, "temperature", objective)
-    gate = torch.sigmoid(temperature * (terms.ratio - 1)) * 4 / temperature
-    return Surrogate(gate * terms.advantage, *_nowhere(terms))
-
-
-def _dppo_tv(terms: TermRatios, objective: Objective) -> Surrogate:
-    move = terms.current.exp() - terms.old.exp()
-    return _trusted(terms, objective, move < -objective.clip_low, move > objective.clip_high)
-
-
-def _dppo_kl(terms: TermRatios, objective: Objective) -> Surrogate:
-    p, q = terms.current.exp(), terms.old.exp()
-    divergence = q * (terms.old - terms.current) + (1 - q) * torch.log((1 - q + _TINY) / (1 - p + _TINY))
-    return _trusted(
-        terms, objective, (divergence > objective.clip_low) & (p < q), (divergence > objective.clip_high) & (p > q)
-    )
-
-
-def _trusted(terms: TermRatios, objective: Objective, low: Tensor, high: Tensor) -> Surrogate:
-    """Leave out the terms that have moved too far in the direction in which their advantage pushes them."""
+def trusted(terms: TermNumbers, objective: Objective, low: Tensor, high: Tensor) -> Surrogate:
+    """Leave out the terms that have moved too far, down (low) or up (high), as their advantage pushes them: DPPO."""
     low, high = low & (terms.advantage <= 0), high & (terms.advantage > 0)
     cap = math.inf if objective.dual_clip is None else objective.dual_clip
-    return Surrogate(_weighted(terms, terms.ratio.clamp(max=cap) * ~(low | high)).quantity, low, high)
+    return Surrogate(weighted(terms.ratio.clamp(max=cap) * ~(low | high), terms), low, high)
 
 
-def _dro(terms: TermRatios, objective: Objective) -> Surrogate:
-    square = (terms.current - terms.old).square()
-    return Surrogate(terms.current * terms.advantage - objective.beta / 2 * square, *_nowhere(terms))
+def whole_ratio(own: Tensor, terms: TermNumbers) -> Tensor:
+    """Return exp(`terms.whole`), the ratio of the trajectory, whose gradient goes to the token itself through `own`."""
+    assert terms.whole is not None
+    # own - own.detach() is 0, so the value is that of the trajectory.
+    return (terms.whole + own - own.detach()).exp()
 
 
-def _reinforce(terms: TermRatios, objective: Objective) -> Surrogate:
-    return _weighted(terms, torch.ones_like(terms.ratio))
-
-
-def _weighted(terms: TermRatios, weight: Tensor) -> Surrogate:
-    return Surrogate(weight.detach() * terms.advantage * terms.current, *_nowhere(terms))
-
-
-def _vespo_weight(total: Tensor, terms: TermRatios, objective: Objective) -> Tensor:
-    # w^k exp(lambda (1 - w)), which is 1 at w = 1, from log w
-    k, rate = (_by_sign(terms.advantage >= 0, name, objective) for name in ("k", "lambda"))
-    return (rate + k * total - rate * total.exp()).exp()
-
-
-def _by_sign(is_positive: Tensor, name: str, objective: Objective) -> Tensor:
-    """Return the constant NAME_pos for the terms that are positive, NAME_neg for the others, float64."""
-    values = [objective.constants[f"{name}_{sign}"] for sign in ("pos", "neg")]
-    first, second = torch.tensor(values, dtype=torch.float64, device=is_positive.device)
-    return torch.where(is_positive, first, second)
-
-
-def _outside(ratio: Tensor, objective: Objective) -> tuple[Tensor, Tensor]:
+def outside(ratio: Tensor, objective: Objective) -> tuple[Tensor, Tensor]:
+    """Return which ratios are below, and which are above the bounds of the objective."""
     return ratio < 1 - objective.clip_low, ratio > 1 + objective.clip_high
 
 
-def _nowhere(terms: TermRatios) -> tuple[Tensor, Tensor]:
-    none = torch.zeros_like(terms.ratio, dtype=torch.bool)
-    return none, none
-
-
-_SURROGATES: dict[str, Callable[[TermRatios, Objective], Surrogate]] = {
-    "ppo": _clipped,
-    "grpo": _clipped,
-    "gspo": _clipped,
-    "gmpo": _gmpo,
-    "cispo": _cispo,
-    "sapo": _sapo,
-    "dppo_tv": _dppo_tv,
-    "dppo_kl": _dppo_kl,
-    "dro": _dro,
-    "reinforce": _reinforce,
-}
+def by_sign(terms: TermNumbers, is_positive: Tensor, name: str, objective: Objective) -> Tensor:
+    """Return the constant NAME_pos for the terms that are positive, NAME_neg for the others, float64 [n]."""
+    first, second = (terms.current.new_full((), objective.constants[f"{name}_{sign}"]) for sign in ("pos", "neg"))
+    return first.where(is_positive, second)

@@ -3,10 +3,10 @@
     column term_temperature, option --temperature --check_term_temperatures--> one temperature for all, or a refusal
     the same                                      --temperature_of_terms--> 0.7, "data", "data, 1 where missing"
 
-Losses of reinforcement learning are about the distribution that was sampled, softmax(logits / temperature). sft and dpo
-have nothing to do with the sampler and compute at 1. A column with old or reference log-probabilities is useful only if
-the loss computes its own ones at the same temperature, over the same words, so `treepack logprobs` records both in the
-manifest.
+Losses of reinforcement learning are about the distribution that was sampled, softmax(logits / temperature). sft and
+losses of pairs have nothing to do with the sampler and compute at 1. A column with old or reference log-probabilities
+is useful only if the loss computes its own ones at the same temperature, over the same words, so `treepack logprobs`
+records both in the manifest.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def check_scored_columns(dataset: PackedDataset, objective: Objective) -> None:
     used = [column for column in ("old", "ref", "teacher") if column in entries and _reads(objective, column)]
     if not used:
         return
-    expected = 1.0 if objective.loss == "dpo" else temperature_of_terms(dataset, objective.temperature)
+    expected = 1.0 if objective.has_pairs else temperature_of_terms(dataset, objective.temperature)
     has_sets, words = "term_kept_ids" in dataset.term_columns, ("over the whole vocabulary", "over kept sets")
     remedy = "and the --temperature of train, if there is one, without --ignore-temperature"
     for column in used:
@@ -111,7 +111,7 @@ def check_scored_columns(dataset: PackedDataset, objective: Objective) -> None:
             raise TreepackError(
                 f"{dataset.path}: term_{column}_logprob was computed {found[0]}, and the loss {objective.name} "
                 f"computes {found[1]}; write it again with `treepack logprobs --column {column}` "
-                f"{'with --ignore-temperature' if objective.loss == 'dpo' else remedy}"
+                f"{'with --ignore-temperature' if objective.has_pairs else remedy}"
             )
 
 

@@ -2,12 +2,14 @@
 
     log-probabilities of tokens, terms --trajectory_ratios--> TrajectoryRatios: a number of each kind per trajectory
 
-All are over the trained tokens of a trajectory (terms with weight), and have no gradient.
+All are over the trained tokens of a trajectory (terms with weight), and have no gradient. A slow form, for x the number
+of each term t and a trajectory i:
+
+    sum_i = the sum of x_t over the terms t of i whose weight is above 0;  mean_i = sum_i / the number of these terms
 """
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -15,18 +17,14 @@ from torch import Tensor
 
 from treepack.data.batch import TermTensors
 from treepack.objectives.objective import Objective
+from treepack.objectives.surrogates import TermNumbers
 from treepack.objectives.term_slices import term_slices
-
-# VESPO: bounds of the log ratio of a token, and of that of a trajectory.
-_TOKEN_BOUND, _LOWEST, _HIGHEST = 20.0, math.log(1e-8), 20.0
 
 
 class TrajectoryRatios(NamedTuple):
     """Numbers of K trajectories, float64 [K] each."""
 
-    drift: Tensor  # mean of logp - old
-    clipped: Tensor  # the same of the log ratios that gmpo clips
-    total: Tensor  # sum of logp - old, with old - sampling if the sampler is corrected, within bounds
+    own: Tensor | None  # of the loss: `Loss.whole`; None if the loss has none
     mismatch: Tensor  # log(old / sampling): sum or mean, see `importance_level`
     lag: Tensor  # mean of sampling - logp
 
@@ -54,32 +52,26 @@ def trajectory_ratios(
     """
     if not objective.reads_trajectories:
         return None
+    whole = objective.definition.whole
     # Sums over all chunks, because a trajectory may span two; the last line counts trained tokens.
-    sums = torch.zeros(6, num_trajectories, dtype=torch.float64, device=logprobs.device)
+    sums = torch.zeros(4, num_trajectories, dtype=torch.float64, device=logprobs.device)
     for part in term_slices(terms, chunk):
         current, old = gather_logprobs(logprobs, part, objective)
         assert part.advantage is not None
-        shift = current - old
-        mismatch, lag = torch.zeros_like(shift), torch.zeros_like(shift)
+        own = mismatch = lag = torch.zeros_like(current)
+        if whole is not None:
+            own = whole.of(TermNumbers(current, old, part.advantage, part), objective)
         if part.sampling_logprob is not None:
             mismatch = old - part.sampling_logprob.double()
             lag = part.sampling_logprob.double() - current
-        total = shift.clamp(-_TOKEN_BOUND, _TOKEN_BOUND)
-        if objective.importance_cap is not None:
-            total = total + mismatch.exp().clamp(objective.importance_floor, objective.importance_cap).log()
         trained = (part.weight > 0).double()
-        columns = [shift, clip_log_ratio(shift, part.advantage, objective), total, mismatch, lag, trained]
-        for line, column in zip(sums, columns, strict=True):
+        for line, column in zip(sums, (own, mismatch, lag, trained), strict=True):
             line.index_add_(0, part.trajectory, column * trained)
-    drift, clipped, total, mismatch, lag, count = sums
+    own, mismatch, lag, count = sums
     count = count.clamp(min=1)
     if objective.importance_level != "sequence":
         mismatch = mismatch / count
-    return TrajectoryRatios(drift / count, clipped / count, total.clamp(_LOWEST, _HIGHEST), mismatch, lag / count)
-
-
-def clip_log_ratio(shift: Tensor, advantage: Tensor, objective: Objective) -> Tensor:
-    """Return the log ratios of gmpo: clipped where the advantage pushes them further away, [n]."""
-    # A > 0: min(x, clip(x)); A < 0: max(x, clip(x)); A = 0 contributes nothing anyway
-    clipped = shift.clamp(-objective.clip_low, objective.clip_high)
-    return torch.where(advantage < 0, torch.maximum(shift, clipped), torch.minimum(shift, clipped))
+    if whole is None:
+        return TrajectoryRatios(None, mismatch, lag / count)
+    own = own / count if whole.mean else own
+    return TrajectoryRatios(own if whole.bounds is None else own.clamp(*whole.bounds), mismatch, lag / count)

@@ -5,11 +5,13 @@ padded log-probabilities of tree_logprobs_like, advantages --sequence_loss--> lo
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from treepack.data.batch import TermTensors
 from treepack.errors import TreepackError
+from treepack.objectives.factors import denominator_factors
 from treepack.objectives.losses import objective_loss
 from treepack.objectives.objective import Objective
 
@@ -50,7 +52,8 @@ def sequence_loss(
         "term_ref_logprob": ref_logprobs,
         "term_advantage": advantages if advantages.ndim == 2 else advantages[:, None].expand(-1, scored.shape[1]),
     }
-    is_known = objective.denominator in ("token", "trajectory", "global")
+    denominator = objective.weighing
+    is_known = denominator.unit != "group" and denominator.column is None
     if not objective.is_policy or objective.has_values or not is_known:
         raise TreepackError(
             f"sequence_loss: the loss is {objective.name} with the denominator {objective.denominator}; expected a "
@@ -76,13 +79,15 @@ def sequence_loss(
         reward=None,
         position=place.int(),
     )
-    counts = scored.sum(1).double()
-    sequences = float((counts > 0).sum()) if step_sequences is None else step_sequences
-    divisors = {
-        "token": torch.full_like(counts, float(counts.sum()) if step_tokens is None else step_tokens),
-        "trajectory": sequences * counts,
-        "global": torch.full_like(counts, sequences * objective.response_length),
-    }
-    factors = 1 / divisors[objective.denominator].clamp(min=1)
+    counts = scored.sum(1).double().cpu().numpy()
+    factors = denominator_factors(
+        denominator,
+        counts,
+        np.ones(len(counts)),
+        np.arange(len(counts)),
+        response_length=objective.response_length,
+        total_weight=step_tokens,
+        total_own=step_sequences,
+    )
     spread = torch.zeros_like(own) if entropies is None else entropies[sequence, place]
-    return objective_loss(own, spread, terms, factors, objective)
+    return objective_loss(own, spread, terms, torch.from_numpy(factors).to(own.device), objective)

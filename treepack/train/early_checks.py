@@ -41,6 +41,7 @@ from treepack.train.saving.run_record import (
     VERSION,
     files_sha256,
     finished_record,
+    package_entry,
     refuse_differences,
     refuse_fewer_steps,
     steps_done,
@@ -94,6 +95,7 @@ def check_resumed(
     if not is_stored(out / RUN):
         return False
     now: dict[str, Any] = {"format": FORMAT, "version": VERSION, "options": options.fixed_options}
+    now |= package_entry(options)
     for name, each in (("packed_sha256", headers), ("eval_sha256", held_out)):
         if each:
             now[name] = files_sha256(entry for header in each for entry in header.manifest["files"])

@@ -15,7 +15,7 @@ from typing import Any, SupportsFloat
 
 from treepack.errors import TreepackError
 from treepack.model.adapters.lora_options import LoraOptions
-from treepack.objectives.objective import DISTILLATION, Objective
+from treepack.objectives.objective import Objective
 from treepack.option_fields import check_options, expect_type, option
 
 CHANGEABLE_ON_RESUME = frozenset(
@@ -189,16 +189,7 @@ class TrainOptions:
 
     def as_record(self) -> dict[str, Any]:
         """Return the options as JSON values."""
-        record = asdict(self)
-        del record["objective"]["preset"]  # a name for values that the record has anyway
-        if self.objective.importance_mask is not None:
-            record["objective"]["importance_mask"] = list(self.objective.importance_mask)
-        if not (self.objective.distill or self.objective.teacher_kl):
-            for name in DISTILLATION:
-                del record["objective"][name]
-        record["objective"]["loss_constants"] = dict(self.objective.loss_constants)
-        if not self.objective.has_values:
-            del record["objective"]["value_coef"], record["objective"]["value_clip"]
+        record = {**asdict(self), "objective": self.objective.as_record()}
         if self.blocks in (None, 1):
             del record["blocks"]  # the order of a run without blocks depends on none
         if self.routes == "replay":

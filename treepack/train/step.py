@@ -171,7 +171,7 @@ def forward_rows(run: TrainingRun, rows: list[int]) -> Report:
 
 
 def _means_by_source(run: TrainingRun, rows: list[int], losses: list[float], total: float) -> dict[str, float]:
-    """Return the mean loss (sft only) and the mean reward of each packed directory; empty if there is only one."""
+    """Return the mean loss (of sft only) and the mean reward of each packed directory; empty if there is only one."""
     names = source_names(run.dataset)
     if len(names) == 1:
         return {}
@@ -180,7 +180,7 @@ def _means_by_source(run: TrainingRun, rows: list[int], losses: list[float], tot
     for place, name in enumerate(names):
         own = [row for row, owner in zip(rows, owners, strict=True) if owner == place]
         weight = _total_weight(run, own)
-        if run.options.objective.loss == "sft" and weight:
+        if not run.options.objective.has_terms and weight:
             loss = math.fsum(loss for loss, owner in zip(losses, owners, strict=True) if owner == place)
             means[f"loss/{name}"] = loss * total / weight
         reward = run.mean_reward(own)

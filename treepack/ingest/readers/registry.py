@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from functools import cache
 from types import MappingProxyType
 
-from treepack.entry_points import installed_values, own_values
+from treepack.entry_points import folder_values, installed_values
 from treepack.errors import TreepackError
 from treepack.ingest.readers.foreign_formats import guarded_format
 from treepack.ingest.readers.format import Format
@@ -26,7 +26,7 @@ def all_formats() -> tuple[Format, ...]:
     Raises:
         TreepackError: a format of a package cannot be loaded, or two formats have one name.
     """
-    own: dict[str, Format] = {each.name: each for each in own_values(_FOLDER, "FORMAT")}
+    own: dict[str, Format] = {each.name: each for each in folder_values(_FOLDER, "FORMAT")}
     for found, package in installed_values(_FOLDER, Format, "treepack.ingest.readers"):
         if found.name in own:
             raise package.refuse_name("format", found.name)

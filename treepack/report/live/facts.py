@@ -220,8 +220,6 @@ def _plan(record: dict[str, Any], finished: dict[str, Any]) -> Iterator[Line]:
             yield [shown_text(name), shown_text(value)]
     options = {**_dict(finished.get("options")), **_dict(record.get("options"))}
     objective = _dict(options.pop("objective", None))
-    if objective.get("loss") == "sft":
-        objective = {"loss": "sft"}  # sft uses no other option
     for name, value in _flat({**options, **objective}, ""):
         if value not in ("None", "0.0", "False", ""):
             yield [name, value]

@@ -43,6 +43,7 @@ from treepack.train.saving.run_record import (
     check_out,
     files_sha256,
     finished_record,
+    package_entry,
     read_run_record,
     refuse_differences,
     steps_done,
@@ -192,6 +193,7 @@ def _identity(run: TrainingRun) -> dict[str, Any]:
         "config_sha256": text_sha256(json.dumps(config, sort_keys=True, default=str)),
         **({} if run.held_out is None else {"eval_sha256": files_sha256(run.held_out.dataset.manifest["files"])}),
         "options": run.options.fixed_options,
+        **package_entry(run.options),
     }
 
 

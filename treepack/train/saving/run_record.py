@@ -35,11 +35,18 @@ _ENTRIES = {
     "packed_sha256": "PACKED",
     "eval_sha256": "--eval",
     "config_sha256": "the config of --model",
+    "loss_package": "the package of --loss",
 }
+# Entries that a run may not have: of held-out rows, and of a loss of another package.
+_OPTIONAL = ("eval_sha256", "loss_package")
 
 # Names of options, as `_flat_options` gives them.
 _OPTIONS = {field.name for options in (TrainOptions, Objective) for field in fields(options)}
 _OPTIONS |= {name if name in ("quantize", "merge") else f"lora_{name}" for name in asdict(LoraOptions())}
+
+
+# Options of the loss that a run does not read, or that the version that started it did not have yet.
+_USUAL = {field.name: field.default for field in fields(Objective)} | {"loss_constants": {}}
 
 
 def check_out(out: AnyPath, *, inputs: Iterable[str | AnyPath], overwrite: bool, resume: bool) -> None:
@@ -114,8 +121,7 @@ def refuse_differences(out: AnyPath, now: Mapping[str, Any], *, unknown: Collect
     path = out / RUN
     before = read_run_record(path)
     try:
-        # Without held-out rows, eval_sha256 is absent. All others must be there.
-        before.setdefault("eval_sha256", None)
+        before = {**dict.fromkeys(_OPTIONAL), **before}
         pairs = [(name, before[name], now.get(name)) for name in _ENTRIES if name not in unknown]
         different = [_changed_entry(*pair) for pair in pairs if pair[1] != pair[2]]
         # Both sides must have JSON types, in which a tuple is a list: (0.9, 0.95) -> [0.9, 0.95].
@@ -147,7 +153,7 @@ def _flat_options(options: Mapping[str, Any]) -> dict[str, Any]:
     lora = asdict(LoraOptions()) | (options.get("lora") or {})
     named = {name if name in ("quantize", "merge") else f"lora_{name}": value for name, value in lora.items()}
     plain = {name: value for name, value in options.items() if name not in ("lora", "objective")}
-    return {"blocks": 1, **plain, **options["objective"], **named}
+    return {"blocks": 1, **plain, **_USUAL, **options["objective"], **named}
 
 
 def _changed_option(name: str, old: Any, new: Any) -> str:
@@ -156,6 +162,12 @@ def _changed_option(name: str, old: Any, new: Any) -> str:
     if name not in _OPTIONS:
         return f"{option} was {before} when the run started, and this treepack has no such option"
     return f"{option} was {before} when the run started and is {now} now"
+
+
+def package_entry(options: TrainOptions) -> dict[str, str]:
+    """Return the entry with name and version of the package that has the loss; {} for a loss of treepack."""
+    package = options.objective.definition.package
+    return {} if package is None else {"loss_package": package}
 
 
 def files_sha256(entries: Iterable[FileEntry]) -> str:

@@ -37,7 +37,7 @@ from treepack.train.options import CHUNK, TrainOptions
 from treepack.train.ranks import Ranks, find_device
 from treepack.train.run import Packed, TrainingRun
 from treepack.train.saving.choices import recorded_memory, with_recorded
-from treepack.train.saving.run_record import files_sha256
+from treepack.train.saving.run_record import files_sha256, package_entry
 from treepack.train.setup.compute import choose_compute
 from treepack.train.setup.memory_input import MemoryInput
 from treepack.train.setup.rank_choice import choose_ranks
@@ -81,7 +81,7 @@ def open_run(
     # A machine that has opened the data before waits here for one that has not, by gloo, which waits 30 minutes. The
     # first collective of NCCL would wait 10 minutes. Each rank may name its own device.
     same = {name: value for name, value in options.as_record().items() if name != "device"}
-    ranks.require_same({**same, "data": files_sha256(data.dataset.manifest["files"])})
+    ranks.require_same({**same, **package_entry(options), "data": files_sha256(data.dataset.manifest["files"])})
     if meter is None and compute.device.type == "cuda":
         meter = gpu_meter(compute.device)
     options = replace(options, dtype=compute.dtype, blocks=data.blocks)

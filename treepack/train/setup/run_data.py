@@ -14,6 +14,7 @@ import numpy as np
 
 from treepack.data.mixture import AnyDataset, open_packed
 from treepack.errors import TreepackError
+from treepack.objectives.check_loss import check_loss
 from treepack.objectives.denominators import TrajectoryTable, check_columns, trainable_rows, trajectory_table
 from treepack.train.division import Division, choose_blocks, divide_rows
 from treepack.train.options import TrainOptions
@@ -83,7 +84,8 @@ def open_held_out(packed: Packed, options: TrainOptions, ranks: Ranks, *, blocks
 def _open_rows(packed: Packed, options: TrainOptions) -> tuple[AnyDataset, TrajectoryTable | None]:
     _log.info("opening %s", packed if isinstance(packed, str | Path) else ", ".join(map(str, packed)))
     objective = options.objective
-    # sft reads loss weights of tokens, not terms
-    dataset = open_packed(packed, terms=objective.loss != "sft", routes=options.routes == "replay")
+    # A loss without terms reads loss weights of tokens.
+    dataset = open_packed(packed, terms=objective.has_terms, routes=options.routes == "replay")
     check_columns(dataset, objective)
-    return dataset, None if objective.loss == "sft" else trajectory_table(dataset, objective)
+    check_loss(objective)
+    return dataset, trajectory_table(dataset, objective) if objective.has_terms else None

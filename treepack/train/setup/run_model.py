@@ -140,7 +140,7 @@ def check_fit(
         notes = (*notes, f"the model has a {VALUE_FILE}, which is neither trained nor written: the loss has no values")
     num_left_out = len(dataset) - len(data.rows)
     if num_left_out:
-        lacking = "pairs to compare" if objective.loss == "dpo" else "trained tokens"
+        lacking = "pairs to compare" if objective.has_pairs else "trained tokens"
         notes = (*notes, f"{num_left_out} rows without {lacking} are left out")
     if objective.is_policy and "term_old_logprob" not in dataset.term_columns:
         notes = (*notes, "the rows have no old log-probabilities: every update counts as on-policy, with ratios of 1")

@@ -1,0 +1,1 @@
+"""Losses, a file each; `treepack.objectives.registry` finds them, and nothing imports them."""
