@@ -17,7 +17,7 @@ from treepack.errors import TreepackError
 from treepack.formats.agents.codex import codex
 from treepack.ingest.readers.messages.content_blocks import MEDIA_REASON
 from treepack.ingest.readers.messages.response_items import ENCRYPTED_NOTE
-from treepack.trajectory import MAX_INSIDE, Trajectory
+from treepack.trajectory import MAX_INSIDE, Chat, Trajectory
 
 Line = dict[str, Any]
 
@@ -109,6 +109,7 @@ def test_a_session_of_an_early_version_has_the_items_on_its_lines(tmp_path: Path
     (item,) = read_trajectories([path])
     assert isinstance(item, Trajectory)
     assert item.trajectory_id == "S"
+    assert isinstance(item.content, Chat)
     assert [(words, weight) for _, words, weight in turns(item.content)] == [
         ("u", 0.0),
         ("A", 1.0),

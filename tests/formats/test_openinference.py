@@ -230,8 +230,14 @@ def test_a_call_that_two_libraries_log_is_read_once() -> None:
         (span({"llm.model_name": "m"}), "LLM call whose messages were not captured"),
         (span(CALL) | {"status_code": "ERROR"}, "LLM call that failed"),
         (span(CALL) | {"span_kind": "AGENT"}, "span without an LLM call"),
-        (span({"ai.prompt.messages": "[]", "ai.response.text": "b"}, span_kind=None), "span in the convention of the "
-         "Vercel AI SDK, which is not read"),
+        (span({"ai.result.text": "b"}, span_kind=None), "span in the convention of the Vercel AI SDK before version 4, "
+         "which is not read"),
+        (span({"ai.prompt": "{}", "ai.response.text": "b"}, span_kind=None), "span around LLM calls, whose messages "
+         "are not those of one call"),
+        (span({"gen_ai.operation.name": "invoke_agent", "gen_ai.input.messages": "[]", "gen_ai.output.messages": "[]"},
+              span_kind=None), "span around LLM calls, whose messages are not those of one call"),
+        (span({"gen_ai.operation.name": "call_llm", "gcp.vertex.agent.llm_request": "{}",
+               "gcp.vertex.agent.llm_response": "{}"}, span_kind=None), "LLM call whose messages were not captured"),
         (span({"mlflow.spanInputs": "{}"}, span_kind=None), "span in the convention of MLflow, which is not read"),
     ],
 )  # fmt: skip

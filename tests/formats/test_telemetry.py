@@ -212,6 +212,68 @@ def test_a_run_whose_trace_is_not_known_is_refused(more: dict[str, Any], sentenc
         read_as("langsmith", run("a", [HUMAN], generated(END), **more))
 
 
+def attributed(number: int, **attributes: Any) -> dict[str, Any]:
+    return {"span_id": str(number), "trace_id": "t", "start_time": number, "attributes": attributes}
+
+
+def adk(number: int, contents: list[Any], said: list[Any], **more: Any) -> dict[str, Any]:
+    request = {"model": "g", "config": {"system_instruction": "s", "temperature": 0.5}, "contents": contents}
+    response = {"content": {"role": "model", "parts": said}, "finish_reason": "STOP"} | more
+    logged = {"llm_request": json.dumps(request), "llm_response": json.dumps(response), "session_id": "S"}
+    return attributed(number, **{f"gcp.vertex.agent.{name}": value for name, value in logged.items()})
+
+
+def test_calls_of_google_adk_are_joined_by_their_session() -> None:
+    ask, use = {"role": "user", "parts": [{"text": "u"}]}, {"function_call": {"id": "c", "name": "f", "args": {"x": 1}}}
+    answer = {"function_response": {"id": "c", "name": "f", "response": {"result": "7"}}}
+    after = [ask, {"role": "model", "parts": [use]}, {"role": "user", "parts": [answer]}]
+    (item,) = read_as("otel-genai", adk(1, [ask], [use]), adk(2, after, [{"text": "A"}]))
+    assert (item.trajectory_id, item.content.message_temperatures) == ("S", [None, None, 0.5, None, 0.5])
+    assert turns(item.content) == [
+        ("system", "s", 0.0), ("user", "u", 0.0), ("assistant", "", 1.0), ("tool", "7", 0.0), ("assistant", "A", 1.0)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("more", [{"finish_reason": "MAX_TOKENS"}, {"partial": True, "finish_reason": None}])
+def test_an_answer_of_google_adk_that_is_not_whole_has_no_end(more: dict[str, Any]) -> None:
+    (item,) = read_as("otel-genai", adk(1, [{"role": "user", "parts": [{"text": "u"}]}], [{"text": "A"}], **more))
+    assert item.content.message_cuts == [False, False, True]
+
+
+def ai_sdk(number: int, messages: list[Any], **said: Any) -> dict[str, Any]:
+    tool = json.dumps({"type": "function", "name": "f", "inputSchema": {"type": "object"}})
+    asked = {"ai.prompt.messages": json.dumps(messages), "ai.prompt.tools": [tool]}
+    return attributed(number, **asked, **{f"ai.response.{name}": value for name, value in said.items()})
+
+
+def test_calls_of_the_ai_sdk_are_joined_with_their_tools() -> None:
+    ask = {"role": "user", "content": [{"type": "text", "text": "u"}]}
+    use = {"toolCallId": "c", "toolName": "f", "input": {"x": 1}}
+    result = {"type": "tool-result", "toolCallId": "c", "toolName": "f", "output": {"type": "text", "value": "7"}}
+    after = [
+        ask,
+        {"role": "assistant", "content": [{"type": "tool-call"} | use]},
+        {"role": "tool", "content": [result]},
+    ]
+    records = [
+        ai_sdk(1, [ask], toolCalls=json.dumps([use]), finishReason="tool-calls"),
+        ai_sdk(2, after, text="A", finishReason="stop"),
+    ]
+    (item,) = read_as("otel-genai", *records)
+    assert item.content.tools == [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+    assert turns(item.content) == [
+        ("user", "u", 0.0),
+        ("assistant", "", 1.0),
+        ("tool", "7", 0.0),
+        ("assistant", "A", 1.0),
+    ]
+
+
+def test_an_object_that_the_ai_sdk_generated_is_the_text_of_the_model() -> None:
+    (item,) = read_as("otel-genai", ai_sdk(1, [{"role": "user", "content": "u"}], object='{"n": 7}'))
+    assert turns(item.content)[-1] == ("assistant", '{"n": 7}', 1.0)
+
+
 def run(name: str, question: Any, answer: Any, **more: Any) -> dict[str, Any]:
     order = f"1Zr.{name}"
     inputs = {"messages": question}

@@ -10,8 +10,8 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from treepack.calls.spans.trace_spans import parsed
 from treepack.errors import TreepackError
+from treepack.files.input_files.json_text import parsed
 from treepack.ingest.readers.fields.values import is_messages, shown
 
 Message = dict[str, Any]

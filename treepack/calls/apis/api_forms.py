@@ -25,9 +25,9 @@ from typing import Any
 from treepack.calls.apis.ai_sdk import has_sdk_parts, messages_of_sdk, messages_of_sdk_response, sdk_call
 from treepack.calls.apis.exchanges import API_FIELDS
 from treepack.calls.apis.langchain_messages import ROLES, chat_messages, generated
-from treepack.calls.spans.span_calls import messages_of_parts
-from treepack.calls.spans.trace_spans import parsed
+from treepack.calls.apis.otel_parts import messages_of_parts
 from treepack.errors import TreepackError
+from treepack.files.input_files.json_text import parsed
 from treepack.ingest.readers.fields.rollout_facts import temperature_of
 from treepack.ingest.readers.fields.values import is_messages, quoted, shown
 from treepack.ingest.readers.messages.gemini_parts import gemini_messages, gemini_tools

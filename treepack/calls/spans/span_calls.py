@@ -3,6 +3,8 @@
     gen_ai.input.messages, gen_ai.output.messages                OpenTelemetry: messages of parts
     llm.input_messages.0.message.role, llm.output_messages...    OpenInference (Phoenix)
     gen_ai.prompt.0.role, gen_ai.completion.0.content            OpenLLMetry (Traceloop)
+    gcp.vertex.agent.llm_request, gcp.vertex.agent.llm_response  Google ADK: requests and responses of Gemini
+    ai.prompt.messages, ai.response.text, ai.response.toolCalls  AI SDK (Vercel), in spans doGenerate and doStream
 
     TraceSpan --calls_of_span--> SpanCalls: calls, notes     or the reason why the span has none
 
@@ -11,14 +13,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from treepack.calls.apis.api_forms import prompt_of, responses_of
+from treepack.calls.apis.otel_parts import messages_of_parts
 from treepack.calls.chat_calls import ChatCall
-from treepack.calls.spans.trace_spans import TraceSpan, get, parsed, tree
+from treepack.calls.spans.trace_spans import TraceSpan, get, tree
 from treepack.errors import TreepackError
+from treepack.files.input_files.json_text import parsed
 from treepack.ingest.readers.fields.rollout_facts import temperature_of
 from treepack.ingest.readers.fields.values import as_objects, is_messages, shown
 from treepack.ingest.readers.messages.merged_turns import answered, left_over, merged_turns
@@ -28,7 +32,7 @@ from treepack.trajectory import Skipped
 Message = dict[str, Any]
 
 # Operations of an LLM call; older instrumentations name no operation.
-_OPERATIONS = (None, "chat", "generate_content", "text_completion")
+_OPERATIONS = (None, "chat", "generate_content", "text_completion", "call_llm")
 INSTRUCTIONS, _INPUT, _OUTPUT = "gen_ai.system_instructions", "gen_ai.input.messages", "gen_ai.output.messages"
 _TOOLS, _TEMPERATURE, REASONS = (
     "gen_ai.tool.definitions",
@@ -37,7 +41,11 @@ _TOOLS, _TEMPERATURE, REASONS = (
 )
 _LLM_INPUT, _LLM_OUTPUT = "llm.input_messages", "llm.output_messages"
 _PROMPT, _COMPLETION, _FUNCTIONS = "gen_ai.prompt", "gen_ai.completion", "llm.request.functions"
+_ADK_REQUEST, _ADK_RESPONSE = "gcp.vertex.agent.llm_request", "gcp.vertex.agent.llm_response"
+_SDK_PROMPT, _SDK_RESPONSE = "ai.prompt.messages", "ai.response"
+_SDK_SAID = ("text", "toolCalls", "reasoning", "finishReason")
 NO_CALL_NOTE = "span without an LLM call"
+AROUND_NOTE = "span around LLM calls, whose messages are not those of one call"
 NO_CONTENT_NOTE = "LLM call whose messages were not captured"
 FAILED_NOTE = "LLM call that failed"
 _RAW_NOTE = "LLM call with input.value and output.value only, which have no fixed form"
@@ -47,12 +55,10 @@ _INDEXED_REASONS = (
     "llm.response.finish_reason",
     "llm.response.stop_reason",
 )
-_PART_FIELDS = frozenset("type content id name arguments response result modality mime_type".split())
 _EMPTY_SCHEMA_NOTE = "empty tool schema not used"
 # Attributes of calls in conventions that are not read, each with the name of the convention.
 _UNREAD = {
-    "ai.prompt": "the Vercel AI SDK",
-    "ai.response": "the Vercel AI SDK",
+    "ai.result": "the Vercel AI SDK before version 4",
     "langfuse.observation.input": "Langfuse's SDK",
     "langfuse.observation.output": "Langfuse's SDK",
     "mlflow.spanInputs": "MLflow",
@@ -85,12 +91,13 @@ def calls_of_span(span: TraceSpan) -> SpanCalls | Skipped:
         TreepackError: messages of the span are not of a form above.
     """
     attributes = span.attributes
-    if span.kind and span.kind not in ("LLM", "UNKNOWN"):
-        return Skipped(span.source, NO_CALL_NOTE, is_rollout=False)
-    if get(attributes, "gen_ai.operation.name") not in _OPERATIONS:
-        return Skipped(span.source, NO_CALL_NOTE, is_rollout=False)
+    is_other = span.kind != "" and span.kind not in ("LLM", "UNKNOWN")
+    if is_other or get(attributes, "gen_ai.operation.name") not in _OPERATIONS:
+        around = _has(attributes, _INPUT) and _has(attributes, _OUTPUT)
+        return Skipped(span.source, AROUND_NOTE if around else NO_CALL_NOTE, is_rollout=False)
     for prompt, response, read in _CONVENTIONS:
-        if _has(attributes, prompt) and _has(attributes, response):
+        # Google ADK writes "{}" in place of messages that are not to be captured.
+        if _has(attributes, prompt) and _has(attributes, response) and parsed(get(attributes, prompt)) != {}:
             if span.failed:
                 return Skipped(span.source, FAILED_NOTE)
             notes: dict[str, None] = {}
@@ -115,7 +122,8 @@ def _without_messages(span: TraceSpan) -> Skipped:
     if _CHOICE_EVENTS & set(span.events):
         return Skipped(span.source, "LLM call whose messages are in events of an older convention, which is not read")
     if not is_call:
-        return Skipped(span.source, NO_CALL_NOTE, is_rollout=False)
+        around = _has(attributes, "ai.prompt") and _has(attributes, _SDK_RESPONSE)
+        return Skipped(span.source, AROUND_NOTE if around else NO_CALL_NOTE, is_rollout=False)
     is_raw = _has(attributes, "input.value") and _has(attributes, "output.value")
     return Skipped(span.source, _RAW_NOTE if is_raw else NO_CONTENT_NOTE)
 
@@ -147,53 +155,6 @@ def _value(span: TraceSpan, name: str) -> Any:
 
 def _temperature(span: TraceSpan) -> float | None:
     return temperature_of({"temperature": get(span.attributes, _TEMPERATURE)})
-
-
-def messages_of_parts(messages: Any, source: str, name: str) -> list[Message]:
-    """Return messages `{role, parts}` of the conventions of OpenTelemetry in chat form, one for each result of a tool.
-
-    Raises:
-        TreepackError: `name`, the attribute of the messages, has another form.
-    """
-    done: list[Message] = []
-    for message in as_objects(messages, source=source, name=name):
-        parts = parsed(message["parts"]) if "parts" in message else message.get("content")
-        parts = [{"type": "text", "content": parts}] if isinstance(parts, str) else parts
-        parts = as_objects(parts, source=source, name=f"parts of {name}")
-        results = [part for part in parts if part.get("type") == "tool_call_response"]
-        done += [{"role": "tool", "tool_call_id": part.get("id"), "content": _result(part)} for part in results]
-        others = [part for part in parts if part.get("type") != "tool_call_response"]
-        if others or not results:
-            role = message.get("role")
-            role = RENAMED_ROLES.get(role, role) if isinstance(role, str) else role
-            rest = {key: value for key, value in message.items() if key not in ("role", "parts", "content")}
-            done.append(rest | _message_of_parts(role, others, source, name))
-    return done
-
-
-def _message_of_parts(role: Any, parts: list[Message], source: str, name: str) -> Message:
-    message: Message = {"role": role, "content": ""}
-    for part in parts:
-        message |= left_over(part, _PART_FIELDS, "parts")
-        kind, content = part.get("type"), part.get("content")
-        if kind == "tool_call":
-            message.setdefault("tool_calls", []).append({key: part.get(key) for key in ("id", "name", "arguments")})
-        elif kind in ("text", "reasoning") and isinstance(content, str):
-            key = "content" if kind == "text" else "reasoning_content"
-            message[key] = message.get(key, "") + content
-        # A blob or a file: `skip_reason` finds the part, and the call is skipped.
-        elif isinstance(kind, str) and kind not in ("text", "reasoning"):
-            return {"role": role, "content": [{"type": str(part.get("modality") or kind)}]}
-        else:
-            raise TreepackError(f"{source}: {name} has the part {shown(part)}; expected text under content")
-    return message
-
-
-def _result(part: dict[str, Any]) -> str:
-    response = part.get("response", part.get("result"))
-    return (
-        response if isinstance(response, str) else "" if response is None else json.dumps(response, ensure_ascii=False)
-    )
 
 
 # OpenInference
@@ -252,6 +213,35 @@ def _message_of_index(message: Message) -> Message:
     return done
 
 
+# Requests and responses of an API
+
+
+def _adk(span: TraceSpan, notes: dict[str, None]) -> Iterator[ChatCall]:
+    """Yield the call of `span`; a part of a response that was streamed has no end."""
+    response = _value(span, _ADK_RESPONSE)
+    is_part = isinstance(response, dict) and response.pop("partial", False) is True
+    yield from _logged(span, notes, _value(span, _ADK_REQUEST), response, ending="incomplete" if is_part else None)
+
+
+def _ai_sdk(span: TraceSpan, notes: dict[str, None]) -> Iterator[ChatCall]:
+    """Yield the call of `span`, whose answer may be an object in JSON."""
+    response = {name: get(span.attributes, f"{_SDK_RESPONSE}.{name}") for name in _SDK_SAID}
+    text = next((each for each in (response["text"], get(span.attributes, "ai.response.object")) if each), "")
+    schemas = _value(span, "ai.prompt.tools")
+    schemas = [parsed(each) for each in schemas] if isinstance(schemas, list) else schemas
+    said = {name: value for name, value in response.items() if value is not None} | {"text": text}
+    yield from _logged(span, notes, get(span.attributes, _SDK_PROMPT), said, schemas)
+
+
+def _logged(
+    span: TraceSpan, notes: dict[str, None], request: Any, response: Any, tools: Any = None, ending: Any = None
+) -> Iterator[ChatCall]:
+    prompt = prompt_of(request, source=span.source)
+    heat = prompt.temperature if prompt.temperature is not None else _temperature(span)
+    for said in responses_of(response, source=span.source):
+        yield ChatCall(prompt.messages, said, _tools(tools or prompt.tools, notes), temperature=heat, ending=ending)
+
+
 # All conventions
 
 
@@ -270,4 +260,6 @@ _CONVENTIONS: tuple[tuple[str, str, _ReadSpan], ...] = (
     (_INPUT, _OUTPUT, _genai),
     (_LLM_INPUT, _LLM_OUTPUT, _openinference),
     (_PROMPT, _COMPLETION, _traceloop),
+    (_ADK_REQUEST, _ADK_RESPONSE, _adk),
+    (_SDK_PROMPT, _SDK_RESPONSE, _ai_sdk),
 )

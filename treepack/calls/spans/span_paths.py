@@ -10,6 +10,8 @@ from treepack.ingest.readers.fields.unread import below
 
 _PARTS = "type content id name arguments response result modality".split()
 _MESSAGE = "role name tool_call_id finish_reason content".split()
+_GEMINI_CONFIG = "system_instruction tools temperature".split()
+_SDK_PARTS = "type text toolCallId toolName input args output result".split()
 _CALL = "id type name arguments function.name function.arguments".split()
 
 
@@ -32,6 +34,9 @@ ATTRIBUTES = [
         llm.request.functions metadata{} metadata.* llm.invocation_parameters{} llm.invocation_parameters.temperature
         llm.invocation_parameters.n llm.invocation_parameters.tools llm.tools{} llm.tools.tool.json_schema
         gen_ai.system_instructions{} gen_ai.system_instructions.type gen_ai.system_instructions.content
+        gcp.vertex.agent.session_id gcp.vertex.agent.llm_request{} gcp.vertex.agent.llm_response{}
+        ai.telemetry.metadata.sessionId ai.response.text ai.response.toolCalls ai.response.reasoning
+        ai.response.finishReason ai.response.object ai.response.model ai.prompt.messages{} ai.prompt.tools
         """.split()
     ),
     *below(["gen_ai.input", "gen_ai.output"], ["messages{}", *below(["messages"], _MESSAGE), "messages.parts{}"]),
@@ -39,6 +44,9 @@ ATTRIBUTES = [
     *below(["llm.input_messages", "llm.output_messages"], [*_TREE_MESSAGE, *below(["message"], _TREE_MESSAGE)]),
     *below(["llm"], ("input_messages{}", "output_messages{}")),
     *below(["gen_ai.prompt", "gen_ai.completion"], _INDEXED),
+    *below(["gcp.vertex.agent.llm_request"], ["contents", *below(["config"], _GEMINI_CONFIG)]),
+    *below(["gcp.vertex.agent.llm_response"], ["content", "finish_reason", "partial"]),
+    *below(["ai.prompt.messages"], [*_MESSAGE, *below(["content"], _SDK_PARTS)]),
     *(f"{name}{mark}" for name in _SCORES for mark in ("{}", ".name!", ".score")),
     *(
         f"{name}.{name.rpartition('.')[2].removesuffix('s')}.{field}"

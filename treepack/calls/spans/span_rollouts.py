@@ -16,8 +16,9 @@ from typing import Any
 from treepack.calls.chat_calls import ChatCall, read_chats
 from treepack.calls.conversations import with_notes
 from treepack.calls.spans.span_calls import SpanCalls, calls_of_span
-from treepack.calls.spans.trace_spans import COLUMN, TraceSpan, get, parsed, spans_of, tree
+from treepack.calls.spans.trace_spans import COLUMN, TraceSpan, get, spans_of, tree
 from treepack.errors import TreepackError
+from treepack.files.input_files.json_text import parsed
 from treepack.files.input_files.records import Record
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.values import as_id, is_messages
@@ -26,14 +27,20 @@ from treepack.trajectory import Skipped, Trajectory
 
 _METADATA = "metadata"
 _FACTS = (
-    ("model", ("gen_ai.response.model", "gen_ai.request.model", "llm.model_name")),
+    ("model", ("gen_ai.response.model", "gen_ai.request.model", "llm.model_name", "ai.response.model")),
     ("agent", ("gen_ai.agent.name", "agent.name")),
 )
 _DAMAGED_NOTE = "conversation with a damaged span"
 _SPLIT_NOTE = "calls of one trace in several conversations"
 _NO_TRACE_NOTE = "span without a trace"
 _INSIDE_NOTE = "span inside the span of the same LLM call"
-_CONVERSATIONS = ("gen_ai.conversation.id", "session.id", "traceloop.association.properties.session_id")
+_CONVERSATIONS = (
+    "gen_ai.conversation.id",
+    "session.id",
+    "traceloop.association.properties.session_id",
+    "gcp.vertex.agent.session_id",
+    "ai.telemetry.metadata.sessionId",
+)
 # The scores of OpenInference: attributes, and the name of their objects.
 _SCORES = tuple(
     (f"{target}{name}s", name) for target in ("", "trace.", "session.") for name in ("annotation", "evaluation")

@@ -11,7 +11,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from treepack.errors import TreepackError
+from treepack.files.input_files.json_text import parsed
 from treepack.files.input_files.records import Record
 from treepack.ingest.readers.fields.values import as_id, is_messages, shown, start_time
 
@@ -189,16 +189,6 @@ def _plain(attributes: Any) -> Any:
     if is_messages(attributes):
         attributes = {str(each.get("key")): _unwrap(each.get("value")) for each in attributes}
     return _nested(attributes)
-
-
-def parsed(value: Any) -> Any:
-    """Return `value`, parsed if it is the JSON text of an object or a list; other text stays as it is."""
-    if not isinstance(value, str) or value.lstrip()[:1] not in ("{", "["):
-        return value
-    try:
-        return json.loads(value)
-    except (ValueError, RecursionError):
-        return value
 
 
 def get(attributes: dict[str, Any], name: str) -> Any:

@@ -63,6 +63,12 @@ def parsed_json(text: Any) -> Any:
     return value
 
 
+def parsed(value: Any) -> Any:
+    """Return the object or list that `value` is as JSON text, else `value` itself."""
+    found = parsed_json(value)
+    return value if found is None else found
+
+
 def array_elements(data: bytes, path: str) -> Iterator[tuple[int, Any, str | None]]:
     """Yield number, value and fault of each element of a damaged JSON array; one of value and fault is None.
 

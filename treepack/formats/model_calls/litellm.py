@@ -23,9 +23,9 @@ from treepack.calls.apis.api_paths import requests, responses
 from treepack.calls.chat_calls import ChatCall, read_chats
 from treepack.calls.conversations import with_notes, without
 from treepack.calls.served_tokens import LOGPROBS_NOTE, SOME_NOTE, token_call
-from treepack.calls.spans.trace_spans import parsed
 from treepack.calls.token_calls import TokenCall, read_calls
 from treepack.errors import TreepackError
+from treepack.files.input_files.json_text import parsed
 from treepack.files.input_files.records import DAMAGED_RECORD, Record
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.rollout_facts import temperature_of

@@ -7,7 +7,8 @@
     call  system                      the rest of the prompt  the response, or several    of a rollout
 
 Messages are `{role, parts: [text | reasoning | tool_call | tool_call_response]}`, as objects or as JSON text, in the
-span or in one of its events. OpenLLMetry writes them as `gen_ai.prompt.0.content` and `gen_ai.completion.0.content`.
+span or in one of its events. OpenLLMetry writes them as `gen_ai.prompt.0.content` and `gen_ai.completion.0.content`,
+Google ADK as `gcp.vertex.agent.llm_request` and `llm_response`, the AI SDK as `ai.prompt.messages` and `ai.response`.
 The prompt of a call is the whole conversation, and calls that continue each other are joined. Spans without a
 conversation are joined by their trace. The scores of `gen_ai.evaluation.result` events are the reward. The attributes
 of OpenLLMetry are read after its source.
@@ -32,7 +33,7 @@ OTLP = ValueKind(
 FORMAT = Format(
     name="otel-genai",
     rank=580,
-    program="OpenTelemetry (generative AI conventions), OpenLLMetry (after its source), by any instrumentation of them",
+    program="OpenTelemetry (generative AI conventions), OpenLLMetry (after its source), Google ADK, AI SDK (Vercel)",
     recognised_by="`resourceSpans`, or a span id beside `attributes`",
     requires=[
         {"resourceSpans": OTLP},

@@ -2,7 +2,8 @@
 
     train_data_step3.jsonl
     {"token_ids": [[5, 6, 7, 2, 0]], "input_lengths": [4], "token_loss_mask": [[0, 0, 1, 1, 0]],
-     "sample_loss_mask": [1.0], "rewards": [1.0], "advantages": [[..]], "generation_logprobs": [[..]], "prev_logprobs": [[..]], "content": [".."]}
+     "sample_loss_mask": [1.0], "rewards": [1.0], "advantages": [[..]], "generation_logprobs": [[..]],
+     "prev_logprobs": [[..]], "content": [".."]}
 
 Sequences are padded on the right up to `input_lengths`. All lists of a sequence have one value per token. A sequence
 with the sample mask 0, such as one that a limit cut, is not trained.

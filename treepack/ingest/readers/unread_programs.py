@@ -70,7 +70,8 @@ def _tracer(name: str, marks: list[Fields]) -> UnreadProgram:
 
 def _or_list(fields: Fields, *names: str) -> list[Fields]:
     """Return the marks of a record with `fields`, and of a document with a list of such records under a name."""
-    return [fields, *({name: first(fields)} for name in names)]
+    inside: list[Fields] = [{name: first(fields)} for name in names]
+    return [fields, *inside]
 
 
 def _session(folder: str, form: str) -> str:

@@ -23,11 +23,13 @@ from statistics import fmean
 from typing import Any
 
 from treepack.calls.apis.api_forms import prompt_of, responses_of
+from treepack.calls.apis.otel_parts import messages_of_parts
 from treepack.calls.chat_calls import ChatCall, read_chats
 from treepack.calls.conversations import with_notes, without
-from treepack.calls.spans.span_calls import INSTRUCTIONS, messages_of_parts
-from treepack.calls.spans.trace_spans import get, parsed, tree
+from treepack.calls.spans.span_calls import INSTRUCTIONS
+from treepack.calls.spans.trace_spans import get, tree
 from treepack.errors import TreepackError
+from treepack.files.input_files.json_text import parsed
 from treepack.files.input_files.records import Record
 from treepack.formats.model_calls.langfuse.langfuse_fields import ALSO, FINISHED, METADATA, SCHEMAS, USED, langfuse_view
 from treepack.ingest.readers.fields.read_options import ReadOptions

@@ -11,7 +11,7 @@ from typing import Any
 from treepack.calls.apis.api_paths import requests, responses
 from treepack.calls.conversations import without
 from treepack.calls.spans.span_calls import INSTRUCTIONS
-from treepack.calls.spans.trace_spans import parsed
+from treepack.files.input_files.json_text import parsed
 from treepack.ingest.readers.fields.unread import declare
 from treepack.ingest.readers.fields.values import is_messages
 
