@@ -38,9 +38,10 @@ def as_kept_sets(lists: RaggedArray, sampled: NDArray[Any], *, source: str, name
     if (inside & (ids[1:] <= ids[:-1])).any():
         ids = ids[np.lexsort((ids, owners))]
     kept = RaggedArray(ids.astype(np.int32, copy=False), lists.offsets - lists.offsets[0])
-    wrong = wrong_set(kept, sampled)
-    if wrong is None:
+    is_wrong = wrong_sets(kept, sampled)
+    if not is_wrong.any():
         return kept
+    wrong = int(is_wrong.argmax())
     own = kept.list(wrong)
     fault = f"lack the sampled id {sampled[wrong]}"
     if (own[1:] == own[:-1]).any():
@@ -86,17 +87,19 @@ def joined_ids(lists: Sequence[Any], *, source: str, name: str) -> RaggedArray:
     raise TreepackError(f"{source}: {name} has an entry that is not a list of token ids")
 
 
-def wrong_set(kept: RaggedArray, sampled: NDArray[Any]) -> int | None:
-    """Return the first set that does not ascend from 0 on or lacks its id of `sampled` [n]; None if none is wrong.
+def wrong_sets(kept: RaggedArray, sampled: NDArray[Any]) -> NDArray[np.bool_]:
+    """Return True for each set that does not ascend from 0 on, or lacks its id of `sampled` [n]; empty ones are right.
 
-    Empty sets are right.
+    The slow form: `any(b <= a for a, b in pairwise([-1, *ids])) or (ids and own not in ids)` for each `ids` and `own`.
     """
+    # Sets [2 5] [] [5 3], sampled [5 1 3] -> owners [0 0 2 2]. Set 2 does not ascend.
     ids, sizes = kept.flat, kept.sizes
     owners = np.repeat(np.arange(len(kept)), sizes)
     good = (np.bincount(owners[ids == sampled[owners]], minlength=len(kept)) > 0) | (sizes == 0)
     good[owners[1:][(owners[1:] == owners[:-1]) & (ids[1:] <= ids[:-1])]] = False
     good[owners[ids < 0]] = False
-    return None if good.all() else int((~good).argmax())
+    wrong: NDArray[np.bool_] = ~good
+    return wrong
 
 
 def known_sets(kept: RaggedArray | None) -> RaggedArray | None:

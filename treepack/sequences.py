@@ -20,11 +20,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from treepack.columns import COLUMNS, Column, Lists, Numbers
 from treepack.errors import TreepackError
 from treepack.files import schema
-from treepack.files.column_views import FilledView, ListView, NoValues, View, ragged_column
+from treepack.files.column_views import FilledView, ListView, NoValues, View, number_column, ragged_column
 from treepack.option_fields import expect_type
-from treepack.trajectory import Float32, Float64, Int32, Int64, Routes, Tokens, Trajectory, is_recorded, missing_route
+from treepack.trajectory import Float64, Int32, Int64, Routes, Tokens, Trajectory, is_recorded, missing_route
 
 # Values of a list column after which its next chunk begins. A chunk has offsets of 32 bits, and the list that crosses
 # this number must fit, too.
@@ -162,31 +163,15 @@ def _table(records: list[Trajectory], contents: list[Tokens]) -> pa.Table:
         "trained": _span_column(contents),
         "weight": [record.weight for record in records],
         "reward": [record.reward for record in records],
-        "advantage": [record.advantage for record in records],
-        "advantages": _list_column([content.advantages for content in contents], pa.float64()),
-        "sampling_logprobs": _list_column([content.sampling_logprobs for content in contents], pa.float32()),
-        "old_logprobs": _list_column([content.old_logprobs for content in contents], pa.float32()),
-        "ref_logprobs": _list_column([content.ref_logprobs for content in contents], pa.float32()),
         # Sorted keys: the bytes of the output must not depend on the order of fields in the input.
         "metadata": [json.dumps(record.metadata, sort_keys=True, ensure_ascii=False) for record in records],
         "source": [record.source for record in records],
     }
-    if any(record.temperature is not None for record in records):
-        columns["temperature"] = [record.temperature for record in records]
-    if any(content.temperatures is not None for content in contents):
-        columns["temperatures"] = _list_column([content.temperatures for content in contents], pa.float32())
     for name in schema.ROLLOUTS.names:
         if any(getattr(record, name) is not None for record in records):
             columns[name] = [getattr(record, name) for record in records]
-    numbers = dict.fromkeys(schema.CREDIT.names, pa.float64()) | dict.fromkeys(schema.TEACHER.names, pa.float32())
-    for name, dtype in numbers.items():
-        values = [getattr(content, name) for content in contents]
-        if any(each is not None for each in values):
-            columns[name] = _list_column(values, dtype)
-    for name in schema.RAGGED.names:
-        cells = [getattr(content, name) for content in contents]
-        if any(cell is not None for cell in cells):
-            columns[name] = ragged_column(cells, schema.ragged_dtype(name))
+    for column in COLUMNS:
+        columns |= _cells(column, records, contents)
     known = schema.trajectory_columns(columns)
     fields = [known.field(name) for name in columns]
     arrays = [
@@ -194,6 +179,21 @@ def _table(records: list[Trajectory], contents: list[Tokens]) -> pa.Table:
         for column, field in zip(columns.values(), fields, strict=True)
     ]
     return pa.Table.from_arrays(arrays, schema=pa.schema(fields))
+
+
+def _cells(column: Column, records: list[Trajectory], contents: list[Tokens]) -> dict[str, Any]:
+    """Return the columns of a trie for one of the table; an optional one only if a trajectory has a value."""
+    found: dict[str, Any] = {}
+    if column.whole is not None:
+        numbers = [getattr(record, column.whole) for record in records]
+        if column.is_always or any(number is not None for number in numbers):
+            found[column.whole] = numbers
+    if column.stored is not None:
+        cells = [getattr(content, column.stored) for content in contents]
+        if column.is_always or any(cell is not None for cell in cells):
+            is_lists = isinstance(column.kind, Lists)
+            found[column.stored] = (ragged_column if is_lists else number_column)(cells, column.kind.dtype)
+    return found
 
 
 def with_unique_ids(sequences: Sequences) -> Sequences:
@@ -276,18 +276,6 @@ def _span_column(contents: list[Tokens]) -> pa.Array:
     return pa.ListArray.from_arrays(offsets, pa.StructArray.from_arrays(parts, fields=list(schema.SPAN)))
 
 
-def _list_column(values: list[Float64 | None] | list[Float32 | None], kind: pa.DataType) -> pa.Array:
-    missing = np.array([value is None for value in values])
-    # The usual case by far, and np.concatenate refuses an empty list.
-    if missing.all():
-        return pa.nulls(len(values), pa.list_(kind))
-    # [.1 .2], None, [.3] -> offsets 0 2 2 3, mask False True False: None has no values and is null.
-    offsets = np.zeros(len(values) + 1, np.int32)
-    np.cumsum([0 if value is None else len(value) for value in values], out=offsets[1:])
-    flat = np.concatenate([value for value in values if value is not None])
-    return pa.ListArray.from_arrays(offsets, pa.array(flat, kind), mask=pa.array(missing))
-
-
 @dataclass(frozen=True, slots=True)
 class SpanView:
     """Trained spans of a trajectory table as arrays: `view[i]` is starts int32, ends int32 and weights float64."""
@@ -338,15 +326,20 @@ def num_trained(table: pa.Table) -> int:
 
 
 def list_values(table: pa.Table, name: str) -> ListView | NoValues:
-    """Return the rows of a nullable list column as arrays, and None for a null or if `table` lacks an optional one."""
-    if name in schema.OPTIONAL.names and name not in table.column_names:
-        return NoValues(table.num_rows)
-    return ListView(table[name])
-
-
-def ragged_values(table: pa.Table, name: str) -> ListView | NoValues:
-    """Return the rows of a column of `schema.RAGGED` as lists, and None for a null or if `table` lacks the column."""
+    """Return the rows of a nullable list column, and None for a null or if `table` lacks the column."""
     return ListView(table[name]) if name in table.column_names else NoValues(table.num_rows)
+
+
+def values_of(table: pa.Table, column: Column) -> View:
+    """Return the entries of each trajectory in a column of the table, and None for a trajectory without one.
+
+    They are one array or `RaggedArray` for each trajectory, with an entry for each trained token, or an array without
+    dimensions if one number is stored for the whole trajectory.
+    """
+    lists = NoValues(table.num_rows) if column.stored is None else list_values(table, column.stored)
+    if column.whole is None or column.whole not in table.column_names:
+        return lists
+    return FilledView(lists, table[column.whole], column.kind.dtype)
 
 
 def list_content(column: pa.ChunkedArray) -> tuple[NDArray[Any], Int64]:
@@ -375,24 +368,6 @@ def _num_values(column: pa.ChunkedArray) -> int:
     return sum(each[-1].as_py() - each[0].as_py() for each in offsets)
 
 
-def temperatures_of(table: pa.Table) -> View:
-    """Return the temperature of each trajectory, None if it is not known.
-
-    It is float32 [num_trained], or without dimensions if it is one for all trained tokens.
-    """
-    lists = list_values(table, "temperatures")
-    return FilledView(lists, table["temperature"], np.float32) if "temperature" in table.column_names else lists
-
-
-def advantages_of(table: pa.Table) -> View:
-    """Return the advantages of each trajectory, None if it has none.
-
-    They are float64 [num_trained], or without dimensions if there is one for all trained tokens.
-    """
-    return FilledView(list_values(table, "advantages"), table["advantage"], np.float64)
-
-
-LOGPROBS = ("sampling_logprobs", "old_logprobs", "ref_logprobs")
-# Columns with one value per trained token; the fields of `Tokens` have the same names.
-NUMBERS_PER_TOKEN = ("advantages", *LOGPROBS, "temperatures", *schema.CREDIT.names, *schema.TEACHER.names)
-PER_TOKEN = (*NUMBERS_PER_TOKEN, *schema.RAGGED.names)
+# Fields of `Tokens` with one number, or one list of numbers, per trained token.
+NUMBERS_PER_TOKEN = tuple(column.stored for column in COLUMNS if column.stored and isinstance(column.kind, Numbers))
+PER_TOKEN = tuple(column.stored for column in COLUMNS if column.stored)

@@ -40,7 +40,7 @@ def with_terms(batch: Batch, seed: int) -> Batch:
         reward=torch.randn(trajectories, generator=generator, dtype=torch.float64),
         temperature=torch.rand(len(trained), generator=generator),
         position=torch.arange(len(index), dtype=torch.int32),
-        kept=RaggedTensor(torch.arange(len(trained) * 2, dtype=torch.int32), torch.arange(len(trained) + 1) * 2),
+        kept_ids=RaggedTensor(torch.arange(len(trained) * 2, dtype=torch.int32), torch.arange(len(trained) + 1) * 2),
         teacher=TeacherLaw(
             torch.randn(len(trained), 1 + seed % 3, generator=generator),
             torch.randint(9, (len(trained), 1 + seed % 3), generator=generator),
@@ -93,7 +93,7 @@ def test_the_terms_of_each_row_come_out_as_they_went_in(sets: list[list[Sample]]
         assert batch.terms is not None
         for field in fields(TermTensors):
             before, after = getattr(batch.terms, field.name), getattr(own, field.name)
-            if field.name == "kept":
+            if field.name == "kept_ids":
                 assert torch.equal(after.offsets, before.offsets)
                 before, after = before.values, after.values
             if field.name == "teacher":

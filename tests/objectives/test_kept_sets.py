@@ -81,7 +81,7 @@ def test_gradients_are_those_of_a_dense_renormalised_softmax(
     (factors,) = step_factors(trajectory_table(dataset, objective), [0], objective)
     loaded, batch, f = packed_model("qwen3"), dataset[0], torch.from_numpy(factors)
     assert batch.terms is not None
-    assert batch.terms.kept is not None
+    assert batch.terms.kept_ids is not None
     loaded.model.zero_grad()
     if limit is None:
         result = WholeRows(loaded, chunk=5).backward(batch, LossPart(objective, f))
@@ -103,7 +103,7 @@ def test_joined_rows_are_scored_as_each_alone(tmp_path: Path) -> None:
     dataset = opened(tmp_path / "packed", samples, [i % 2 for i in range(len(samples))])
     terms = dataset[1].terms
     assert terms is not None
-    rows = [dataset[0], replace(dataset[1], terms=replace(terms, kept=None))]
+    rows = [dataset[0], replace(dataset[1], terms=replace(terms, kept_ids=None))]
     each = [_scores(loaded, batch) for batch in rows]
     joined = _scores(loaded, join_rows(rows))
     torch.testing.assert_close(joined, torch.cat(each), rtol=1e-12, atol=1e-12)
@@ -111,7 +111,7 @@ def test_joined_rows_are_scored_as_each_alone(tmp_path: Path) -> None:
 
 def _scores(loaded: Any, batch: Any) -> torch.Tensor:
     terms = batch.terms
-    scores = WholeRows(loaded).scores(batch, terms.tokens, kept=terms.kept)
+    scores = WholeRows(loaded).scores(batch, terms.tokens, kept=terms.kept_ids)
     assert scores.logprobs is not None
     return scores.logprobs.detach()
 

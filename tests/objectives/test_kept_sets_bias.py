@@ -94,10 +94,10 @@ def slope_of_step(rollouts: list[Trajectory], *, with_sets: bool = True) -> floa
         batch = make_batch(row)
         terms = batch.terms
         assert terms is not None
-        assert (terms.kept is not None) == with_sets
+        assert (terms.kept_ids is not None) == with_sets
         hidden = torch.nn.functional.one_hot(batch.input_ids, WORDS).double()
         targets = terms.tokens, batch.input_ids, batch.parent
-        logprobs, entropies = tree_logprobs(hidden, OutputLayer(table.T), targets, kept=terms.kept, chunk=50)
+        logprobs, entropies = tree_logprobs(hidden, OutputLayer(table.T), targets, kept=terms.kept_ids, chunk=50)
         total = total + objective_loss(logprobs, entropies, terms, factors, OBJECTIVE)[0]
     return slope(total, table)
 

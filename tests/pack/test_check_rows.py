@@ -63,7 +63,7 @@ def with_terms(row: Row, order: list[int]) -> Row:
     columns = {
         field.name: values[order]
         for field in fields(row.terms)
-        if field.name != "trajectory_rewards" and (values := getattr(row.terms, field.name)) is not None
+        if field.name != "reward" and (values := getattr(row.terms, field.name)) is not None
     }
     return replace(row, terms=replace(row.terms, **columns))
 
@@ -91,14 +91,14 @@ def test_weights_of_trajectories_are_those_of_the_trie() -> None:
     ]
     trie, (row,) = trie_and_rows(made)
     assert row.terms is not None
-    assert row.terms.trajectory_weights is not None
-    assert row.terms.trajectory_weights.tolist() == [2.0, 1.0]
+    assert row.terms.trajectory_weight is not None
+    assert row.terms.trajectory_weight.tolist() == [2.0, 1.0]
     check_packed([row], manifest_of([row], capacity=20), trie)
     for wrong in (np.array([1.0, 2.0]), None):
-        altered = replace(row, terms=replace(row.terms, trajectory_weights=wrong))
+        altered = replace(row, terms=replace(row.terms, trajectory_weight=wrong))
         with pytest.raises(TreepackError, match="row 0: trajectory a has another weight than in the trie"):
             check_packed([altered], manifest_of([altered], capacity=20), trie)
-    altered = replace(row, terms=replace(row.terms, trajectory_weights=np.array([2.0, -1.0])))
+    altered = replace(row, terms=replace(row.terms, trajectory_weight=np.array([2.0, -1.0])))
     with pytest.raises(TreepackError, match="row 0: trajectory_weights has an impossible value"):
         check_packed([altered], manifest_of([altered], capacity=20), None)
 
@@ -106,4 +106,4 @@ def test_weights_of_trajectories_are_those_of_the_trie() -> None:
 def test_weights_of_1_have_no_column() -> None:
     _, row = two_with_terms()
     assert row.terms is not None
-    assert row.terms.trajectory_weights is None
+    assert row.terms.trajectory_weight is None

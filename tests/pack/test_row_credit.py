@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from support import strategies
 from support.manifests import manifest_of
 from support.strategies import make
+from treepack.columns import COMPUTED
 from treepack.data.batch import make_batch
 from treepack.errors import TreepackError
-from treepack.files import schema
 from treepack.pack.capacity import fit_capacity
 from treepack.pack.check import check_packed
 from treepack.pack.files import read_rows, write_packed
@@ -101,7 +101,7 @@ def test_files_without_such_values_have_no_such_columns(tmp_path: Path) -> None:
     (row,) = read_rows(tmp_path)
     assert row.terms is not None
     assert (row.terms.returns, row.terms.old_values, row.terms.edge_factor) == (None, None, None)
-    assert not set(build_trie([make("a", [1, 2])]).trajectories.column_names) & set(schema.CREDIT.names)
+    assert not set(build_trie([make("a", [1, 2])]).trajectories.column_names) & {column.stored for column in COMPUTED}
 
 
 def test_a_truncated_trajectory_keeps_the_values_of_its_tokens() -> None:

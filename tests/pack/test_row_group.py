@@ -18,12 +18,13 @@ from hypothesis import strategies as st
 
 from support import strategies
 from support.strategies import make
+from treepack.columns import BY_PACKED
 from treepack.errors import TreepackError
 from treepack.files import schema
 from treepack.pack import files
 from treepack.pack.files import write_packed
 from treepack.pack.plan.planning import plan_rows
-from treepack.pack.row import Row, term_field
+from treepack.pack.row import Row
 from treepack.pack.row_group import RowGroup, row_schema
 from treepack.pack.rows import pack_rows
 from treepack.trajectory import Trajectory
@@ -48,8 +49,8 @@ def plain_table(rows: list[Row], columns: pa.Schema) -> pa.Table:
     """The slow twin of `RowGroup.table`: one Python object for each value."""
 
     def cell(row: Row, field: pa.Field) -> Any:
-        in_terms = field.name in schema.TERMS.names
-        value = getattr(row.terms, term_field(field.name)) if in_terms else getattr(row, field.name)
+        name = BY_PACKED[field.name].name if field.name in BY_PACKED else field.name.removeprefix("term_")
+        value = getattr(row.terms if field.name in schema.TERMS.names else row, name)
         if not isinstance(value, np.ndarray):
             return value
         return [None if field.nullable and np.isnan(number) else number for number in value.tolist()]

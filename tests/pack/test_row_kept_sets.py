@@ -74,10 +74,10 @@ def test_concatenated_rows_have_the_sets_of_each(rollouts: list[Trajectory], cap
 
 def sets_of_terms(terms: TermTensors) -> list[list[int]]:
     """The set of each term."""
-    if terms.kept is None:
+    if terms.kept_ids is None:
         return [[] for _ in terms.index]
-    bounds = list(pairwise(terms.kept.offsets.tolist()))
-    return [terms.kept.values[slice(*bounds[i])].tolist() for i in terms.index.tolist()]
+    bounds = list(pairwise(terms.kept_ids.offsets.tolist()))
+    return [terms.kept_ids.values[slice(*bounds[i])].tolist() for i in terms.index.tolist()]
 
 
 @given(kept(), st.integers(9, 20))
@@ -129,7 +129,7 @@ def test_a_truncated_trajectory_keeps_the_sets_of_its_tokens() -> None:
 
 
 @pytest.mark.parametrize(
-    ("bad", "fault"), [([[2], [4]], "wrong term_kept_ids"), ([[2], [3, 4]], "another term_kept_ids")]
+    ("bad", "fault"), [([[2], [4]], "term_kept_ids has an impossible value"), ([[2], [3, 4]], "another term_kept_ids")]
 )
 def test_the_check_notices_wrong_sets(bad: list[list[int]], fault: str) -> None:
     rollouts = [make("a", [1, 2, 3], reward=1.0, kept_ids=RaggedArray.of([[2], [3]], np.int32))]

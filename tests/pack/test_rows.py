@@ -196,8 +196,8 @@ def test_rows_name_the_groups_and_rewards_of_their_trajectories() -> None:
     (row,) = packed(trajectories, 10)
     assert (row.trajectory_ids, row.trajectory_groups) == (["b", "a", "c"], ["y", "x", "g"])
     assert row.terms is not None
-    assert row.terms.trajectory_rewards is not None
-    np.testing.assert_array_equal(row.terms.trajectory_rewards, [np.nan, 2.0, 0.5])
+    assert row.terms.reward is not None
+    np.testing.assert_array_equal(row.terms.reward, [np.nan, 2.0, 0.5])
 
 
 def test_check_notices_wrong_groups_and_rewards() -> None:
@@ -206,7 +206,7 @@ def test_check_notices_wrong_groups_and_rewards() -> None:
     check_packed([row], manifest_of([row], 10), trie)
     assert row.terms is not None
     for rewards in (np.array([1.0, 1.0]), np.array([np.nan, 0.0]), np.array([1.0]), None):
-        wrong = replace(row, terms=replace(row.terms, trajectory_rewards=rewards))
+        wrong = replace(row, terms=replace(row.terms, reward=rewards))
         with pytest.raises(TreepackError, match=r"row 0: .*reward"):
             check_packed([wrong], manifest_of([row], 10), trie)
     for groups in (["g", "h"], ["g"]):

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from support.manifests import manifest_of
 from support.strategies import make, trajectories
+from treepack.columns import COLUMNS, Lists
 from treepack.errors import TreepackError
 from treepack.files import parts
 from treepack.files.directory import finished_directory
-from treepack.files.schema import RAGGED, ragged_dtype
 from treepack.files.task_output import TaskOutput
 from treepack.pack import files
 from treepack.pack.check import check_packed, check_row
@@ -61,7 +61,8 @@ def fields_of(row: Row) -> dict[str, Any]:
 def with_values(i: int, names: set[str]) -> Trajectory:
     """A trajectory of three trained tokens with a value of each of `names`, which is not the usual one."""
     values: dict[str, Any] = {name: [0.5, 0.25, 1.0] if name in PER_TOKEN else 0.5 for name in names}
-    values |= {name: RaggedArray.of([[1, 7], [], [3]], ragged_dtype(name)) for name in names & {*RAGGED.names}}
+    lists = {column.stored: column.kind.dtype for column in COLUMNS if isinstance(column.kind, Lists)}
+    values |= {name: RaggedArray.of([[1, 7], [], [3]], lists[name]) for name in names & {*lists}}
     return make(f"t{i}", [i, 1, 2, 3], **values)
 
 

@@ -174,7 +174,7 @@ def test_rows_name_the_first_trajectory_of_each_rollout(made: list[list[Trajecto
     for row in pack_rows(trie, plan_rows(trie, capacity=40)):
         check_row(row, capacity=40)
         assert row.terms is not None
-        found = row.terms.trajectory_rollouts
+        found = row.terms.rollout
         if found is None:
             assert all(item.rollout_id is None for item in items)
             continue
@@ -249,8 +249,8 @@ def test_conversations_that_a_template_splits(treepack: Run, tmp_path: Path, exp
     check(tmp_path / "packed")
     (row,) = read_rows(tmp_path / "packed")
     assert row.terms is not None
-    assert row.terms.trajectory_rollouts is not None
-    first = row.terms.trajectory_rollouts.tolist()
+    assert row.terms.rollout is not None
+    first = row.terms.rollout.tolist()
     assert [row.trajectory_ids[i].split("/")[0] for i in first] == [name.split("/")[0] for name in row.trajectory_ids]
     done = treepack("select", "update", tmp_path / "state", "--rollouts", tmp_path / "trie", "--add-groups")
     assert done.status == 0, done.err
@@ -270,6 +270,6 @@ def test_the_check_of_packed_rows_compares_rollouts(treepack: Run, tmp_path: Pat
     trie, manifest = read_trie(tmp_path / "trie"), read_manifest(tmp_path / "packed", PACKED_FORMAT)
     for wrong, message in (([0, 1, 2], "belongs to another rollout than in the trie"), ([1, 1, 2], "is impossible")):
         assert row.terms is not None
-        terms = replace(row.terms, trajectory_rollouts=np.array(wrong, np.int32))
+        terms = replace(row.terms, rollout=np.array(wrong, np.int32))
         with pytest.raises(TreepackError, match=message):
             check_packed([replace(row, terms=terms)], manifest, trie)

@@ -24,7 +24,7 @@ from treepack.pack.plan.problem import RowLimits
 from treepack.pack.rows import pack_rows
 from treepack.report.payload import mean_advantages
 from treepack.rl.group_tree import group_codes
-from treepack.sequences import LOGPROBS, SpanView, collect, list_values, num_trained, take_rows, text_codes
+from treepack.sequences import SpanView, collect, list_values, num_trained, take_rows, text_codes
 from treepack.trajectory import Trajectory
 from treepack.trie.builders.in_memory import build_trie
 from treepack.trie.check import check_trie
@@ -100,7 +100,7 @@ def star() -> Trie:
     """A trie whose columns of values per trained token have more than 2^31 of them, in chunks that share one buffer."""
     values = {
         "advantages": pa.array(np.zeros(TRUNK)),
-        **{name: pa.array(np.zeros(TRUNK, np.float32)) for name in LOGPROBS},
+        **{f"{name}_logprobs": pa.array(np.zeros(TRUNK, np.float32)) for name in ("sampling", "old", "ref")},
     }
     spans = [pa.array([1], pa.int32()), pa.array([TRUNK + 1], pa.int32()), pa.array([1.0])]
     each: dict[str, pa.Array] = {

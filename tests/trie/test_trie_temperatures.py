@@ -105,7 +105,7 @@ def test_processes_write_the_bytes_of_memory_if_one_record_of_many_has_a_tempera
 @pytest.mark.parametrize("bad", [-0.5, np.inf])
 def test_an_impossible_temperature_is_noticed(bad: float) -> None:
     item = replace(make("a", [1, 2, 3]), temperature=bad)
-    with pytest.raises(TreepackError, match="trajectory a: has an impossible temperature"):
+    with pytest.raises(TreepackError, match="trajectory a: has impossible temperatures"):
         check_trie(build_trie([item]))
 
 

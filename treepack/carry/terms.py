@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from treepack.carry.row import CarriedRow, PieceRow
-from treepack.data.batch import PER_TERM, TermTensors
+from treepack.data.batch import TermTensors, select_terms
 from treepack.trajectory import Int64
 
 
@@ -79,23 +78,15 @@ class SortedTerms:
         parents = targets.parents[index]
         order = np.argsort(parents, kind="stable")
         places = torch.from_numpy(order).to(terms.index.device)
-        columns = {name: getattr(terms, name) for name in PER_TERM}
-        chosen: dict[str, Any] = {
-            name: column.index_select(0, places) for name, column in columns.items() if column is not None
-        }
-        chosen["index"] = torch.from_numpy(index[order]).to(terms.index)
-        if terms.teacher is not None:
-            chosen["teacher"] = terms.teacher[torch.from_numpy(targets.order)]
-        return cls(replace(terms, **chosen), parents[order])
+        # Scores are requested for the whole row, so the terms of a piece need no temperatures and no kept sets.
+        own = replace(terms, temperature=None, kept_ids=None)
+        chosen = select_terms(own, places, scored=torch.from_numpy(targets.order).to(terms.tokens.device))
+        return cls(replace(chosen, index=torch.from_numpy(index[order]).to(terms.index)), parents[order])
 
     def of_piece(self, piece: PieceRow, targets: slice) -> TermTensors:
         """Return the terms of a piece, whose `index` is into its own targets."""
-        places = span(self.parents, piece)
-        columns = {name: getattr(self.terms, name) for name in PER_TERM}
-        cut: dict[str, Any] = {name: column[places] for name, column in columns.items() if column is not None}
-        if self.terms.teacher is not None:
-            cut["teacher"] = self.terms.teacher[targets]
-        return replace(self.terms, **{**cut, "index": cut["index"] - targets.start})
+        cut = select_terms(self.terms, span(self.parents, piece), scored=targets)
+        return replace(cut, index=cut.index - targets.start)
 
 
 def span(parents: Int64, piece: PieceRow) -> slice:

@@ -21,12 +21,12 @@ import pyarrow as pa
 from treepack.cluster.slice_plan import PackJob, SlicePlan, group_numbers, shared_nodes
 from treepack.cluster.slice_rows import SliceFacts, open_row_id
 from treepack.cluster.trie_slices import TrieSlice
+from treepack.columns import MAKES_TERMS
 from treepack.pack.files import num_parts
 from treepack.pack.plan.fill import merge_rows
 from treepack.pack.plan.plan import PlanTotals
 from treepack.pack.plan.planning import FOREST_METHODS
 from treepack.pack.plan.unions import RowSizes
-from treepack.pack.weights import TERM_COLUMNS
 from treepack.trajectory import Int32, Int64
 
 # Open rows of a slice and a step: the emptiest ones, at most so many, and filled less than this.
@@ -84,7 +84,7 @@ def make_layout(slices: Sequence[TrieSlice], plans: Sequence[SlicePlan], job: Pa
     groups, num_groups = _groups_of_all([plan.groups for plan in plans])
     shared = _times_trained(plans)
     joined = _join_open_rows(plans, job)
-    numbers = _NextNumbers(has_terms=not known.isdisjoint(TERM_COLUMNS))
+    numbers = _NextNumbers(has_terms=not known.isdisjoint(MAKES_TERMS))
     facts: list[SliceFacts] = []
     joins: list[OpenRowJoin] = []
     sizes: list[RowSizes] = []

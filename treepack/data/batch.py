@@ -10,23 +10,24 @@ token (`objectives.losses`). `schedule` is the work list of the attention kernel
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from treepack.columns import COLUMNS, LAWS, OF_TRAJECTORY, Sharing, Values
 from treepack.data.ragged_tensor import RaggedTensor
 from treepack.data.teacher_law import TeacherLaw
 from treepack.errors import TreepackError
+from treepack.ragged import RaggedArray
 from treepack.trajectory import Routes, missing_route
 
 if TYPE_CHECKING:
     from treepack.pack.row import Row, RowTerms
-    from treepack.ragged import RaggedArray
-    from treepack.trajectory import Float32, Float64, Int32, Int64
+    from treepack.trajectory import Int32, Int64
 
 # Token ids and indices are int64 because torch indexes with int64; loss weights stay float64, as in the files.
 _DTYPES = {
@@ -37,15 +38,14 @@ _DTYPES = {
     "scale": torch.int32,
     "loss_weight": torch.float64,
 }
-# Columns that `pack.row.RowTerms` and `TermTensors` have under the same name.
-_CREDIT = ("returns", "old_values", "edge_factor")
-_LOGPROBS = ("sampling_logprob", "old_logprob", "ref_logprob", "teacher_logprob")
-_TERM_COLUMNS = ("trajectory", "weight", "advantage", *_LOGPROBS, *_CREDIT)
-_OF_TRAJECTORIES = (("reward", "trajectory_rewards"), ("rollout", "trajectory_rollouts"))
+# Columns of terms, and of trajectories, that `pack.row.RowTerms` and `TermTensors` have under the same name.
+_OF_TERMS = tuple(column for column in COLUMNS if column.is_in_batches and column.sharing is Sharing.TERM)
+_OF_TRAJECTORIES = tuple(column for column in OF_TRAJECTORY if column.is_in_batches)
 
 # Fields of `TermTensors` with one value per term, and with one per entry of `tokens`; others have one per trajectory.
-PER_TERM = ("index", "position", *_TERM_COLUMNS)
-PER_SCORED = ("tokens", "temperature", "kept", "teacher")
+PER_TERM = ("index", "position", "trajectory", "weight", *(column.name for column in _OF_TERMS))
+PER_SCORED = ("tokens", *(column.name for column in LAWS if column.is_in_batches), "teacher")
+Places = slice | Tensor
 
 
 @dataclass(frozen=True)
@@ -54,10 +54,10 @@ class TermTensors:
 
     `tokens` int64 [n] are the row indices of all trained tokens, ascending. Term t is about the token
     `tokens[index[t]]`, with `index` int32 [N]: log-probabilities are computed once for `tokens` and gathered by
-    `index`. `temperature` [n] is that of the sampler for each of `tokens`, and `kept` [n], of int32, the token ids that
-    its top-p, top-k or min-p left; an empty list is the whole vocabulary. A token whose terms have several temperatures
-    or sets occurs once for each pair; without sets by ascending temperature, the missing one (NaN) last. Temperatures
-    are float32, as in packed rows, or float64 in batches in memory (`online`).
+    `index`. `temperature` [n] is that of the sampler for each of `tokens`, and `kept_ids` [n], of int32, the token
+    ids that its top-p, top-k or min-p left; an empty list is the whole vocabulary. A token whose terms have
+    several temperatures or sets occurs once for each pair; without sets by ascending temperature, the missing one (NaN)
+    last. Temperatures are float32, as in packed rows, or float64 in batches in memory (`online`).
 
     trajectory int32 [N]; weight float64 [N]; advantage float64 [N]; the log-probabilities float32 [N]; group int32 [K],
     equal for trajectories of the row that share a group; reward float64 [K]; rollout int32 [K], the first trajectory of
@@ -72,18 +72,18 @@ class TermTensors:
     index: Tensor
     trajectory: Tensor
     weight: Tensor
-    advantage: Tensor | None
-    sampling_logprob: Tensor | None
-    old_logprob: Tensor | None
-    ref_logprob: Tensor | None
     group: Tensor
-    reward: Tensor | None
+    advantage: Tensor | None = None
+    sampling_logprob: Tensor | None = None
+    old_logprob: Tensor | None = None
+    ref_logprob: Tensor | None = None
+    reward: Tensor | None = None
     temperature: Tensor | None = None
     returns: Tensor | None = None
     old_values: Tensor | None = None
     edge_factor: Tensor | None = None
     rollout: Tensor | None = None
-    kept: RaggedTensor | None = None
+    kept_ids: RaggedTensor | None = None
     position: Tensor | None = None
     teacher_logprob: Tensor | None = None
     teacher: TeacherLaw | None = None
@@ -207,12 +207,11 @@ def empty_batch(length: int, *, terms: bool = False) -> Batch:
 
 
 def _empty_terms() -> TermTensors:
-    # Every column that an objective reads is present; the rest is float32. A row of padding has no temperature.
-    dtypes = {"tokens": torch.int64, "index": torch.int32, "trajectory": torch.int32}
-    dtypes |= {"group": torch.int32, "rollout": torch.int32, "position": torch.int32}
-    dtypes |= dict.fromkeys(("weight", "advantage", "reward", *_CREDIT), torch.float64)
-    names = [field.name for field in fields(TermTensors) if field.name not in ("temperature", "kept", "teacher")]
-    columns: dict[str, Any] = {name: torch.zeros(0, dtype=dtypes.get(name, torch.float32)) for name in names}
+    # Every column of terms and trajectories is present. A row of padding has no laws.
+    dtypes: dict[str, Any] = dict.fromkeys(("index", "trajectory", "group", "position"), np.int32)
+    dtypes |= {"tokens": np.int64, "weight": np.float64}
+    dtypes |= {column.name: column.kind.dtype for column in (*_OF_TERMS, *_OF_TRAJECTORIES)}
+    columns: dict[str, Any] = {name: torch.from_numpy(np.zeros(0, dtype)) for name, dtype in dtypes.items()}
     return TermTensors(**columns)
 
 
@@ -271,42 +270,35 @@ def missing_expert(dtype: torch.dtype) -> int:
 
 def _make_terms(row: Row, terms: RowTerms) -> TermTensors:
     groups = row.trajectory_groups
-    ids, logprobs = terms.teacher_topk_ids, terms.teacher_topk_logprobs
-    laws = None if ids is None or logprobs is None else (ids, logprobs)
-    scored = scored_tokens(terms.token, terms.temperature, len(row.input_ids), terms.kept_ids, laws)
+    laws = {column.name: values for column in LAWS if (values := getattr(terms, column.name)) is not None}
+    scored = scored_tokens(terms.token, len(row.input_ids), laws)
     # Groups are numbered by first appearance: ["x", "y", "x"] -> [0, 1, 0].
     codes = {name: code for code, name in enumerate(dict.fromkeys(groups))}
     columns: dict[str, Any] = {
-        name: None if (values := getattr(terms, column)) is None else torch.tensor(values)
-        for name, column in [*((name, name) for name in _TERM_COLUMNS), *_OF_TRAJECTORIES]
+        column.name: None if (values := getattr(terms, column.name)) is None else torch.tensor(values)
+        for column in (*_OF_TERMS, *_OF_TRAJECTORIES)
     }
     return TermTensors(
         **scored,
+        trajectory=torch.tensor(terms.trajectory),
+        weight=torch.tensor(terms.weight),
         group=torch.tensor([codes[name] for name in groups], dtype=torch.int32),
         position=torch.from_numpy(row.position_ids[terms.token].astype(np.int32)),
         **columns,
     )
 
 
-def scored_tokens(
-    token: Int32 | Int64,
-    temperature: Float32 | Float64 | None,
-    length: int,
-    kept: RaggedArray | None = None,
-    laws: tuple[RaggedArray, RaggedArray] | None = None,
-) -> dict[str, Any]:
-    """Return `tokens` and the columns of `PER_SCORED` of `TermTensors` for the terms of a row of `length` tokens.
+def scored_tokens(token: Int32 | Int64, length: int, laws: Mapping[str, Values]) -> dict[str, Any]:
+    """Return the fields `index` and `PER_SCORED` of `TermTensors` for the terms of a row of `length` tokens.
 
-    `token` [N], `temperature` [N], `kept` and `laws`, the words of a teacher and their log-probabilities, have a value
-    for each term; the temperature keeps its dtype.
+    `token` [N] is the token of each term, and `laws` the entries [N] of columns of `columns.LAWS` by name, numbers or
+    lists; numbers keep their dtype. The words of a teacher and their log-probabilities become one law.
+
+    The slow form: `pairs = sorted({(token[t], law(t)) for t in terms})`, then `index[t] = pairs.index(...)`.
     """
-    temperatures = None if temperature is None else np.unique(temperature)  # ascending, NaN once, last
     codes = np.zeros(len(token), np.int64)
-    if temperature is not None and temperatures is not None:
-        codes = np.searchsorted(temperatures, temperature)  # it finds NaN, too: NaN is sorted after all numbers
-    for lists in (kept, *(laws or ())):
-        if lists is not None:
-            codes = _with_sets(token, codes, lists)
+    for values in laws.values():
+        codes = _with_law(token, codes, values)
     if codes.any():
         # As one key per pair. Temperatures .5 and 1 with the codes 0 and 1, token [4, 4, 7] at [1, .5, .5]:
         #   keys 2 token + code [9, 8, 14] -> sorted [8, 9, 14], index [1, 0, 2] -> tokens [4, 4, 7] at [.5, 1, .5]
@@ -323,22 +315,48 @@ def scored_tokens(
         place[token] = np.arange(len(token))
         tokens = np.flatnonzero(place >= 0)
         index, first = (np.cumsum(place >= 0) - 1)[token], place[tokens]
+    entries: dict[str, Any] = {name: values[first] for name, values in laws.items()}
+    ids, logprobs = (entries.pop(name, None) for name in ("teacher_topk_ids", "teacher_topk_logprobs"))
     return {
         "tokens": torch.from_numpy(tokens),
         "index": torch.from_numpy(index.astype(np.int32)),
-        "temperature": None if temperature is None else torch.from_numpy(temperature[first]),
-        "kept": None if kept is None else RaggedTensor.of(kept[first]),
-        "teacher": None if laws is None else TeacherLaw.of(*(each[first] for each in laws)),
+        "teacher": None if ids is None or logprobs is None else TeacherLaw.of(ids, logprobs),
+        **{
+            name: RaggedTensor.of(values) if isinstance(values, RaggedArray) else torch.from_numpy(values)
+            for name, values in entries.items()
+        },
     }
 
 
-def _with_sets(token: Int32 | Int64, codes: Int64, kept: RaggedArray) -> Int64:
-    """Return numbers of the terms: terms about a token differ in them if they differ in `codes` or in their sets."""
-    # Only sets of a token with several terms are compared: token [4, 4, 7], sets [1 2] [1 3] [1 2] -> [0, 1, 0].
+def _with_law(token: Int32 | Int64, codes: Int64, values: Values) -> Int64:
+    """Return numbers of the terms: terms about a token differ in them if they differ in `codes` or in `values`."""
+    if not isinstance(values, RaggedArray):
+        distinct = np.unique(values)  # ascending, NaN once, last
+        # searchsorted finds NaN, too: NaN is sorted after all numbers. Terms of the smaller number keep smaller codes.
+        return codes * len(distinct) + np.searchsorted(distinct, values)
+    # Only lists of a token with several terms are compared: token [4, 4, 7], sets [1 2] [1 3] [1 2] -> [0, 1, 0].
     several = np.bincount(token)[token] > 1
     numbers: dict[tuple[int, bytes], int] = {}
     result = codes.copy()
     for i in np.flatnonzero(several).tolist():
-        key = int(codes[i]), kept.list(i).tobytes()
+        key = int(codes[i]), values.list(i).tobytes()
         result[i] = numbers.setdefault(key, len(numbers))
     return result
+
+
+def select_terms(
+    terms: TermTensors, own: Places, *, scored: Places | None = None, owners: Places | None = None
+) -> TermTensors:
+    """Return the terms at `own`, a slice or int64 places [k], with the columns that belong to them.
+
+    Columns of tokens and of trajectories are cut to the places `scored` and `owners`, and stay whole for None. Indices
+    stay as they are. Lists of numbers wait for a GPU; leave out those that are not needed.
+    """
+    places = dict.fromkeys(PER_TERM, own) | dict.fromkeys(PER_SCORED, scored)
+    chosen: dict[str, Any] = {}
+    for field in fields(terms):
+        values, at = getattr(terms, field.name), places.get(field.name, owners)
+        if values is not None and at is not None:
+            is_gathered = isinstance(values, Tensor) and isinstance(at, Tensor)
+            chosen[field.name] = values.index_select(0, at) if is_gathered else values[at]
+    return replace(terms, **chosen)

@@ -15,22 +15,23 @@ from dataclasses import fields, replace
 from itertools import accumulate
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from treepack.columns import LAWS, Column, Lists
 from treepack.costs import limits
 from treepack.data.batch import (
-    PER_SCORED,
-    PER_TERM,
     Batch,
     RowEdges,
     TermTensors,
     empty_batch,
     is_route_recorded,
     missing_expert,
+    select_terms,
 )
 from treepack.data.ragged_tensor import RaggedTensor, join_ragged
-from treepack.data.teacher_law import concatenate_laws
+from treepack.data.teacher_law import TeacherLaw, concatenate_laws
 
 # On a CPU, where launches cost nothing beside the products and attention is dense, rows stay alone.
 GPU_PASS, CPU_PASS = limits.PASS_TOKENS, 1
@@ -121,19 +122,11 @@ def _edges(batches: Sequence[Batch], sizes: list[int]) -> RowEdges:
 def concatenate_terms(rows: Sequence[TermTensors], lengths: Sequence[int]) -> TermTensors:
     """Concatenate the terms of rows of `lengths` tokens; omit a column that a row with terms lacks.
 
-    Temperatures and sets are not omitted if a row has some: the other rows have NaN and empty sets, for missing.
+    Laws, such as temperatures, are not omitted if a row has some: the other rows have missing entries.
     """
-    if any(terms.temperature is not None for terms in rows):
-        missing = [torch.full_like(terms.tokens, torch.nan, dtype=torch.float32) for terms in rows]
-        temperatures = [
-            fill if terms.temperature is None else terms.temperature for terms, fill in zip(rows, missing, strict=True)
-        ]
-        rows = [replace(terms, temperature=values) for terms, values in zip(rows, temperatures, strict=True)]
-    sets = [terms.kept for terms in rows]
-    if any(each is not None for each in sets):
-        empty = [RaggedTensor.empty(len(terms.tokens), torch.int32, terms.tokens.device) for terms in rows]
-        sets = [none if own is None else own for own, none in zip(sets, empty, strict=True)]
-        rows = [replace(terms, kept=own) for terms, own in zip(rows, sets, strict=True)]
+    for law in LAWS:
+        if law.is_in_batches and any(getattr(terms, law.name) is not None for terms in rows):
+            rows = [_with_entries(terms, law) for terms in rows]
     columns: dict[str, list[Any] | None] = {field.name: [] for field in fields(TermTensors)}
     # Indices are shifted by the sizes of the rows before. Two rows of 4 tokens, with [1, 3] and [2] trained:
     # tokens [1, 3] + [2 + 4] = [1, 3, 6], index [0, 1, 0] + [0 + 2] = [0, 1, 0, 2]
@@ -153,9 +146,9 @@ def concatenate_terms(rows: Sequence[TermTensors], lengths: Sequence[int]) -> Te
         # with trajectories in two rows gets two codes. This is correct: an objective compares within one row only.
         shift["group"] += len(terms.group)
         shift["rollout"] += len(terms.group)
-    joins: dict[str, Any] = {"kept": join_ragged, "teacher": concatenate_laws}
+    joins: dict[type, Any] = {RaggedTensor: join_ragged, TeacherLaw: concatenate_laws, Tensor: torch.cat}
     tensors: dict[str, Any] = {
-        name: None if values is None else joins.get(name, torch.cat)(values) for name, values in columns.items()
+        name: None if values is None else joins[type(values[0])](values) for name, values in columns.items()
     }
     return TermTensors(**tensors)
 
@@ -163,16 +156,23 @@ def concatenate_terms(rows: Sequence[TermTensors], lengths: Sequence[int]) -> Te
 def terms_of_row(terms: TermTensors, edges: RowEdges, i: int) -> TermTensors:
     """Return the terms of row i of a joined batch, as they were before; `tokens` stay places in the batch."""
     scored, owners, own = (slice(each[i], each[i + 1]) for each in (edges.scored, edges.trajectories, edges.terms))
-    columns: dict[str, Any] = {field.name: getattr(terms, field.name) for field in fields(terms)}
-    per = dict.fromkeys(PER_TERM, own) | dict.fromkeys(PER_SCORED, scored)
-    cut: dict[str, Any] = {
-        name: None if column is None else column[per.get(name, owners)] for name, column in columns.items()
-    }
-    cut["index"] = cut["index"] - scored.start
-    cut["trajectory"] = cut["trajectory"] - owners.start
-    if cut["rollout"] is not None:
-        cut["rollout"] = _shifted(cut["rollout"], -owners.start)
-    return TermTensors(**cut)
+    cut = select_terms(terms, own, scored=scored, owners=owners)
+    rollout = cut.rollout if cut.rollout is None else _shifted(cut.rollout, -owners.start)
+    return replace(cut, index=cut.index - scored.start, trajectory=cut.trajectory - owners.start, rollout=rollout)
+
+
+def _with_entries(terms: TermTensors, column: Column) -> TermTensors:
+    """Return the terms with missing entries in a column of laws that they lack."""
+    if getattr(terms, column.name) is not None:
+        return terms
+    num, device = len(terms.tokens), terms.tokens.device
+    dtype = torch.from_numpy(np.zeros(0, column.kind.dtype)).dtype
+    missing: dict[str, Any] = {}
+    if isinstance(column.kind, Lists):
+        missing[column.name] = RaggedTensor.empty(num, dtype, device)
+    else:
+        missing[column.name] = torch.full((num,), column.kind.missing, dtype=dtype, device=device)
+    return replace(terms, **missing)
 
 
 def concatenate_routes(batches: Sequence[Batch], sizes: Sequence[int], length: int) -> Tensor | None:

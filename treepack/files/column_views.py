@@ -89,7 +89,7 @@ class _ListChunk:
 class FilledView(Sequence[NDArray[Any] | None]):
     """The rows of `lists`; a row without a list is its number in `scalars`, as an array without dimensions."""
 
-    def __init__(self, lists: ListView | NoValues, scalars: pa.ChunkedArray, dtype: type[np.floating]) -> None:
+    def __init__(self, lists: ListView | NoValues, scalars: pa.ChunkedArray, dtype: type[np.number[Any]]) -> None:
         """View both columns; `scalars` become `dtype`."""
         self._lists = lists
         self._known = scalars.is_valid().to_numpy()
@@ -116,8 +116,22 @@ def ragged_lists(chunk: pa.ListArray | pa.ListScalar) -> RaggedArray:
     return RaggedArray(inner.values.to_numpy(zero_copy_only=False), inner.offsets.to_numpy())
 
 
+def number_column(cells: Sequence[NDArray[Any] | None], dtype: Any) -> pa.ListArray:
+    """Return a column of lists of numbers of `dtype`, one array for each cell; None is a null."""
+    kind = pa.from_numpy_dtype(np.dtype(dtype))
+    missing = np.array([cell is None for cell in cells])
+    # The usual case by far, and np.concatenate refuses an empty list.
+    if missing.all():
+        return pa.nulls(len(cells), pa.list_(kind))
+    # [.1 .2], None, [.3] -> offsets 0 2 2 3, mask False True False: None has no values and is null.
+    offsets = np.zeros(len(cells) + 1, np.int32)
+    np.cumsum([0 if cell is None else len(cell) for cell in cells], out=offsets[1:])
+    flat = np.concatenate([cell for cell in cells if cell is not None])
+    return pa.ListArray.from_arrays(offsets, pa.array(flat, kind), mask=pa.array(missing))
+
+
 def ragged_column(cells: Sequence[RaggedArray | None], dtype: Any) -> pa.ListArray:
-    """Return a column of lists of numbers of `dtype`; None is a null."""
+    """Return a column whose cells are several lists of numbers of `dtype` each; None is a null."""
     lists = join_lists([RaggedArray.empty(0, dtype), *(cell for cell in cells if cell is not None)])
     inner = pa.LargeListArray.from_arrays(lists.offsets, pa.array(lists.values))
     # [[5 7] []], None, [[9]] -> offsets 0 2 2 3 of the lists

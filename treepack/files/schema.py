@@ -17,9 +17,11 @@ import sys
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 import pyarrow as pa
+
+from treepack.columns import COLUMNS, COMPUTED, OF_TRAJECTORY, Column, Lists
 
 TRIE_FORMAT = "treepack-trie"
 PACKED_FORMAT = "treepack-packed"
@@ -31,8 +33,7 @@ SPAN = pa.struct([("start", pa.int32()), ("end", pa.int32()), ("weight", pa.floa
 
 
 _INT32S, _STRINGS = pa.list_(pa.int32()), pa.list_(pa.string())
-_FLOAT32S, _FLOAT64S = pa.list_(pa.float32()), pa.list_(pa.float64())
-_ID_LISTS, _FLOAT32_LISTS = pa.list_(pa.large_list(pa.int32())), pa.list_(pa.large_list(pa.float32()))
+_FLOAT64S = pa.list_(pa.float64())
 
 
 # Parquet stores these descriptions, so a changed word changes the bytes and the sha256 of every new file.
@@ -41,6 +42,30 @@ def _field(name: str, kind: pa.DataType, description: str, *, nullable: bool = F
 
 
 _optional = partial(_field, nullable=True)
+
+
+def _list_type(column: Column) -> pa.DataType:
+    """Return the type of a cell with all entries of a column of the table."""
+    number = pa.from_numpy_dtype(np.dtype(column.kind.dtype))
+    return pa.list_(pa.large_list(number) if isinstance(column.kind, Lists) else number)
+
+
+def _stored(columns: Iterable[Column]) -> list[pa.Field]:
+    """Return the columns of the trajectories of a trie for columns of the table."""
+    fields = []
+    for column in columns:
+        if column.whole is not None:
+            fields.append(_optional(column.whole, pa.float64(), column.whole_doc))
+        if column.stored is not None:
+            text = column.stored_doc or f"{column.packed_doc} per trained token"
+            fields.append(_optional(column.stored, _list_type(column), text))
+    return fields
+
+
+def _packed(columns: Iterable[Column]) -> list[pa.Field]:
+    """Return the columns of packed rows for columns of the table."""
+    return [_optional(column.packed, _list_type(column), column.packed_doc) for column in columns]
+
 
 # One row per node of a trie.
 NODES = pa.schema(
@@ -88,11 +113,6 @@ def is_ragged(kind: pa.DataType) -> bool:
     return bool(pa.types.is_list(kind) and pa.types.is_large_list(kind.value_type))
 
 
-def ragged_dtype(column: str) -> Any:
-    """Return the numpy type of the numbers in a column of `RAGGED`."""
-    return RAGGED.field(column).type.value_type.value_type.to_pandas_dtype()
-
-
 def node_columns(names: Iterable[str]) -> pa.Schema:
     """Return `NODES` and those columns of `NODE_OPTIONAL` that are among `names`."""
     known = set(names)
@@ -112,38 +132,13 @@ TRAJECTORIES = pa.schema(
         _field("trained", pa.list_(SPAN), "trained tokens: spans [start, end) of positions and their loss weight"),
         _field("weight", pa.float64(), "factor of all its loss weights"),
         _optional("reward", pa.float64(), "reward of the whole trajectory"),
-        _optional("advantage", pa.float64(), "advantage of the whole trajectory"),
-        _optional("advantages", _FLOAT64S, "advantage per trained token"),
-        _optional("sampling_logprobs", _FLOAT32S, "sampler's log-probability per trained token"),
-        _optional("old_logprobs", _FLOAT32S, "trainer's old log-probability per trained token"),
-        _optional("ref_logprobs", _FLOAT32S, "reference log-probability per trained token"),
+        *_stored(column for column in COLUMNS if column.is_always),
         _field("metadata", pa.string(), "JSON object of further fields"),
         _field("source", pa.string(), "file and line it was read from"),
     ]
 )
 
-# Further columns of the trajectories of a trie; each exists only if a trajectory has such a value. Only commands write
-# those of CREDIT.
-_TEMPERATURES = pa.schema(
-    [
-        _optional("temperature", pa.float64(), "sampler's temperature for the whole trajectory"),
-        _optional("temperatures", _FLOAT32S, "sampler's temperature per trained token"),
-    ]
-)
-
-
-CREDIT = pa.schema(
-    [
-        _optional("returns", _FLOAT64S, "return per trained token, the target of the critic"),
-        _optional("old_values", _FLOAT64S, "critic's old value per trained token, of the state before the token"),
-        _optional(
-            "edge_factors",
-            _FLOAT64S,
-            "factor per trained token that gives each compared edge of its sampled tree a total loss weight of 1; 0 on "
-            "other edges",
-        ),
-    ]
-)
+# Further columns of the trajectories of a trie; each exists only if a trajectory has such a value.
 ROLLOUTS = pa.schema(
     [
         _optional(
@@ -158,26 +153,16 @@ ROLLOUTS = pa.schema(
         ),
     ]
 )
-TEACHER = pa.schema(
+_FIRST = COLUMNS[: COLUMNS.index(COMPUTED[-1]) + 1]  # those before the rollouts, in the order of files
+OPTIONAL = pa.schema(
     [
-        _optional("teacher_logprobs", _FLOAT32S, "teacher's log-probability per trained token"),
+        *_stored(column for column in _FIRST if not column.is_always),
+        *ROLLOUTS,
+        *_stored(column for column in COLUMNS if column not in _FIRST),
     ]
 )
-# Columns with a list of numbers per trained token; see `treepack.ragged`.
-RAGGED = pa.schema(
-    [
-        _optional(
-            "kept_ids",
-            _ID_LISTS,
-            "token ids that top-p, top-k or min-p left, ascending, per trained token; an empty list is the whole "
-            "vocabulary",
-        ),
-        _optional("teacher_topk_ids", _ID_LISTS, "likeliest token ids of a teacher per trained token"),
-        _optional("teacher_topk_logprobs", _FLOAT32_LISTS, "log-probability of each of teacher_topk_ids"),
-    ]
-)
-RECORDED = pa.schema([*_TEMPERATURES, *ROLLOUTS, *TEACHER, *RAGGED])  # those that rollouts may have
-OPTIONAL = pa.schema([*_TEMPERATURES, *CREDIT, *ROLLOUTS, *TEACHER, *RAGGED])
+_COMPUTED_NAMES = {column.stored for column in COMPUTED}
+RECORDED = pa.schema([field for field in OPTIONAL if field.name not in _COMPUTED_NAMES])  # those that rollouts may have
 
 
 TRIE = {"nodes": pa.schema([*NODES, *NODE_OPTIONAL]), "trajectories": pa.schema([*TRAJECTORIES, *OPTIONAL])}
@@ -210,43 +195,18 @@ ROWS = pa.schema(
     ]
 )
 
+# Files have the columns of trajectories between columns of trained tokens, after the entropies.
+_NUM_BEFORE = 1 + [column.name for column in COLUMNS].index("entropy")
+
 # One entry per term, a (trajectory, trained token) pair of the row, or per trajectory; null if it has no such value.
 TERMS = pa.schema(
     [
         _field("term_token", _INT32S, "row index of the predicted token"),
         _field("term_trajectory", _INT32S, "index into trajectory_ids"),
         _field("term_weight", _FLOAT64S, "loss weight of the pair; summed per token it is loss_weight"),
-        _optional("term_advantage", _FLOAT64S, "advantage"),
-        _optional("term_sampling_logprob", _FLOAT32S, "sampler's log-probability"),
-        _optional("term_old_logprob", _FLOAT32S, "trainer's old log-probability"),
-        _optional("term_ref_logprob", _FLOAT32S, "reference log-probability"),
-        _optional("term_entropy", _FLOAT32S, "entropy of its distribution, in nats"),
-        _optional("trajectory_rewards", _FLOAT64S, "reward of each trajectory"),
-        _optional(
-            "trajectory_rollouts",
-            _INT32S,
-            "index into trajectory_ids of the first trajectory of the row that belongs to the same rollout; -1 for a "
-            "turn on several paths of a search tree",
-        ),
-        _optional(
-            "trajectory_weights",
-            _FLOAT64S,
-            "weight of each trajectory, with its leaf weight; the column is missing if all are 1",
-        ),
-        _optional("term_temperature", _FLOAT32S, "sampler's temperature, rounded to float32: 0.7 becomes 0.69999999"),
-        _optional("term_return", _FLOAT64S, "return, the target of the critic"),
-        _optional("term_old_value", _FLOAT64S, "critic's old value of the state before the token"),
-        _optional(
-            "term_edge_factor", _FLOAT64S, "factor that gives each edge of the sampled tree a total loss weight of 1"
-        ),
-        _optional("term_teacher_logprob", _FLOAT32S, "teacher's log-probability"),
-        _optional(
-            "term_kept_ids",
-            _ID_LISTS,
-            "token ids that top-p, top-k or min-p left, ascending; an empty list is the whole vocabulary",
-        ),
-        _optional("term_teacher_topk_ids", _ID_LISTS, "likeliest token ids of a teacher"),
-        _optional("term_teacher_topk_logprobs", _FLOAT32_LISTS, "log-probability of each of term_teacher_topk_ids"),
+        *_packed(COLUMNS[:_NUM_BEFORE]),
+        *_packed(OF_TRAJECTORY),
+        *_packed(COLUMNS[_NUM_BEFORE:]),
     ]
 )
 

@@ -133,12 +133,12 @@ def batch_logprobs(
             "rollouts that have advantages (`treepack advantages`, or trajectories_from_arrays(advantages=...))"
         )
     causal = _find_causal_model(model)
-    check_sets(terms.kept, causal, type(causal).__name__)
+    check_sets(terms.kept_ids, causal, type(causal).__name__)
     targets = terms.tokens, *_flatten(inputs)
     divisor = filled_temperature(terms.temperature, temperature)
 
     def compute(states: Tensor, layer: OutputLayer) -> tuple[Tensor, Tensor]:
-        law: dict[str, Any] = {"temperature": divisor, "kept": terms.kept}
+        law: dict[str, Any] = {"temperature": divisor, "kept": terms.kept_ids}
         return tree_logprobs(states, layer, targets, **law, with_entropies=with_entropies, chunk=chunk)
 
     (logprobs, entropies), anchor = _run(model, inputs, compute)

@@ -69,7 +69,7 @@ def prepare_batch(loaded: LoadedModel, batch: Batch) -> Batch:
     check_positions(batch.position_ids, loaded.causal, loaded.source)
     check_text(loaded.causal, batch.input_ids, loaded.source)
     if batch.terms is not None:
-        check_sets(batch.terms.kept, loaded.causal, loaded.source)
+        check_sets(batch.terms.kept_ids, loaded.causal, loaded.source)
     if batch.routes is not None:
         check_routes(loaded.causal, loaded.source, batch.routes)
     # Before the move: from a tensor on the CPU the schedule is computed without waiting for the GPU.

@@ -231,7 +231,7 @@ def loss_temperature(terms: TermTensors, objective: Objective) -> Tensor | float
 
 def loss_sets(terms: TermTensors, objective: Objective) -> RaggedTensor | None:
     """Return the kept sets of `terms.tokens`; None for a loss that is not about the sampler."""
-    return terms.kept if objective.is_policy else None
+    return terms.kept_ids if objective.is_policy else None
 
 
 def require_value_head(loaded: LoadedModel) -> ValueHead:

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from treepack.columns import BY_PACKED
 from treepack.data.batch import PER_TERM, TermTensors
 from treepack.errors import TreepackError
 from treepack.objectives.needed_columns import optional_columns
 from treepack.objectives.objective import Objective
 from treepack.objectives.surrogates import Surrogate, TermNumbers
-from treepack.pack.row import term_field
 
 _NUM = 16
 _TOLERANCE = 1e-9  # relative: one term alone may be rounded in another way than one of many
@@ -70,7 +70,7 @@ def check_loss(objective: Objective) -> None:
 
 def _made_up_terms(current: Tensor, advantages: Tensor, objective: Objective) -> TermTensors:
     """Return terms of one trajectory with the columns that the objective may read, and no others."""
-    read = {term_field(column) for column in (*objective.columns, *optional_columns(objective))} - {
+    read = {BY_PACKED[column].name for column in (*objective.columns, *optional_columns(objective))} - {
         "trajectory_rewards"
     }
     columns: dict[str, Any] = {name: (current - 0.1).float() for name in PER_TERM if name in read}

@@ -18,11 +18,11 @@ import pyarrow as pa
 import torch
 from pyarrow import compute
 
+from treepack.columns import BY_PACKED, remedy
 from treepack.data.dataset import PackedDataset
 from treepack.data.mixture import AnyDataset, source_of_rows, sources_of
 from treepack.errors import TreepackError
 from treepack.files import schema
-from treepack.files.column_remedies import REMEDIES
 from treepack.objectives.factors import denominator_factors
 from treepack.objectives.needed_columns import check_needed_columns, optional_columns
 from treepack.objectives.objective import Objective
@@ -32,7 +32,6 @@ from treepack.rl.rollout_parts import LOST_PARTS
 from treepack.trajectory import Float64, Int64
 
 # `treepack advantages --rejected zero` keeps trajectories without these columns.
-_CREDIT = ("term_edge_factor", "term_return", "term_old_value")
 _REMAINING = "leave out groups that cannot be used (`treepack advantages --rejected drop`), and pack again"
 
 
@@ -82,7 +81,7 @@ def _check_complete(dataset: PackedDataset, objective: Objective) -> None:
         if incomplete.num_rows:
             raise TreepackError(
                 f"{dataset.path}: row {incomplete['row_id'][0]} has no {column} for some trajectories, which the loss "
-                f"{objective.name} needs; {_REMAINING if column in _CREDIT else REMEDIES[column]}"
+                f"{objective.name} needs; {_REMAINING if BY_PACKED[column].is_computed else remedy(column)}"
             )
 
 

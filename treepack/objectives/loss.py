@@ -19,8 +19,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from treepack.columns import BY_PACKED
 from treepack.errors import TreepackError
-from treepack.files.column_remedies import REMEDIES
 
 # Options that a loss has without naming them, by `over`.
 _COMMON: dict[str, frozenset[str]] = {
@@ -37,7 +37,7 @@ _COMMON: dict[str, frozenset[str]] = {
 CLIPS = frozenset({"clip_low", "clip_high"})
 _OWN = CLIPS | {"dual_clip", "beta"}
 # Columns that a loss may require: a number for each term or trajectory.
-_READABLE = frozenset(REMEDIES) - {"term_token", "term_teacher_topk_logprobs"}
+_READABLE = frozenset(name for name, column in BY_PACKED.items() if column.remedy and column.is_in_batches)
 
 
 @dataclass(frozen=True)

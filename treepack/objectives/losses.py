@@ -56,9 +56,9 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from treepack.columns import BY_PACKED, remedy
 from treepack.data.batch import TermTensors
 from treepack.errors import TreepackError
-from treepack.files.column_remedies import REMEDIES
 from treepack.objectives.distillation import with_teacher
 from treepack.objectives.objective import Objective
 from treepack.objectives.policy_terms import SAMPLER_KL, SAMPLER_WEIGHT, TERM_MEANS, term_sums
@@ -66,7 +66,6 @@ from treepack.objectives.preferences import PAIR_MEANS, pair_loss
 from treepack.objectives.term_slices import TERM_CHUNK, term_slices
 from treepack.objectives.trajectory_ratios import trajectory_ratios
 from treepack.objectives.value_loss import VALUE_SUMS, explain_variance, value_loss
-from treepack.pack.row import term_field
 
 
 def objective_loss(
@@ -179,11 +178,12 @@ def weigh_terms(terms: TermTensors, objective: Objective) -> TermTensors:
         TreepackError: a column of the objective is missing; the message names it.
     """
     for column in objective.columns:
-        name = {"trajectory_rewards": "reward", "term_teacher_topk_logprobs": "teacher"}.get(column, term_field(column))
+        # The likeliest words of a teacher are one law in a batch.
+        name = "teacher" if column == "term_teacher_topk_logprobs" else BY_PACKED[column].name
         if len(terms.index) and getattr(terms, name) is None:
-            raise TreepackError(f"the rows have no {column}, which the loss {objective.name} needs; {REMEDIES[column]}")
+            raise TreepackError(f"the rows have no {column}, which the loss {objective.name} needs; {remedy(column)}")
     factors = objective.weighing.column
-    factor = None if factors is None else getattr(terms, term_field(factors))
+    factor = None if factors is None else getattr(terms, BY_PACKED[factors].name)
     return terms if factor is None else replace(terms, weight=terms.weight * factor)
 
 

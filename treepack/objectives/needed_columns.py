@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from treepack.columns import remedy
 from treepack.data.packed_header import PackedSource
 from treepack.errors import TreepackError
-from treepack.files.column_remedies import REMEDIES
 from treepack.objectives.objective import Objective
 
 
@@ -30,7 +30,7 @@ def check_needed_columns(sources: Sequence[PackedSource], objective: Objective) 
         if any(old) and not all(old):
             raise TreepackError(
                 f"{sources[old.index(False)].path}: has no {column} and {sources[old.index(True)].path} has it; "
-                f"{REMEDIES[column]}"
+                f"{remedy(column)}"
             )
 
 
@@ -39,7 +39,7 @@ def _check_source(source: PackedSource, objective: Objective) -> None:
     name = objective.name
     for column in ("term_token", *objective.columns):
         if column not in source.term_columns:
-            raise TreepackError(f"{source.path}: has no {column}, which the loss {name} needs; {REMEDIES[column]}")
+            raise TreepackError(f"{source.path}: has no {column}, which the loss {name} needs; {remedy(column)}")
     options = source.manifest["options"]
     normalize = options["normalize"]
     if not objective.weighing.is_plain and normalize != "token" and not objective.has_pairs:

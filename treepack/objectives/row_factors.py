@@ -15,12 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from treepack.columns import BY_PACKED
 from treepack.errors import TreepackError
 from treepack.objectives.denominators import TrajectoryTable, step_factors
 from treepack.objectives.needed_columns import optional_columns
 from treepack.objectives.objective import Objective
-from treepack.pack.row import Row, term_field
-from treepack.ragged import RaggedArray
+from treepack.pack.row import Row
 from treepack.trajectory import Float64
 
 
@@ -59,7 +59,7 @@ def row_factors(rows: Sequence[Row], objective: Objective) -> list[Tensor]:
 def _own_weights(row: Row) -> Float64:
     """Return the weight of each trajectory, float64 [trajectories of the row]."""
     assert row.terms is not None
-    known = row.terms.trajectory_weights
+    known = row.terms.trajectory_weight
     return np.ones(len(row.trajectory_groups)) if known is None else known
 
 
@@ -71,7 +71,8 @@ def _trajectory_weights(row: Row, objective: Objective) -> Float64:
     """
     optional = [name for name in optional_columns(objective) if _column(row, name) is not None]
     for column in (*objective.columns, *optional):
-        if _lacks_values(_column(row, column)):
+        values = _column(row, column)
+        if values is None or BY_PACKED[column].kind.is_missing(values).any():
             raise TreepackError(
                 f"row_factors: row {row.row_id} has no {column} for some trajectories, which the loss {objective.name} "
                 "needs; give every trajectory a value, or leave it out of the trie"
@@ -85,11 +86,4 @@ def _trajectory_weights(row: Row, objective: Objective) -> Float64:
 
 def _column(row: Row, column: str) -> Any:
     """Return a column of `schema.TERMS`; None if the row does not have it."""
-    return None if row.terms is None else getattr(row.terms, term_field(column))
-
-
-def _lacks_values(values: Any) -> bool:
-    """Return true if a column of numbers has a NaN, a column of lists has an empty list, or there is no column."""
-    if values is None:
-        return True
-    return bool((values.sizes == 0).any() if isinstance(values, RaggedArray) else np.isnan(values).any())
+    return None if row.terms is None else getattr(row.terms, BY_PACKED[column].name)

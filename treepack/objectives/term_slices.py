@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-
-from treepack.data.batch import PER_TERM, TermTensors
+from treepack.data.batch import TermTensors, select_terms
 
 # Terms whose values are in memory at a time in forward and backward: about 10 columns of float64, 10 MB.
 TERM_CHUNK = 1 << 17
 
 
 def term_slices(terms: TermTensors, chunk: int, *, begin: int = 0, end: int | None = None) -> list[TermTensors]:
-    """Cut `terms`, or the terms from `begin` to `end`, into views of at most `chunk` terms each."""
+    """Cut `terms`, or the terms from `begin` to `end`, into views of at most `chunk` terms each.
+
+    Tokens, groups and rewards stay whole, because terms refer to them.
+    """
     end = len(terms.index) if end is None else end
-    # Columns with one value per term are cut; tokens, group and reward stay whole, because terms refer to them.
-    values = {field.name: getattr(terms, field.name) for field in fields(terms)}
-    slices = []
-    for start in range(begin, end, chunk):
-        cut = {name: values[name][start : min(start + chunk, end)] for name in PER_TERM if values[name] is not None}
-        slices.append(TermTensors(**{**values, **cut}))
-    return slices
+    return [select_terms(terms, slice(start, min(start + chunk, end))) for start in range(begin, end, chunk)]

@@ -17,14 +17,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from treepack.columns import Values
 from treepack.data.batch import Batch, TermTensors, route_tensor, scored_tokens
 from treepack.errors import TreepackError
 from treepack.online.options import DEFAULT_CAPACITY, OnlineOptions
 from treepack.online.planning import SortedForest, plan_forest, sort_forest
 from treepack.online.sequences import BatchForm, Flags, FlatSequences, Ids, read_sequences
 from treepack.pack.placement import RowPlacer
-from treepack.ragged import RaggedArray, join_lists
-from treepack.trajectory import Float64, Int64
+from treepack.ragged import join_lists
+from treepack.trajectory import Int64
 from treepack.trie.nodes import paths
 
 
@@ -137,7 +138,7 @@ def plan_batch(
     rows = [maker.row(i, members) for i, members in enumerate(plan_forest(forest, options, capacity))]
     places = np.concatenate(maker.places) if maker.places else np.zeros(0, np.int64)
     max_id = int(sequences.tokens.max(initial=-1))
-    max_id = max_id if sequences.kept is None else int(sequences.kept.flat.max(initial=max_id))
+    max_id = max_id if sequences.kept_ids is None else int(sequences.kept_ids.flat.max(initial=max_id))
     return OnlineBatch(
         rows=rows,
         tokens_flat=len(sequences.tokens),
@@ -176,19 +177,14 @@ class _RowMaker:
             at.append(mine)
         counts = [len(each) for each in token]
         joined = np.concatenate(token)
-        scored = scored_tokens(joined, self._temperature(ids), length, self._kept(ids))
+        scored = scored_tokens(joined, length, self._laws(ids))
         num_terms = len(scored["index"])
         self.places.append(self.sequences.places[np.concatenate(at)])
         terms = TermTensors(
             **scored,
             trajectory=torch.from_numpy(np.repeat(np.arange(len(ids), dtype=np.int32), counts)),
             weight=torch.ones(num_terms, dtype=torch.float64),
-            advantage=None,
-            sampling_logprob=None,
-            old_logprob=None,
-            ref_logprob=None,
             group=torch.arange(len(ids), dtype=torch.int32),
-            reward=None,
         )
         return Batch(
             row_id=row_id,
@@ -208,14 +204,12 @@ class _RowMaker:
             routes=None if self.forest.routes is None else route_tensor(self.forest.routes[nodes.source]),
         )
 
-    def _temperature(self, ids: list[int]) -> Float64 | None:
-        values = self.sequences.temperature
-        if isinstance(values, float):
-            return None
-        return np.concatenate([values[self.bounds[i] : self.bounds[i + 1]] for i in ids])
-
-    def _kept(self, ids: list[int]) -> RaggedArray | None:
-        kept = self.sequences.kept
-        if kept is None:
-            return None
-        return join_lists([kept[:0], *(kept[self.bounds[i] : self.bounds[i + 1]] for i in ids)])
+    def _laws(self, ids: list[int]) -> dict[str, Values]:
+        """Return the temperatures and kept sets of the scored tokens of sequences `ids`, if the caller gave some."""
+        laws: dict[str, Values] = {}
+        own = [slice(self.bounds[i], self.bounds[i + 1]) for i in ids]
+        if not isinstance(temperature := self.sequences.temperature, float):
+            laws["temperature"] = np.concatenate([temperature[each] for each in own])
+        if (kept := self.sequences.kept_ids) is not None:
+            laws["kept_ids"] = join_lists([kept[:0], *(kept[each] for each in own)])
+        return laws

@@ -76,7 +76,6 @@ def sequence_loss(
         old_logprob=columns["term_old_logprob"],
         ref_logprob=columns["term_ref_logprob"],
         group=torch.zeros(len(scored), dtype=torch.int32, device=own.device),
-        reward=None,
         position=place.int(),
     )
     counts = scored.sum(1).double().cpu().numpy()

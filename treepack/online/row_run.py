@@ -221,7 +221,7 @@ class RowRun:
 
     def _law(self, row: Batch) -> dict[str, Any]:
         terms = _terms(row)
-        return {"temperature": filled_temperature(terms.temperature, self.temperature), "kept": terms.kept}
+        return {"temperature": filled_temperature(terms.temperature, self.temperature), "kept": terms.kept_ids}
 
     def _pieces(self, plan: RunPlan) -> RowsInPieces:
         assert plan.carry is not None

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from treepack.columns import COLUMNS
 from treepack.errors import TreepackError
 from treepack.files.manifest import Manifest
-from treepack.kept_sets import wrong_set
 from treepack.pack.expected import ExpectedTrajectories
 from treepack.pack.row import Row, RowTerms, row_counts, row_totals
 from treepack.pack.row_shape import check_shape
@@ -51,15 +51,16 @@ def check_row(row: Row, *, capacity: int) -> None:
 
 
 def _check_terms(row: Row, terms: RowTerms) -> None:
-    if (weights := terms.trajectory_weights) is not None and not ((weights >= 0) & np.isfinite(weights)).all():
+    if (weights := terms.trajectory_weight) is not None and not ((weights >= 0) & np.isfinite(weights)).all():
         raise TreepackError(f"row {row.row_id}: trajectory_weights has an impossible value; pack the trie again")
     # The packer adds up in another order: rounding of float64, 1e-16 for each of up to 1e4 terms.
     sums = np.bincount(terms.token, weights=terms.weight, minlength=row.num_tokens).astype(np.float64)
     _expect(row, "term_weight", _almost_equal(sums, row.loss_weight))
-    if terms.temperature is not None and ((terms.temperature < 0) | np.isinf(terms.temperature)).any():
-        raise TreepackError(f"row {row.row_id}: term_temperature has an impossible value; pack the trie again")
-    if terms.kept_ids is not None and wrong_set(terms.kept_ids, row.input_ids[terms.token]) is not None:
-        raise TreepackError(f"row {row.row_id}: has wrong term_kept_ids; pack the trie again")
+    ids_of_terms = row.input_ids[terms.token]
+    for column in COLUMNS:
+        values = getattr(terms, column.name)
+        if column.wrong is not None and values is not None and column.wrong(values, ids_of_terms).any():
+            raise TreepackError(f"row {row.row_id}: {column.packed} has an impossible value; pack the trie again")
     ids, logprobs = terms.teacher_topk_ids, terms.teacher_topk_logprobs
     if ids is not None and logprobs is not None and not np.array_equal(ids.sizes, logprobs.sizes):
         raise TreepackError(
@@ -68,11 +69,6 @@ def _check_terms(row: Row, terms: RowTerms) -> None:
     missing = [np.True_ if values is None else np.isnan(values) for values in (terms.returns, terms.old_values)]
     if (missing[0] & ~missing[1]).any():
         raise TreepackError(f"row {row.row_id}: has term_old_value without term_return; pack the trie again")
-    for name, values in (("term_return", terms.returns), ("term_old_value", terms.old_values)):
-        if values is not None and np.isinf(values).any():
-            raise TreepackError(f"row {row.row_id}: {name} has an impossible value; pack the trie again")
-    if terms.edge_factor is not None and ((terms.edge_factor < 0) | np.isinf(terms.edge_factor)).any():
-        raise TreepackError(f"row {row.row_id}: term_edge_factor has an impossible value; pack the trie again")
 
 
 def _almost_equal(a: Float64, b: Float64) -> NDArray[np.bool_]:

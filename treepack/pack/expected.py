@@ -10,7 +10,6 @@ mapped pages are released in between.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -20,21 +19,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from treepack.columns import COLUMNS, Column
 from treepack.errors import TreepackError, quoted_value
 from treepack.files import schema
-from treepack.files.column_views import ChunkedRows, ColumnView
+from treepack.files.column_views import ChunkedRows, ColumnView, View
 from treepack.files.manifest import Manifest
-from treepack.pack.row import Row, RowTerms, term_field
+from treepack.pack.row import Row, RowTerms, rollout_places_of
 from treepack.pack.weights import stored_times_trained, trajectory_factors
-from treepack.ragged import RaggedArray
 from treepack.rl.rollout_parts import rollout_codes, rollout_parts, rollout_places
-from treepack.sequences import (
-    LOGPROBS,
-    SpanView,
-    list_values,
-    ragged_values,
-    temperatures_of,
-)
+from treepack.sequences import SpanView, values_of
 from treepack.trajectory import Float64, Int32, Int64
 from treepack.trie.storage import PageReleaser
 from treepack.trie.trie import Trie
@@ -89,13 +82,16 @@ class ExpectedTrajectories:
         self.storage = trie.storage
         if options["semantics"] == "once":
             self.counts, self.storage = stored_times_trained(trie)
-        # `treepack logprobs` replaces these columns, so they differ from the columns of the trie.
-        computed = {f"{name}_logprobs" for name in manifest.get("logprobs") or ()}
-        self.logprobs = [name for name in (*LOGPROBS, *schema.TEACHER.names) if name not in computed]
+        # `treepack logprobs` replaces these columns, so they differ from those of the trie. The likeliest words of a
+        # teacher belong to its log-probabilities.
+        written = set(manifest.get("logprobs") or ())
+        computed = {f"{name}_logprob" for name in written}
+        computed |= {"teacher_topk_ids", "teacher_topk_logprobs"} if "teacher" in written else set()
+        self.compared = [column for column in COLUMNS if column.name not in computed and column.stored is not None]
         facts = ["step", "group_id", "trained"]
-        values = ["source", "weight", "reward", "advantage", "advantages"]
-        values += [name for name in self.logprobs if name not in schema.OPTIONAL.names]
-        values += [name for name in schema.OPTIONAL.names if name in table.column_names]
+        names = ["source", "weight", "reward", *schema.ROLLOUTS.names]
+        names += [name for column in self.compared for name in column.sources]
+        values = [name for name in names if name in table.column_names]
         self.facts, self.columns = ChunkedRows(table.select(facts)), ChunkedRows(table.select(facts + values))
         self.releaser = PageReleaser(self.storage)
 
@@ -108,7 +104,7 @@ class ExpectedTrajectories:
         numbers = self.index.find(row.trajectory_ids)
         unknown = np.flatnonzero(numbers < 0)
         numbers = numbers[: unknown[0]] if len(unknown) else numbers
-        known = _RowValues((self.facts if row.terms is None else self.columns).take(numbers), row, self.logprobs)
+        known = _RowValues((self.facts if row.terms is None else self.columns).take(numbers), row, self.compared)
         paths = _RowPaths(row)
         weights = np.zeros(row.num_tokens)
         ends = row.trajectory_ends.tolist()
@@ -160,27 +156,23 @@ class ExpectedTrajectories:
 class _RowValues:
     """The trajectories of a row as the trie has them, in the order of the row."""
 
-    def __init__(self, table: pa.Table, row: Row, logprobs: list[str]) -> None:
+    def __init__(self, table: pa.Table, row: Row, compared: list[Column]) -> None:
         self.row = row
         self.steps, self.groups = table["step"].to_pylist(), table["group_id"].to_pylist()
         self.spans = SpanView.of(table)
         self.span_offsets = self.spans.offsets.tolist()
-        self.values: dict[str, Sequence[Any]] = {}
+        self.values: dict[Column, View] = {}
         if row.terms is not None:
             self.own_terms = _terms_of_each(row.terms, len(row.trajectory_ids))
             self.rewards, self.weights = table["reward"].to_pylist(), table["weight"].to_pylist()
             codes = rollout_codes(table)
             own = np.arange(table.num_rows, dtype=np.int32)
             self.rollouts = own if codes is None else rollout_places(codes, rollout_parts(table))
-            per_token, scalar = list_values(table, "advantages"), table["advantage"].to_pylist()
-            # By columns of the rows: sampling_logprobs -> term_sampling_logprob.
-            names = [*logprobs, *schema.CREDIT.names]
-            self.values |= {f"term_{name.removesuffix('s')}": list_values(table, name) for name in names}
-            self.values["term_advantage"] = [a if b is None else b for a, b in zip(scalar, per_token, strict=True)]
-            self.values["term_temperature"] = temperatures_of(table)
-            # Likeliest words of a teacher are replaced with its log-probabilities.
-            lists = [name for name in schema.RAGGED.names if name == "kept_ids" or "teacher_logprobs" in logprobs]
-            self.lists = {name: ragged_values(table, name) for name in lists}
+            self.row_rollouts = rollout_places_of(row)
+            for column in compared:
+                known = values_of(table, column)
+                if not known.is_missing or getattr(row.terms, column.name) is not None:
+                    self.values[column] = known
 
     def is_named(self, order: int) -> bool:
         """Return True if trajectory number `order` has the same step and group in the row."""
@@ -200,28 +192,21 @@ class _RowValues:
         trained = np.concatenate([path[:0], *(path[start:end] for start, end, _ in self.spans_of(order))])
         if not np.array_equal(terms.token[mine], trained):
             raise TreepackError(f"{prefix} has terms that are not its trained tokens; pack the trie again")
-        reward = None if terms.trajectory_rewards is None else float(terms.trajectory_rewards[order])
+        reward = None if terms.reward is None else float(terms.reward[order])
         if (None if reward is None or math.isnan(reward) else reward) != self.rewards[order]:
             raise TreepackError(f"{prefix} has another reward than in the trie; pack the trie again")
-        rollout = order if terms.trajectory_rollouts is None else int(terms.trajectory_rollouts[order])
-        if rollout != self.rollouts[order]:
+        if int(self.row_rollouts[order]) != self.rollouts[order]:
             raise TreepackError(f"{prefix} belongs to another rollout than in the trie; pack the trie again")
-        weight = 1.0 if terms.trajectory_weights is None else float(terms.trajectory_weights[order])
+        weight = 1.0 if terms.trajectory_weight is None else float(terms.trajectory_weight[order])
         if weight != self.weights[order]:
             raise TreepackError(f"{prefix} has another weight than in the trie; pack the trie again")
-        for name, values in self.values.items():
-            stored, known = getattr(terms, term_field(name)), values[order]
+        for column, values in self.values.items():
+            stored, known = getattr(terms, column.name), values[order]
             if stored is None and known is None:
                 continue
-            has_list = known is not None and np.ndim(known) == 1
-            expected = known if has_list else np.broadcast_to(np.nan if known is None else known, len(trained))
-            if stored is None or not np.array_equal(stored[mine], expected, equal_nan=True):
-                raise TreepackError(f"{prefix} has another {name} than in the trie; pack the trie again")
-        for name, lists in self.lists.items():
-            stored, known = getattr(terms, name), lists[order]
-            nothing = RaggedArray.empty(len(trained), schema.ragged_dtype(name))
-            if not (nothing if stored is None else stored[mine]).equals(nothing if known is None else known):
-                raise TreepackError(f"{prefix} has another term_{name} than in the trie; pack the trie again")
+            found = column.kind.filled(None if stored is None else stored[mine], len(trained))
+            if len(found) != len(trained) or not column.kind.equal(found, column.kind.filled(known, len(trained))):
+                raise TreepackError(f"{prefix} has another {column.packed} than in the trie; pack the trie again")
 
 
 class _RowPaths:

@@ -23,6 +23,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyarrow import parquet
 
+from treepack.columns import BY_PACKED
 from treepack.errors import TreepackError
 from treepack.files import schema
 from treepack.files.column_views import ragged_lists
@@ -33,7 +34,7 @@ from treepack.files.remote.cache import local_copy
 from treepack.files.routes import route_array
 from treepack.files.task_output import TaskOutput
 from treepack.pack.options import PackOptions
-from treepack.pack.row import Row, RowTerms, row_counts, row_totals, term_field
+from treepack.pack.row import Row, RowTerms, row_counts, row_totals
 from treepack.pack.row_group import RowGroup, row_schema
 from treepack.pack.row_shape import check_shape
 from treepack.trajectory import Int64
@@ -262,7 +263,10 @@ def row_of_table(table: pa.Table, i: int) -> Row:
     values: dict[str, Any] = {name: _cell(table, name, i) for name in table.column_names if name in COLUMNS}
     terms = None
     if "term_token" in values:
-        columns: dict[str, Any] = {term_field(name): values.get(name) for name in schema.TERMS.names}
+        columns: dict[str, Any] = {
+            BY_PACKED[name].name if name in BY_PACKED else name.removeprefix("term_"): values.get(name)
+            for name in schema.TERMS.names
+        }
         terms = RowTerms(**columns)
     derived = {name: values.pop(name) for name in ("num_tokens", "num_pairs", "total_weight")}
     routes = None

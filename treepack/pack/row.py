@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from treepack.columns import BY_NAME, Axis, Column
 from treepack.pack.child_order import tile_counts
-from treepack.ragged import RaggedArray, join_lists
+from treepack.ragged import RaggedArray
 from treepack.sequences import join_routes
 from treepack.trajectory import Float32, Float64, Int32, Routes
 
@@ -26,43 +27,32 @@ from treepack.trajectory import Float32, Float64, Int32, Routes
 class RowTerms:
     """The (trajectory, trained token) pairs of a row: arrays with one entry per pair, or None if all are unknown.
 
-    `token` and `trajectory` are indices into the row's tokens and trajectories. `trajectory_rewards`,
-    `trajectory_rollouts` and `trajectory_weights` have one entry per trajectory: its reward; the first trajectory of
-    the row that belongs to the same rollout (-1 for a turn of several paths of a search tree; None if each is a rollout
-    of its own); and its weight, a factor of all of its term weights (None if every weight is 1). NaN is a value that
-    one trajectory lacks and others have, and so is an empty list of `kept_ids` (`trajectory.Tokens`).
+    `token` and `trajectory` are indices into the row's tokens and trajectories. The fields from `advantage` on are the
+    columns of `treepack.columns`, in its order. `reward`, `rollout` and `trajectory_weight` have one entry per
+    trajectory: its reward; the first trajectory of the row that belongs to the same rollout (-1 for a turn of several
+    paths of a search tree; None if each is a rollout of its own); and its weight, a factor of all of its term weights
+    (None if every weight is 1). NaN is a value that one trajectory lacks and others have, and so is an empty list.
     """
 
     token: Int32
     trajectory: Int32
     weight: Float64
-    advantage: Float64 | None
-    sampling_logprob: Float32 | None
-    old_logprob: Float32 | None
-    ref_logprob: Float32 | None
-    entropy: Float32 | None
-    trajectory_rewards: Float64 | None
+    advantage: Float64 | None = None
+    sampling_logprob: Float32 | None = None
+    old_logprob: Float32 | None = None
+    ref_logprob: Float32 | None = None
+    entropy: Float32 | None = None
     temperature: Float32 | None = None
     returns: Float64 | None = None
     old_values: Float64 | None = None
     edge_factor: Float64 | None = None
-    kept_ids: RaggedArray | None = None
-    trajectory_rollouts: Int32 | None = None
-    trajectory_weights: Float64 | None = None
     teacher_logprob: Float32 | None = None
+    kept_ids: RaggedArray | None = None
     teacher_topk_ids: RaggedArray | None = None
     teacher_topk_logprobs: RaggedArray | None = None
-
-
-PER_TRAJECTORY = ("trajectory_rewards", "trajectory_rollouts", "trajectory_weights")
-"""Fields of `RowTerms` with one entry per trajectory."""
-
-
-def term_field(column: str) -> str:
-    """Return the field of `RowTerms` for a column of `schema.TERMS`."""
-    # "return" is a word of Python.
-    plural = {"term_return": "returns", "term_old_value": "old_values"}
-    return plural.get(column, column.removeprefix("term_"))
+    reward: Float64 | None = None
+    rollout: Int32 | None = None
+    trajectory_weight: Float64 | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,45 +151,41 @@ _PER_TOKEN = ("input_ids", "position_ids", "scale", "loss_weight")
 
 
 def _concatenate_terms(rows: Sequence[Row], starts: list[int]) -> RowTerms | None:
-    """Join the terms of rows that begin at `starts`; values that only some rows have are NaN in the others."""
+    """Join the terms of rows that begin at `starts`; values that only some rows have are missing in the others."""
     all_terms = [row.terms for row in rows if row.terms is not None]
     if not all_terms:
         return None
     assert len(all_terms) == len(rows), "some rows have no terms"
-    sizes = [len(row.trajectory_ids) for row in rows]
+    sizes, counts = [len(row.trajectory_ids) for row in rows], [len(terms.token) for terms in all_terms]
     owners = np.cumsum([0, *sizes[:-1]]).tolist()
 
-    def join(name: str) -> Any:
-        parts = [getattr(terms, name) for terms in all_terms]
-        known = [part for part in parts if part is not None]
-        if not known:
+    def join(column: Column) -> Any:
+        parts = [getattr(terms, column.name) for terms in all_terms]
+        if all(part is None for part in parts):
             return None
-        counts = sizes if name in PER_TRAJECTORY else [len(terms.token) for terms in all_terms]
-        if isinstance(known[0], RaggedArray):
-            empty = (RaggedArray.empty(count, known[0].values.dtype) for count in counts)
-            return join_lists([none if lists is None else lists for lists, none in zip(parts, empty, strict=True)])
-        value = 1.0 if name == "trajectory_weights" else np.nan  # it is only missing if every weight is 1
-        missing = (np.full(count, value, known[0].dtype) for count in counts)
-        return np.concatenate([nan if part is None else part for part, nan in zip(parts, missing, strict=True)])
+        lengths = sizes if column.axis is Axis.TRAJECTORY else counts
+        return column.kind.join([column.kind.filled(part, n) for part, n in zip(parts, lengths, strict=True)])
 
-    indices = ("token", "trajectory", "trajectory_rollouts")
-    others = [field.name for field in fields(RowTerms) if field.name not in indices]
-    rollouts = None
-    if any(terms.trajectory_rollouts is not None for terms in all_terms):
-        own = (
-            np.arange(size) if terms.trajectory_rollouts is None else terms.trajectory_rollouts
-            for terms, size in zip(all_terms, sizes, strict=True)
-        )
+    joined = {name: join(column) for name, column in BY_NAME.items() if name != "rollout"}
+    if any(terms.rollout is not None for terms in all_terms):
+        own = [rollout_places_of(row) for row in rows]
         # Rollouts [0, 0] and [0, 1] of rows with 2 trajectories each -> [0, 0, 2, 3]
-        shifted_rollouts = [np.where(each < 0, -1, each + owner) for each, owner in zip(own, owners, strict=True)]
-        rollouts = np.concatenate(shifted_rollouts).astype(np.int32)
+        shifted = [np.where(each < 0, -1, each + owner) for each, owner in zip(own, owners, strict=True)]
+        joined["rollout"] = np.concatenate(shifted).astype(np.int32)
     return RowTerms(
-        trajectory_rollouts=rollouts,
         token=np.concatenate([terms.token + start for terms, start in zip(all_terms, starts, strict=True)]).astype(
             np.int32
         ),
         trajectory=np.concatenate(
             [terms.trajectory + owner for terms, owner in zip(all_terms, owners, strict=True)]
         ).astype(np.int32),
-        **{name: join(name) for name in others},
+        weight=np.concatenate([terms.weight for terms in all_terms]),
+        **joined,
     )
+
+
+def rollout_places_of(row: Row) -> Int32:
+    """Return `rollout` of the terms of a row; without it, each trajectory is a rollout of its own."""
+    assert row.terms is not None
+    known = row.terms.rollout
+    return np.arange(len(row.trajectory_ids), dtype=np.int32) if known is None else known

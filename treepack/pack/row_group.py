@@ -15,11 +15,11 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from treepack.columns import BY_PACKED, MAKES_TERMS, Axis, Lists
 from treepack.files import schema
 from treepack.files.column_views import ragged_column
 from treepack.files.routes import route_bytes
-from treepack.pack.row import PER_TRAJECTORY, Row, term_field
-from treepack.pack.weights import TERM_COLUMNS
+from treepack.pack.row import Row, RowTerms, rollout_places_of
 from treepack.ragged import RaggedArray
 from treepack.trajectory import Int32
 
@@ -29,26 +29,12 @@ def row_schema(row: Row) -> pa.Schema:
     routes = [] if row.routes is None else [*schema.ROUTES]
     if row.terms is None:
         return pa.schema([*schema.ROWS, *routes])
-    present = [field for field in schema.TERMS if getattr(row.terms, term_field(field.name)) is not None]
+    present = [field for field in schema.TERMS if _has_column(row.terms, field.name)]
     return pa.schema([*schema.ROWS, *present, *routes])
 
 
-_SOURCES = {
-    "term_advantage": ("advantage", "advantages"),
-    "term_sampling_logprob": ("sampling_logprobs",),
-    "term_old_logprob": ("old_logprobs",),
-    "term_ref_logprob": ("ref_logprobs",),
-    "trajectory_rewards": ("reward",),
-    "trajectory_rollouts": ("rollout_id",),
-    "trajectory_weights": ("weight",),
-    "term_temperature": ("temperature", "temperatures"),
-    "term_return": ("returns",),
-    "term_old_value": ("old_values",),
-    "term_edge_factor": ("edge_factors",),
-    "term_teacher_logprob": ("teacher_logprobs",),
-    **{f"term_{name}": (name,) for name in schema.RAGGED.names},
-}
-"""Columns of trajectories that each nullable column of the terms comes from."""
+def _has_column(terms: RowTerms, name: str) -> bool:
+    return name not in BY_PACKED or getattr(terms, BY_PACKED[name].name) is not None
 
 
 def packed_columns(known: Collection[str]) -> pa.Schema:
@@ -57,14 +43,13 @@ def packed_columns(known: Collection[str]) -> pa.Schema:
     `known` contains "weight" if any weight is not 1. The columns are from `row_schema` for the rows of a whole
     trie. Rows of a slice without such values have nulls.
     """
-    if not any(name in known for name in TERM_COLUMNS):
+    if MAKES_TERMS.isdisjoint(known):
         return schema.ROWS
-    present = [
-        field
-        for field in schema.TERMS
-        if not field.nullable or any(name in known for name in _SOURCES.get(field.name, ()))
-    ]
-    return pa.schema([*schema.ROWS, *present])
+
+    def is_present(name: str) -> bool:
+        return name not in BY_PACKED or any(source in known for source in BY_PACKED[name].sources)
+
+    return pa.schema([*schema.ROWS, *(field for field in schema.TERMS if is_present(field.name))])
 
 
 class RowGroup:
@@ -77,7 +62,7 @@ class RowGroup:
         self._ragged: dict[str, list[RaggedArray]] = {}  # the cells of each row
         self._values: dict[str, list[Any]] = {}  # numbers, and texts of lists
         for field in columns:
-            if schema.is_ragged(field.type):
+            if field.name in BY_PACKED and isinstance(BY_PACKED[field.name].kind, Lists):
                 self._ragged[field.name] = []
             elif pa.types.is_list(field.type):
                 self._lists[field.name] = _ListColumn(field)
@@ -96,16 +81,14 @@ class RowGroup:
         for name, column in self._lists.items():
             column.append(_term_values(row, name) if name in _TERMS else getattr(row, name))
         for name, cells in self._ragged.items():
-            cells.append(_term_lists(row, name))
+            cells.append(_term_values(row, name))
         self.num_rows += 1
         self.num_tokens += row.num_tokens
 
     def table(self) -> pa.Table:
         """Return the rows as an Arrow table, which is valid until `clear`."""
         arrays = {name: column.array() for name, column in self._lists.items()}
-        arrays |= {
-            name: ragged_column(cells, schema.ragged_dtype(term_field(name))) for name, cells in self._ragged.items()
-        }
+        arrays |= {name: ragged_column(cells, BY_PACKED[name].kind.dtype) for name, cells in self._ragged.items()}
         arrays |= {name: pa.array(values, self.columns.field(name).type) for name, values in self._values.items()}
         return pa.Table.from_arrays([arrays[name] for name in self.columns.names], schema=self.columns)
 
@@ -129,21 +112,16 @@ def _route_value(row: Row, name: str) -> int | bytes:
     return int(row.routes.shape[1 if name == "route_layers" else 2])
 
 
-def _term_lists(row: Row, name: str) -> RaggedArray:
+def _term_values(row: Row, name: str) -> Any:
+    """Return the values of a column of the terms of `row`, missing ones if it has none."""
     assert row.terms is not None
-    lists: RaggedArray | None = getattr(row.terms, term_field(name))
-    return RaggedArray.empty(len(row.terms.token), schema.ragged_dtype(term_field(name))) if lists is None else lists
-
-
-def _term_values(row: Row, name: str) -> NDArray[Any]:
-    assert row.terms is not None
-    values: NDArray[Any] | None = getattr(row.terms, term_field(name))
-    if values is not None:
-        return values
-    if name == "trajectory_rollouts":  # each trajectory is a rollout of its own
-        return np.arange(len(row.trajectory_ids), dtype=np.int32)
-    value = 1.0 if name == "trajectory_weights" else np.nan
-    return np.full(len(row.trajectory_ids) if name in PER_TRAJECTORY else len(row.terms.token), value)
+    if name not in BY_PACKED:
+        return getattr(row.terms, name.removeprefix("term_"))
+    column = BY_PACKED[name]
+    if column.name == "rollout":
+        return rollout_places_of(row)
+    num = len(row.trajectory_ids) if column.axis is Axis.TRAJECTORY else len(row.terms.token)
+    return column.kind.filled(getattr(row.terms, column.name), num)
 
 
 class _ListColumn:

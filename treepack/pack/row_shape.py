@@ -5,12 +5,11 @@ Code that reads rows relies on this; `check.check_row` checks the rest of the de
 
 from __future__ import annotations
 
-from dataclasses import fields
-
 import numpy as np
 
+from treepack.columns import BY_NAME, Axis
 from treepack.errors import TreepackError
-from treepack.pack.row import PER_TRAJECTORY, Row, RowTerms
+from treepack.pack.row import Row, RowTerms
 from treepack.trajectory import Int32
 
 _PER_TOKEN = ("position_ids", "parent", "subtree_end", "scale", "loss_weight")
@@ -55,16 +54,16 @@ def check_shape(row: Row) -> None:
 
 
 def _check_terms(row: Row, terms: RowTerms) -> None:
-    sizes = {
-        len(values)
-        for field in fields(terms)
-        if field.name not in PER_TRAJECTORY and (values := getattr(terms, field.name)) is not None
-    }
-    num = len(row.trajectory_ids)
-    for name in PER_TRAJECTORY:
-        if (values := getattr(terms, name)) is not None and len(values) != num:
-            raise TreepackError(f"row {row.row_id}: {name} needs one value per trajectory; pack the trie again")
-    if (rollouts := terms.trajectory_rollouts) is not None:
+    num, sizes = len(row.trajectory_ids), {len(terms.token), len(terms.trajectory), len(terms.weight)}
+    for column in BY_NAME.values():
+        values = getattr(terms, column.name)
+        if values is not None and column.axis is Axis.TRAINED:
+            sizes.add(len(values))
+        elif values is not None and len(values) != num:
+            raise TreepackError(
+                f"row {row.row_id}: {column.packed} needs one value per trajectory; pack the trie again"
+            )
+    if (rollouts := terms.rollout) is not None:
         # The first trajectory of a rollout names itself, and no later one: [0, 0, 2] is possible, [1, 1] is not.
         named = rollouts[rollouts >= 0]
         inside = bool((rollouts >= -1).all() and (rollouts <= np.arange(num)).all())

@@ -11,33 +11,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
+from treepack.columns import COLUMNS, MAKES_TERMS, Column
 from treepack.errors import TreepackError
-from treepack.files import schema
-from treepack.files.column_views import View
 from treepack.pack.placement import PlacedNodes
 from treepack.pack.row import RowTerms
-from treepack.ragged import RaggedArray, join_lists
 from treepack.rl.group_tree import group_codes
 from treepack.rl.rollout_parts import rollout_codes, rollout_parts, rollout_places
-from treepack.sequences import (
-    LOGPROBS,
-    SpanView,
-    advantages_of,
-    list_values,
-    ragged_values,
-    temperatures_of,
-)
+from treepack.sequences import SpanView, values_of
 from treepack.trajectory import Float64, Int32, Int64, positions
 from treepack.trie.nodes import paths
 from treepack.trie.storage import ArrayStorage, PageReleaser
 from treepack.trie.trie import Trie
-
-# Columns of trajectories any value of which makes terms.
-TERM_COLUMNS = ("reward", "advantage", "advantages", *LOGPROBS, *schema.TEACHER.names)
 
 
 @dataclass(frozen=True)
@@ -60,7 +49,7 @@ class WholeTrie:
     @property
     def has_terms(self) -> bool:
         """True if the rows have terms."""
-        return not self.columns.isdisjoint(TERM_COLUMNS)
+        return not self.columns.isdisjoint(MAKES_TERMS)
 
 
 def trajectory_factors(trie: Trie, *, normalize: str, group_weights: Float64 | None = None) -> Float64:
@@ -151,21 +140,18 @@ class RowWeights:
         elif semantics == "once":
             self.counts, self.storage = stored_times_trained(trie)
         table = trie.trajectories
-        self.values = {name: _known_only(list_values(table, name)) for name in (*LOGPROBS, *schema.TEACHER.names)}
-        self.values["advantages"] = _known_only(advantages_of(table))
+        views = {column: values_of(table, column) for column in COLUMNS}
+        self.values = {column: view for column, view in views.items() if not view.is_missing}
         rewards = trie.trajectories["reward"]
         known = rewards.null_count < trie.num_trajectories
         self.rewards = rewards.to_numpy() if known else None
         self.rollouts = rollout_codes(table)
         self.parts = None if self.rollouts is None else rollout_parts(table)
-        self.has_terms = known or any(values is not None for values in self.values.values())
+        self.has_terms = known or any(column.makes_terms for column in self.values)
         weighted = has_weights(table)
         if whole is not None:
             self.has_terms, weighted = whole.has_terms, "weight" in whole.columns
         self.weights = np.asarray(table["weight"].to_numpy()) if weighted else None
-        self.values["temperature"] = _known_only(temperatures_of(table))
-        self.values |= {name: _known_only(list_values(table, name)) for name in schema.CREDIT.names}
-        self.lists = {name: ragged_values(table, name) for name in schema.RAGGED.names}
 
     def of(self, nodes: PlacedNodes) -> tuple[Float64, RowTerms | None]:
         """Return `loss_weight`, float64 [num_tokens], and the terms of the row's trajectories."""
@@ -197,51 +183,18 @@ class RowWeights:
     def _terms(self, members: Int64, tokens: list[Int64], weights: list[Float64]) -> RowTerms:
         sizes = [len(index) for index in tokens]
 
-        def gather(name: str) -> Float64 | None:
-            values = self.values[name]
-            if values is None:
-                return None
-            parts = [values[i] for i in members.tolist()]
-            return np.concatenate(
-                [
-                    np.full(n, np.nan) if part is None else np.broadcast_to(part, n)
-                    for part, n in zip(parts, sizes, strict=True)
-                ]
+        def gather(column: Column) -> Any:
+            views = self.values[column]
+            return column.kind.join(
+                [column.kind.filled(views[i], n) for i, n in zip(members.tolist(), sizes, strict=True)]
             )
 
-        def join(name: str) -> RaggedArray | None:
-            if self.lists[name].is_missing:
-                return None
-            parts, dtype = [self.lists[name][i] for i in members.tolist()], schema.ragged_dtype(name)
-            return join_lists(
-                [RaggedArray.empty(n, dtype) if part is None else part for part, n in zip(parts, sizes, strict=True)]
-            )
-
-        sampling, old, ref, teacher, temperature = (
-            None if (values := gather(name)) is None else values.astype(np.float32)
-            for name in (*LOGPROBS, *schema.TEACHER.names, "temperature")
-        )
         return RowTerms(
             token=np.concatenate(tokens).astype(np.int32),
             trajectory=np.repeat(np.arange(len(members), dtype=np.int32), sizes),
             weight=np.concatenate(weights),
-            advantage=gather("advantages"),
-            sampling_logprob=sampling,
-            old_logprob=old,
-            ref_logprob=ref,
-            teacher_logprob=teacher,
-            entropy=None,
-            trajectory_rewards=None if self.rewards is None else self.rewards[members],
-            temperature=temperature,
-            returns=gather("returns"),
-            old_values=gather("old_values"),
-            edge_factor=gather("edge_factors"),
-            **{name: join(name) for name in schema.RAGGED.names},
-            trajectory_rollouts=self._rollouts(members),
-            trajectory_weights=None if self.weights is None else self.weights[members],
+            reward=None if self.rewards is None else self.rewards[members],
+            rollout=self._rollouts(members),
+            trajectory_weight=None if self.weights is None else self.weights[members],
+            **{column.name: gather(column) for column in self.values},
         )
-
-
-def _known_only(values: View) -> View | None:
-    """Return `values`, None if all of them are missing."""
-    return None if values.is_missing else values

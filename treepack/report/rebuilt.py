@@ -39,8 +39,8 @@ def _trajectories(row: Row) -> Iterator[Trajectory]:
             # Terms name row indices; the position of a token is its index on the path.
             trained[row.position_ids[terms.token[own_terms]]] = True
             advantages = _complete(terms.advantage, own_terms)
-            if terms.trajectory_rewards is not None and not np.isnan(terms.trajectory_rewards[i]):
-                reward = float(terms.trajectory_rewards[i])
+            if terms.reward is not None and not np.isnan(terms.reward[i]):
+                reward = float(terms.reward[i])
         content = Tokens(row.input_ids[path], *spans_of_mask(trained.astype(np.float64)), advantages=advantages)
         yield Trajectory(
             row.trajectory_ids[i],

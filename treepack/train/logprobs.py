@@ -29,12 +29,12 @@ from treepack.carry.backward import runner_of
 from treepack.carry.offload import CarryMemory
 from treepack.carry.refusal import check_carry
 from treepack.carry.smaller_plan import RunPlan
+from treepack.columns import BY_NAME
 from treepack.data.batch import make_batch
 from treepack.data.dataset import PackedDataset
 from treepack.data.joined import join_rows
 from treepack.errors import TreepackError
 from treepack.files.manifest import Provenance
-from treepack.files.schema import ragged_dtype
 from treepack.model.adapters.lora_options import LoraOptions
 from treepack.model.head.output_head import find_head
 from treepack.model.head.token_loss import filled_temperature
@@ -164,7 +164,7 @@ def _merged_lists(
     known: RaggedArray | None, lists: NDArray[Any] | None, own: NDArray[np.bool_], name: str
 ) -> RaggedArray | None:
     """Return the lists [N, K] of the terms in `own`, or none, and known ones of the others; None if all are empty."""
-    dtype = ragged_dtype(name)
+    dtype = BY_NAME[name].kind.dtype
     every = RaggedArray.empty(len(own), dtype) if known is None else known
     if lists is not None:
         new = RaggedArray(lists.astype(dtype).ravel(), np.arange(len(own) + 1) * lists.shape[1])
@@ -196,7 +196,7 @@ def term_scores(
         temperature = temperature.to(loaded.device)
     # Without gradients all pieces may share the weights that autocast has cast, so they need no contexts of their own.
     runner = runner_of(loaded, batch, piece_size(options.carry), chunk=options.loss_chunk, memory=memory)
-    kept = None if options.ignore_temperature else terms.kept
+    kept = None if options.ignore_temperature else terms.kept_ids
     kept = kept if kept is None else kept.map(lambda each: each.to(loaded.device))
     reads = ScoreRequest(top_k=options.top_k or 0)
     scores = runner.scores(batch, tokens, reads, temperature=temperature, kept=kept)

@@ -108,8 +108,8 @@ def _sums(run: TrainingRun, batch: Batch) -> Tensor:
     divisors = torch.cat(columns).to(loaded.device)
     every = tokens.to(loaded.device).repeat(len(columns))
     kept = None
-    if terms.kept is not None:
-        sets = [terms.kept[terms.index[chosen].long()]] * len(columns)
+    if terms.kept_ids is not None:
+        sets = [terms.kept_ids[terms.index[chosen].long()]] * len(columns)
         kept = join_ragged(sets).map(lambda each: each.to(loaded.device))
     whole = whole_weights(loaded) if has_long_rows(run, run.schedule[0].rows) else nullcontext()
     # Eager, because layers that --compile prepared would be compiled again for a pass without gradients.

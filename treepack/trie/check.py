@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from treepack.columns import COLUMNS, Column, Lists
 from treepack.errors import TreepackError
-from treepack.files import schema
-from treepack.kept_sets import wrong_set
-from treepack.sequences import SpanView, ragged_values
+from treepack.sequences import SpanView, values_of
 from treepack.trajectory import Int64, Routes, is_recorded, missing_route, positions
 from treepack.trie.route_symbols import route_symbols
 from treepack.trie.shape import check_nodes, check_trained
@@ -30,8 +28,8 @@ def check_trie(trie: Trie) -> None:
     _check_routes(trie)
     _refuse_equal_siblings(trie)
     _check_trained(trie)
-    _check_credit(trie)
-    _check_kept_sets(trie)
+    _check_values(trie)
+    _check_lists(trie)
 
 
 def _check_routes(trie: Trie) -> None:
@@ -58,14 +56,16 @@ def _check_trained(trie: Trie) -> None:
     for first, end in ranges_of_trajectories(trie):
         table = trie.trajectories.slice(first, end - first)
         check_trained(table, lengths[first:end])
-        impossible = _impossible_temperatures(table)
-        if impossible.any():
-            name = names[first + int(impossible.argmax())]
-            raise TreepackError(f"trajectory {name}: has an impossible temperature; build the trie again")
+        for column in COLUMNS:
+            impossible = _impossible(table, column)
+            if impossible.any():
+                name = names[first + int(impossible.argmax())]
+                remedy = "write them" if column.is_computed else "build the trie"
+                raise TreepackError(f"trajectory {name}: has impossible {column.stored}; {remedy} again")
 
 
-def _check_credit(trie: Trie) -> None:
-    """Refuse values of a critic that are not numbers, old values without returns, and wrong factors."""
+def _check_values(trie: Trie) -> None:
+    """Refuse values of a critic that are not numbers, at nodes, and old values of trajectories without returns."""
     if trie.token_values is not None:
         for a, b in ranges_of_nodes(trie):
             values = trie.token_values[trie.node_start[a] : trie.node_start[b]]
@@ -73,61 +73,57 @@ def _check_credit(trie: Trie) -> None:
                 token = int(trie.node_start[a]) + int((~np.isfinite(values)).argmax())
                 node = int(np.searchsorted(trie.node_start, token, "right")) - 1
                 raise TreepackError(f"node {node}: has a token value that is not finite; write the values again")
-    table, known = trie.trajectories, {}
-    for name in schema.CREDIT.names:
-        if name not in table.column_names:
-            known[name] = np.zeros(table.num_rows, np.bool_)
-            continue
-        known[name] = table[name].is_valid().to_numpy()
-        first = 0
-        for chunk in table[name].chunks:
-            values = chunk.flatten().to_numpy(zero_copy_only=False)
-            wrong = ~np.isfinite(values) | ((values < 0) & (name == "edge_factors"))
-            if wrong.any():
-                i = first + int(chunk.value_parent_indices().to_numpy()[wrong.argmax()])
-                raise TreepackError(f"trajectory {table['trajectory_id'][i]}: has impossible {name}; write them again")
-            first += len(chunk)
-    alone = known["old_values"] & ~known["returns"]
+    table = trie.trajectories
+    known = [
+        table[name].is_valid().to_numpy() if name in table.column_names else np.zeros(table.num_rows, np.bool_)
+        for name in ("old_values", "returns")
+    ]
+    alone = known[0] & ~known[1]
     if alone.any():
         i = int(alone.argmax())
         raise TreepackError(f"trajectory {table['trajectory_id'][i]}: has old_values and no returns; write them again")
 
 
-def _check_kept_sets(trie: Trie) -> None:
-    """Refuse sets of token ids that do not ascend, or lack the sampled id."""
-    sets, spans = ragged_values(trie.trajectories, "kept_ids"), SpanView.of(trie.trajectories)
-    if sets.is_missing:
+def _check_lists(trie: Trie) -> None:
+    """Refuse impossible lists of numbers, such as sets of token ids that lack the sampled id."""
+    table, spans = trie.trajectories, SpanView.of(trie.trajectories)
+    views = {column: values_of(table, column) for column in COLUMNS if isinstance(column.kind, Lists) and column.wrong}
+    known = {column: view for column, view in views.items() if not view.is_missing}
+    if not known:
         return
     for i, sequence in enumerate(sequences_of(trie)):
         starts, ends, _ = spans[i]
-        if (kept := sets[i]) is not None and wrong_set(kept, sequence[positions(starts, ends)]) is not None:
-            name = trie.trajectories["trajectory_id"][i]
-            raise TreepackError(f"trajectory {name}: has wrong kept_ids; build the trie again")
+        trained = sequence[positions(starts, ends)]
+        for column, view in known.items():
+            if (lists := view[i]) is not None and column.wrong is not None and column.wrong(lists, trained).any():
+                raise TreepackError(
+                    f"trajectory {table['trajectory_id'][i]}: has impossible {column.stored}; build the trie again"
+                )
 
 
-def _impossible_temperatures(table: pa.Table) -> NDArray[np.bool_]:
-    """Return True for each trajectory of `table` with a temperature that is negative or infinite."""
-    # A trajectory has a list or one value; if it has both, the list counts.
+def _impossible(table: pa.Table, column: Column) -> NDArray[np.bool_]:
+    """Return True for each trajectory of `table` with an impossible number in a column of numbers."""
+    # A trajectory has a list or one number; if it has both, the list counts.
     impossible = np.zeros(table.num_rows, np.bool_)
-    if "temperature" in table.column_names:
-        with np.errstate(over="ignore"):  # rows contain temperatures as float32
-            impossible = _impossible(table["temperature"].to_numpy().astype(np.float32))
-    if "temperatures" not in table.column_names:
+    if column.wrong is None or isinstance(column.kind, Lists):
+        return impossible
+    if column.whole in table.column_names:
+        with np.errstate(over="ignore"):  # rows may contain the numbers as float32
+            numbers = table[column.whole].to_numpy().astype(column.kind.dtype)
+        impossible = column.wrong(numbers, numbers)
+    if column.stored not in table.column_names:
         return impossible
     first = 0
-    for chunk in table["temperatures"].chunks:
+    for chunk in table[column.stored].chunks:
         each = slice(first, first + len(chunk))
         impossible[each] &= chunk.is_null().to_numpy(zero_copy_only=False)
         # Lists of 2, null and 1 values, flattened [0.5, -1, 2] -> owners [0, 0, 2].
         owner = chunk.value_parent_indices().to_numpy()
-        impossible[each][owner[_impossible(chunk.flatten().to_numpy(zero_copy_only=False))]] = True
+        values = chunk.flatten().to_numpy(zero_copy_only=False)
+        # A computed column has all numbers of a trajectory, and NaN marks a missing one in the others.
+        wrong = column.wrong(values, values) | (np.isnan(values) & column.is_computed)
+        impossible[each][owner[wrong]] = True
         first += len(chunk)
-    return impossible
-
-
-def _impossible(temperatures: NDArray[Any]) -> NDArray[np.bool_]:
-    # NaN marks a temperature that is not known.
-    impossible: NDArray[np.bool_] = (temperatures < 0) | np.isinf(temperatures)
     return impossible
 
 

@@ -16,8 +16,9 @@ from typing import Any
 
 import numpy as np
 
+from treepack.columns import COLUMNS, Column, Numbers
 from treepack.pack.row import Row
-from treepack.sequences import NUMBERS_PER_TOKEN, SpanView
+from treepack.sequences import SpanView
 from treepack.trajectory import Float64, Int32, Int64, Tokens, Trajectory, positions
 from treepack.trie.nodes import paths
 from treepack.trie.trie import Trie
@@ -140,11 +141,11 @@ def _chain(trajectory: Trajectory, start: Int64, num_passing: Int64) -> DrawnFor
     loss_weight[at] = np.repeat(content.span_weights, content.ends - content.starts) * trajectory.weight
     num = len(num_passing)
     values = {}
-    for name in NUMBERS_PER_TOKEN:
-        per_trained_token = getattr(content, name)
-        if per_trained_token is not None:
-            values[name.removesuffix("s")] = column = np.full(len(content.tokens), np.nan)
-            column[at] = per_trained_token
+    for column in COLUMNS:
+        entries = getattr(content, column.stored or "", None)
+        if entries is not None and isinstance(column.kind, Numbers):
+            values[_label(column)] = numbers = np.full(len(content.tokens), np.nan)
+            numbers[at] = entries
     return DrawnForest(
         tokens=content.tokens,
         loss_weight=loss_weight,
@@ -177,7 +178,7 @@ def forest_of_row(row: Row) -> DrawnForest:
     start = np.append(np.flatnonzero(begins), row.num_tokens).astype(np.int64)
     node_of = np.cumsum(begins) - 1  # [1, 0, 1, 1, 0] -> [0, 0, 1, 2, 2]
     above = row.parent[start[:-1]]
-    rewards = None if row.terms is None else row.terms.trajectory_rewards
+    rewards = None if row.terms is None else row.terms.reward
     missing = np.full(len(row.trajectory_ids), np.nan)
     return DrawnForest(
         tokens=row.input_ids,
@@ -218,11 +219,11 @@ def path_of_row(row: Row, trajectory: int) -> DrawnForest:
         at = np.searchsorted(tokens, row.terms.token[mine])
         loss_weight = np.zeros(len(tokens))
         loss_weight[at] = row.terms.weight[mine]
-        for name in ("advantage", "sampling_logprob", "old_logprob", "ref_logprob", "entropy"):
-            per_term = getattr(row.terms, name)
-            if per_term is not None:
-                values[name] = column = np.full(len(tokens), np.nan)
-                column[at] = per_term[mine]
+        for column in COLUMNS:
+            entries = getattr(row.terms, column.name)
+            if entries is not None and isinstance(column.kind, Numbers):
+                values[_label(column)] = numbers = np.full(len(tokens), np.nan)
+                numbers[at] = entries[mine]
     num = len(index)
     return DrawnForest(
         tokens=row.input_ids[tokens],
@@ -241,6 +242,10 @@ def path_of_row(row: Row, trajectory: int) -> DrawnForest:
         ),
         values=values,
     )
+
+
+def _label(column: Column) -> str:
+    return column.packed.removeprefix("term_")
 
 
 def _common_advantages(row: Row) -> Float64:

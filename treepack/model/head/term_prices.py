@@ -15,7 +15,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from treepack.data.batch import PER_TERM, TermTensors
+from treepack.data.batch import TermTensors, select_terms
 from treepack.model.head.head_chunks import invert
 from treepack.model.head.head_gradients import TargetPrices
 from treepack.model.head.logit_map import TargetSlopes, TargetStatistics
@@ -69,7 +69,7 @@ def prices_of_terms(
         totals = [torch.zeros_like(each) for each in read]
         for begin in range(cuts[number], cuts[number + 1], term_chunk):
             span = slice(begin, min(begin + term_chunk, cuts[number + 1]))
-            part = replace(_select(terms, by_place[span]), index=places[span] - number * chunk)
+            part = replace(select_terms(terms, by_place[span]), index=places[span] - number * chunk)
             part = with_teacher(part, logprobs, divergences, objective)
             with torch.enable_grad():
                 loss, _ = term_sums(logprobs, entropies, part, factors, None, objective, divergences)
@@ -111,15 +111,9 @@ def _place_terms(
     kept = (places >= 0).nonzero().squeeze(-1)
     if edges is not None:
         edges = torch.searchsorted(kept, torch.tensor(edges, device=kept.device)).tolist()
-    return rank, places.index_select(0, kept), _select(terms, kept), edges
+    return rank, places.index_select(0, kept), select_terms(terms, kept), edges
 
 
 def _at(values: Tensor, places: Tensor) -> Tensor:
     """Return values[places], zeros if there are no values."""
     return values.index_select(0, places) if len(values) else values.new_zeros(len(places))
-
-
-def _select(terms: TermTensors, numbers: Tensor) -> TermTensors:
-    """Return some of the terms; columns about tokens and trajectories stay."""
-    columns = {name: getattr(terms, name) for name in PER_TERM}
-    return replace(terms, **{name: each.index_select(0, numbers) for name, each in columns.items() if each is not None})

@@ -151,7 +151,7 @@ class _SampledLaw:
 
     @classmethod
     def of(cls, terms: TermTensors, objective: Objective) -> _SampledLaw:
-        return cls(_term_temperatures(terms, objective), terms.kept if objective.is_policy else None)
+        return cls(_term_temperatures(terms, objective), terms.kept_ids if objective.is_policy else None)
 
     def sets(self, index: Tensor) -> Tensor:
         """Return the sets of the scored tokens `index`, int64 [n, largest], filled up with -1."""

@@ -14,15 +14,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise, product
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from treepack.data.batch import Batch, TermTensors
+from treepack.data.batch import Batch, TermTensors, select_terms
 from treepack.rl.rollout_parts import first_of_each
 from treepack.trajectory import Int64
 
@@ -176,24 +175,14 @@ def _restrict_terms(terms: TermTensors, place: Int64, new_parent: Int64, part: R
     kept = np.flatnonzero((owner >= 0) & (token >= 0) & (new_parent[token] >= 0))
     # Entries of `tokens` are ascending, and so are their places; a token with two temperatures has two entries.
     entries, index = np.unique(terms.index.numpy()[kept], return_inverse=True)
-    per_term: dict[str, Any] = {}
-    for field in fields(terms):
-        column = getattr(terms, field.name)
-        if field.name in ("group", "reward") and column is not None:
-            per_term[field.name] = column[list(part.trajectories)]
-        elif field.name == "rollout" and column is not None:
-            per_term[field.name] = _like(first_of_each(column[list(part.trajectories)].numpy()), column)
-        elif field.name in ("temperature", "kept") and column is not None:
-            per_term[field.name] = column[torch.from_numpy(entries)]
-        elif field.name == "teacher":
-            per_term[field.name] = None if column is None else column[torch.from_numpy(entries)]
-        elif field.name not in ("tokens", "index", "trajectory", "group", "reward", "rollout"):
-            per_term[field.name] = None if column is None else column[torch.from_numpy(kept)]
-    return TermTensors(
-        tokens=torch.from_numpy(place[terms.tokens.numpy()[entries]]),
+    owners = torch.tensor(part.trajectories, dtype=torch.int64)
+    cut = select_terms(terms, torch.from_numpy(kept), scored=torch.from_numpy(entries), owners=owners)
+    return replace(
+        cut,
+        tokens=torch.from_numpy(place[cut.tokens.numpy()]),
         index=_like(index, terms.index),
         trajectory=_like(owner[kept], terms.trajectory),
-        **{"reward": None, "rollout": None, **per_term},
+        rollout=None if cut.rollout is None else _like(first_of_each(cut.rollout.numpy()), cut.rollout),
     )
 
 

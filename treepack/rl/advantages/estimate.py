@@ -20,6 +20,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from treepack.columns import COMPUTED
 from treepack.errors import TreepackError
 from treepack.files import schema
 from treepack.rl.advantages.advantage_options import TREE, AdvantageOptions
@@ -47,8 +48,8 @@ class AdvantageEstimates:
     Either `advantage` is float64 [num_kept], or `per_token` is float64 [trained tokens of all kept trajectories, in
     order]; the other is None. `rejected` counts the rejected groups by reason, `num_groups` the compared groups, and
     `num_rollouts` their rollouts. `tree` is None if the estimator needs no tree. `columns` are further ones of
-    `schema.CREDIT`, float64 like `per_token`. `num_truncated` counts the rollouts whose value after the end was used,
-    and `num_overlong` the rollouts that lost reward because of their length. `notes` are sentences for the user.
+    `columns.COMPUTED`, float64 like `per_token`. `num_truncated` counts the rollouts whose value after the end was
+    used, and `num_overlong` the rollouts that lost reward because of their length. `notes` are sentences for the user.
     """
 
     kept: Int64
@@ -279,7 +280,7 @@ def _loss_weights(trie: Trie, kept: Int64) -> Float64:
 
 
 def with_advantages(trie: Trie, estimates: AdvantageEstimates, *, rejected: str = "drop") -> Trie:
-    """Replace the columns advantage, advantages and `schema.CREDIT` of `trie`; `rejected` as in `AdvantageOptions`.
+    """Replace the columns advantage, advantages and `columns.COMPUTED` of `trie`; `rejected` as in `AdvantageOptions`.
 
     Columns of an earlier estimator are removed, because returns and factors belong to their advantages. If trajectories
     are dropped, the trie is built again in O(N_flat). Otherwise no token is touched.
@@ -305,7 +306,7 @@ def with_advantages(trie: Trie, estimates: AdvantageEstimates, *, rejected: str 
         further = {
             name: pa.ListArray.from_arrays(offsets, values, mask=missing) for name, values in estimates.columns.items()
         }
-    columns = {name: trie.trajectories[name] for name in trie.trajectories.column_names if name not in _CREDIT}
+    columns = {name: trie.trajectories[name] for name in trie.trajectories.column_names if name not in _COMPUTED}
     columns |= {"advantage": pa.array(scalar, mask=no_scalar), "advantages": lists, **further}
     fields = schema.trajectory_columns(columns)
     filled = replace(trie, trajectories=pa.Table.from_arrays([columns[name] for name in fields.names], schema=fields))
@@ -316,7 +317,7 @@ def with_advantages(trie: Trie, estimates: AdvantageEstimates, *, rejected: str 
     return replace(fewer, token_values=carried_values(filled, fewer))
 
 
-_CREDIT = frozenset(schema.CREDIT.names)
+_COMPUTED = frozenset(column.stored for column in COMPUTED)
 
 
 def _list_offsets(sizes: Int64) -> Int32:
