@@ -1,9 +1,11 @@
-"""Kept sets in rows: every term has that of its trajectory's token, also in files and batches."""
+"""Columns in rows: which make terms, which exist, and which values the check of rows refuses."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,25 +13,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from support.kept import as_lists, kept, token_sets
 from support.manifests import manifest_of
 from support.strategies import make
 from treepack.data.batch import TermTensors, make_batch
-from treepack.data.joined import join_rows, terms_of_row
 from treepack.data.ragged_tensor import RaggedTensor
 from treepack.errors import TreepackError
-from treepack.pack.capacity import fit_capacity
 from treepack.pack.check import check_packed
 from treepack.pack.files import read_rows, write_packed
 from treepack.pack.plan.planning import plan_rows
-from treepack.pack.row import Row, concatenate_rows
+from treepack.pack.row import Row
 from treepack.pack.rows import pack_rows
 from treepack.ragged import RaggedArray
 from treepack.trajectory import Trajectory
 from treepack.trie.builders.in_memory import build_trie
-from treepack.trie.trie import trajectories_of
-
-Sets = dict[str, list[list[int]]]
 
 
 def packed(rollouts: list[Trajectory], capacity: int = 64) -> list[Row]:
@@ -37,39 +33,60 @@ def packed(rollouts: list[Trajectory], capacity: int = 64) -> list[Row]:
     return list(pack_rows(trie, plan_rows(trie, capacity=capacity, method="contiguous")))
 
 
-def sets_by_name(rows: list[Row]) -> Sets:
-    result: Sets = {}
-    for row in rows:
-        assert row.terms is not None
-        lists = row.terms.kept_ids
-        lists = RaggedArray.empty(len(row.terms.token), np.int32) if lists is None else lists
-        for i, name in enumerate(row.trajectory_ids):
-            result[name] = as_lists(lists[np.flatnonzero(row.terms.trajectory == i)])
-    return result
+@pytest.mark.parametrize(
+    ("field", "bad", "fault"),
+    [
+        ("returns", np.inf, "term_return has an impossible value"),
+        ("returns", 3.0, "another term_return"),
+        ("returns", np.nan, "term_old_value without term_return"),
+        ("old_values", np.nan, "another term_old_value"),
+        ("old_values", 3.0, "another term_old_value"),
+        ("edge_factor", -1.0, "term_edge_factor has an impossible value"),
+        ("edge_factor", 3.0, "another term_edge_factor"),
+    ],
+)
+def test_the_check_notices_a_wrong_value_of_a_row(field: str, bad: float, fault: str) -> None:
+    values: dict[str, Any] = {"returns": [1.0, 2.0], "old_values": [0.5, 0.25], "edge_factors": [0.5, 0.5]}
+    rollouts = [make("a", [1, 2, 3], advantage=1.0, **values)]
+    (row,) = packed(rollouts)
+    assert row.terms is not None
+    wrong: dict[str, Any] = {field: np.array([bad, getattr(row.terms, field)[1]])}
+    changed = replace(row, terms=replace(row.terms, **wrong))
+    with pytest.raises(TreepackError, match=fault):
+        check_packed([changed], manifest_of([changed], 64), build_trie(rollouts))
 
 
-def expected(rollouts: list[Trajectory]) -> Sets:
-    return {item.trajectory_id: token_sets(item) for item in rollouts}
+def row_of_words(ids: RaggedArray, logprobs: RaggedArray) -> list[Row]:
+    columns: dict[str, Any] = {"teacher_topk_ids": ids, "teacher_topk_logprobs": logprobs}
+    return packed([make("a", [1, 2, 3], reward=1.0, **columns)])
 
 
-@given(kept(), st.integers(9, 40))
-def test_every_term_has_the_set_of_its_token(rollouts: list[Trajectory], capacity: int) -> None:
-    rows = packed(rollouts, capacity)
-    check_packed(rows, manifest_of(rows, capacity), build_trie(rollouts))
-    assert sets_by_name(rows) == expected(rollouts)
+def test_words_of_other_lengths_are_refused(tmp_path: Path) -> None:
+    ids, logprobs = RaggedArray.of([[4, 5], [6]], np.int32), RaggedArray.of([[-1.0, -2.0], [-1.0]], np.float32)
+    rows = row_of_words(ids, logprobs)
+    write_packed(rows, tmp_path, capacity=40)
+    (again,) = read_rows(tmp_path)
+    assert again.terms is not None
+    assert again.terms.teacher_topk_logprobs is not None
+    assert again.terms.teacher_topk_logprobs.equals(logprobs)
+    wrong = row_of_words(ids, RaggedArray.of([[-1.0], [-1.0]], np.float32))
+    with pytest.raises(TreepackError, match="differ in length"):
+        check_packed(wrong, manifest_of(wrong, 40), None)
 
 
-@given(kept())
-def test_files_give_the_sets_back(tmp_path_factory: pytest.TempPathFactory, rollouts: list[Trajectory]) -> None:
-    rows, folder = packed(rollouts), tmp_path_factory.mktemp("packed")
-    write_packed(rows, folder, capacity=64)
-    assert sets_by_name(list(read_rows(folder))) == expected(rollouts)
+def test_temperatures_alone_make_no_terms() -> None:
+    (row,) = packed([make("a", [1, 2, 3], temperature=0.7)])
+    assert row.terms is None
 
 
-@given(kept(), st.integers(9, 20))
-def test_concatenated_rows_have_the_sets_of_each(rollouts: list[Trajectory], capacity: int) -> None:
-    rows = [row for row in packed(rollouts, capacity) if row.step == packed(rollouts, capacity)[0].step]
-    assert sets_by_name([concatenate_rows(rows)]) == sets_by_name(rows)
+@pytest.mark.parametrize(("bad", "fault"), [(-1.0, "impossible value"), (0.25, "another term_temperature")])
+def test_the_check_notices_a_wrong_temperature(bad: float, fault: str) -> None:
+    rollouts = [make("a", [1, 2, 3], reward=1.0, temperature=0.7)]
+    (row,) = packed(rollouts)
+    assert row.terms is not None
+    wrong = replace(row, terms=replace(row.terms, temperature=np.array([0.7, bad], np.float32)))
+    with pytest.raises(TreepackError, match=fault):
+        check_packed([wrong], manifest_of([wrong], 64), build_trie(rollouts))
 
 
 def sets_of_terms(terms: TermTensors) -> list[list[int]]:
@@ -78,27 +95,6 @@ def sets_of_terms(terms: TermTensors) -> list[list[int]]:
         return [[] for _ in terms.index]
     bounds = list(pairwise(terms.kept_ids.offsets.tolist()))
     return [terms.kept_ids.values[slice(*bounds[i])].tolist() for i in terms.index.tolist()]
-
-
-@given(kept(), st.integers(9, 20))
-def test_the_terms_of_a_batch_have_their_sets(rollouts: list[Trajectory], capacity: int) -> None:
-    rows = packed(rollouts, capacity)
-    batches = [make_batch(row) for row in rows]
-    for row, batch in zip(rows, batches, strict=True):
-        assert row.terms is not None
-        assert batch.terms is not None
-        lists = [[] for _ in row.terms.token] if row.terms.kept_ids is None else as_lists(row.terms.kept_ids)
-        assert sets_of_terms(batch.terms) == lists
-        assert batch.terms.tokens[batch.terms.index.long()].tolist() == row.terms.token.tolist()
-        # A token occurs once for each of its sets.
-        pairs = {(token, tuple(own)) for token, own in zip(row.terms.token.tolist(), lists, strict=True)}
-        assert len(batch.terms.tokens) == len(pairs)
-    joined = join_rows(batches)
-    if joined.edges is not None:
-        assert joined.terms is not None
-        for i, batch in enumerate(batches):
-            assert batch.terms is not None
-            assert sets_of_terms(terms_of_row(joined.terms, joined.edges, i)) == sets_of_terms(batch.terms)
 
 
 def test_temperatures_and_sets_of_a_token_are_told_apart() -> None:
@@ -120,12 +116,6 @@ def test_sets_alone_make_no_terms_and_rows_without_sets_no_column() -> None:
     (row,) = packed([make("a", [1, 2], reward=1.0)])
     assert row.terms is not None
     assert row.terms.kept_ids is None
-
-
-def test_a_truncated_trajectory_keeps_the_sets_of_its_tokens() -> None:
-    lists = RaggedArray.of([[2], [0, 3], [4]], np.int32)
-    shorter, _ = fit_capacity(build_trie([make("a", [1, 2, 3, 4], kept_ids=lists)]), 3, too_long="truncate")
-    assert [token_sets(item) for item in trajectories_of(shorter)] == [[[2], [0, 3]]]
 
 
 @pytest.mark.parametrize(
