@@ -287,8 +287,8 @@ def test_numbers_per_token_are_the_columns_of_numbers() -> None:
 
 
 ROOMS = ("trie", "pack", "files", "data", "carry", "online", "cluster")
-# Files of these rooms, and of the top of treepack, that name a column in code, beside the typed fields of three classes.
-# One is the table; the others are special for a reason, and all other code is a loop over the table.
+# Files of these rooms, and of the top of treepack, that name a column in code, beside the fields of three classes. One
+# is the table; the others are special for a reason, and all other code is a loop over the table.
 MAX_FILES = {
     "sampling_logprob": 2,
     "old_logprob": 2,
