@@ -89,7 +89,7 @@ def with_values(trajectory: Trajectory, seed: int) -> Trajectory:
     chance |= dict.fromkeys([each for each in STORED if each.name.startswith("teacher_topk")], rng.random())
     given_columns = [column for column in STORED if chance[column] < 0.6]
     values = {column.stored: value_of(column, trained, sizes, rng) for column in given_columns if column.stored}
-    whole = {column.whole: 0.25 for column in STORED if column.whole and column.stored not in values}
+    whole: dict[str, Any] = {column.whole: 0.25 for column in STORED if column.whole and column.stored not in values}
     return replace(trajectory, content=replace(content, **values), **(whole if rng.random() < 0.5 else {}))
 
 
@@ -179,8 +179,8 @@ def check_stages(made: list[Trajectory], folder: Path) -> None:
         *schema.TRAJECTORIES.names
     }
     in_memory = build_trie(made).trajectories
-    batches = [as_columns(made[i : i + 2]) for i in range(0, len(made), 2)]
-    on_disk = build_large_trie(batches, run_bytes=400).trajectories
+    pairs = [as_columns(made[i : i + 2]) for i in range(0, len(made), 2)]
+    on_disk = build_large_trie(pairs, run_bytes=400).trajectories
     assert on_disk.schema.equals(in_memory.schema, check_metadata=True)
     assert repr(on_disk.to_pylist()) == repr(in_memory.to_pylist())
     shorter, _ = fit_capacity(trie, 4, too_long="truncate")
