@@ -70,9 +70,7 @@ def check_loss(objective: Objective) -> None:
 
 def _made_up_terms(current: Tensor, advantages: Tensor, objective: Objective) -> TermTensors:
     """Return terms of one trajectory with the columns that the objective may read, and no others."""
-    read = {BY_PACKED[column].name for column in (*objective.columns, *optional_columns(objective))} - {
-        "trajectory_rewards"
-    }
+    read = {BY_PACKED[column].name for column in (*objective.columns, *optional_columns(objective))}
     columns: dict[str, Any] = {name: (current - 0.1).float() for name in PER_TERM if name in read}
     known: dict[str, Any] = {"sampling_logprob": None, "old_logprob": None, "ref_logprob": None, **columns}
     return TermTensors(
