@@ -22,10 +22,13 @@ from treepack.files.input_files.records import Record
 from treepack.ingest.readers.fields.values import is_messages, object_or_empty
 from treepack.ingest.readers.unread_programs import unread_program
 
-NO_PROMPT = "stream without the prompt"
-NO_SUMMARY = "stream without the summary of its compaction"
-NO_TEXTS = "stream without the texts of a sub-agent"
-REMEDY = "give the session file below ~/.claude/projects, or run claude with --replay-user-messages"
+NO_PROMPT = "lines of the model without the prompt before them"
+NO_SUMMARY = "lines after a compaction without its summary"
+NO_TEXTS = "lines of a sub-agent without its texts"
+REMEDY = (
+    "give the session file below ~/.claude/projects or ~/.qwen, or run claude -p with --input-format stream-json "
+    "--replay-user-messages"
+)
 
 
 def line_of_stream(value: dict[str, Any]) -> dict[str, Any]:
@@ -50,6 +53,7 @@ def linked_sessions(rows: list[Record]) -> Iterator[tuple[list[Record], tuple[st
         return
     chains: dict[tuple[Any, Any, int], list[Record]] = {}  # by session, sub-agent and number of compactions
     compactions: Counter[tuple[Any, Any]] = Counter()
+    uuids = Counter(str(row.value.get("uuid")) for row in rows)
     for row in rows:
         if (error := unread_program(row, particular=False)) is not None:
             raise error
@@ -58,7 +62,9 @@ def linked_sessions(rows: list[Record]) -> Iterator[tuple[list[Record], tuple[st
         compactions[name] += value.get("subtype") == "compact_boundary"
         chain = chains.setdefault((*name, compactions[name]), [])
         if value.get("type") in ("user", "assistant") and isinstance(value.get("message"), dict):
-            chain.append(_linked(replace(row, value=value), chain[-1] if chain else None))
+            uuid = str(value.get("uuid"))
+            row = replace(row, value=value | {"uuid": uuid if uuids[uuid] == 1 else row.source})
+            chain.append(_linked(row, chain[-1] if chain else None))
         elif (reason := _stop_reason(value)) is not None and chain:
             chain[-1].value["message"].setdefault("stop_reason", reason)
     sessions = dict.fromkeys(session for session, _, _ in chains)
@@ -81,9 +87,8 @@ def _linked(row: Record, before: Record | None) -> Record:
         # Without ids, the blocks of a message are lines after each other.
         follows = before is not None and before.value["type"] == "assistant"
         message["id"] = before.value["message"]["id"] if follows and before is not None else row.source
-    # A line names no other line, so that its own uuid is not needed, and may be of a different line.
     parent = None if before is None else before.value["uuid"]
-    return replace(row, value=value | {"message": message, "uuid": row.source, "parentUuid": parent})
+    return replace(row, value=value | {"message": message, "parentUuid": parent})
 
 
 def _stop_reason(value: dict[str, Any]) -> Any:

@@ -113,7 +113,7 @@ def _read_claude_code(records: Iterator[Record], options: ReadOptions) -> Iterat
         if lines or not faults:
             yield from _read_session(lines or rows, faults, options)
         else:
-            yield Skipped(rows[0].source, faults[0], detail=f"{rows[0].source}: is a {faults[0]}; {REMEDY}")
+            yield Skipped(rows[0].source, faults[0], detail=f"{rows[0].source}: has {faults[0]}; {REMEDY}")
 
 
 def _read_session(rows: list[Record], faults: tuple[str, ...], options: ReadOptions) -> Iterator[Trajectory | Skipped]:

@@ -38,6 +38,7 @@ _SCORERS = frozenset({"scorer", "scorers"})
 MESSAGES_NOTE = "log without model events, read from its messages"
 SCORES_NOTE = "several scores, none of them used; choose one with --reward-key"
 NO_CALL = "sample without a response of the model"
+EVENTS_ONLY = "sample with events only, none of which has a response of the model"
 ERROR = "sample that ended in an error"
 
 _Sample = dict[str, Any]
@@ -80,7 +81,8 @@ def _read_sample(record: Record, sample: _Sample, options: ReadOptions) -> Itera
     messages = [_message(each) for each in as_objects(sample.get("messages"), source=record.source, name="messages")]
     reason = log.fault or skip_reason(messages)
     if reason is not None or not any(message["role"] == "assistant" for message in messages):
-        yield Skipped(record.source, reason or NO_CALL, group_id=group)
+        empty = NO_CALL if messages or not sample.get("events") else EVENTS_ONLY
+        yield Skipped(record.source, reason or empty, group_id=group)
         return
     # The output of the sample is its last response.
     choices = object_or_empty(sample.get("output")).get("choices")

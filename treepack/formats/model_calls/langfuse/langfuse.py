@@ -38,6 +38,7 @@ from treepack.ingest.readers.fields.values import as_id, is_messages, object_or_
 from treepack.ingest.readers.format import REWARDS, Format
 from treepack.ingest.readers.kinds import TEXT, Fields, ValueKind, first, some
 from treepack.ingest.readers.messages.content_blocks import skip_reason
+from treepack.ingest.readers.messages.conversation_settings import normalise_tools
 from treepack.trajectory import Skipped, Trajectory
 
 _NO_CALL_NOTE = "observation without an LLM call"
@@ -253,24 +254,19 @@ def _calls(value: dict[str, Any], source: str, notes: dict[str, None]) -> list[C
     if isinstance(settings, dict) and isinstance(heat := settings.get("temperature"), int | float | str):
         temperature = _number(heat)
     defined = _defined(value)
-    if prompt.tools and defined and not _are_same(prompt.tools, defined):
+    if prompt.tools and defined and not _are_same(prompt.tools, defined, where):
         notes[_OTHER_TOOLS_NOTE] = None
     tools = prompt.tools or defined or _schemas(metadata, attributes)
     return [ChatCall(prompt.messages, response, tools, temperature=temperature) for response in responses]
 
 
-def _are_same(tools: Any, defined: list[dict[str, Any]]) -> bool:
+def _are_same(tools: Any, defined: list[dict[str, Any]], source: str) -> bool:
     """Return whether the `tools` of a request are the `defined` ones, in the forms of most APIs."""
-    # {"type": "function", "function": {"name": "f"}} -> {"name": "f"}
-    plain = [each.get("function", each) for each in tools] if is_messages(tools) else []
-    return sorted(map(_as_text, plain)) == sorted(map(_as_text, defined))
-
-
-def _as_text(tool: Any) -> str:
-    fields = object_or_empty(tool)
-    renamed = {"input_schema": "parameters", "inputSchema": "parameters"}
-    fields = {renamed.get(name, name): each for name, each in fields.items() if each is not None and name != "type"}
-    return json.dumps(fields, sort_keys=True, default=str)
+    one, other = (
+        [json.dumps(each, sort_keys=True, default=str) for each in normalise_tools(each, source=source) or ()]
+        for each in (tools, defined)
+    )
+    return sorted(one) == sorted(other)
 
 
 def _has_calls(message: dict[str, Any]) -> bool:
@@ -315,12 +311,7 @@ def _schemas(metadata: dict[str, Any], attributes: dict[str, Any]) -> list[dict[
     schemas = [parsed(each) for each in listed] if isinstance(listed, list) else []
     # {"tool": {"json_schema": '{"name": "f"}'}} -> {"name": "f"}
     unwrapped = [parsed(get(each, "tool.json_schema")) or each for each in schemas if isinstance(each, dict)]
-    return [_schema(each) for each in unwrapped if isinstance(each, dict)] or None
-
-
-def _schema(schema: dict[str, Any]) -> dict[str, Any]:
-    # The AI SDK has inputSchema in place of parameters.
-    return {"parameters" if name == "inputSchema" else name: value for name, value in schema.items()}
+    return [each for each in unwrapped if isinstance(each, dict)] or None
 
 
 _KIND = ValueKind("a type of observation", lambda value: isinstance(value, str) and value.upper() in _TYPES)
