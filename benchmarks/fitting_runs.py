@@ -191,7 +191,6 @@ class Bench:
                 schedule=data.schedule,
                 table=data.table,
                 division=data.division,
-                tokenizer=None,
             )
             fitting = FittingRun(run, make_optimiser(run), note=notes.append, record=lambda _: None)
             record |= self._steps(fitting, taken=self.args.take_gib if "taken" in name else 0)

@@ -35,7 +35,8 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from treepack.model import load
 from treepack.model.load import hide_progress_bars
-from treepack.model.weights.writing import save_settings, saved_weights
+from treepack.model.saved_files import copied_files, with_model, write_files
+from treepack.model.weights.writing import saved_weights
 from treepack.train import sharding
 from treepack.train.options import TrainOptions
 from treepack.train.sharding import whole_state
@@ -147,7 +148,7 @@ def _save(loaded: Any, rank: int, out: Path, *, gathered: bool) -> None:
     weights = saved_weights(loaded.model)
     assert weights is not None
     if rank == 0:
-        save_settings(loaded.model, out)
+        write_files(with_model(copied_files(loaded.source), loaded.causal), out)
         weights.write(out)
     else:
         weights.gather()

@@ -11,7 +11,8 @@ import torch
 from torch import distributed, multiprocessing
 
 from support.fresh_processes import PROCESSES
-from treepack.model.weights.writing import save_settings, saved_weights
+from treepack.model.saved_files import copied_files, with_model, write_files
+from treepack.model.weights.writing import saved_weights
 from treepack.train.options import TrainOptions
 from treepack.train.ranks import join_ranks
 from treepack.train.sharding import load_sharded
@@ -58,7 +59,7 @@ def _reload(rank: int, source: Path, out: Path, result: Path) -> None:
         weights = saved_weights(loaded.model)
         assert weights is not None
         if rank == 0:
-            save_settings(loaded.model, out)
+            write_files(with_model(copied_files(source), loaded.causal), out)
             try:
                 weights.write(directory, max_file_bytes=30_000)
             except OSError:

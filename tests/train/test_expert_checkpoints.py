@@ -18,10 +18,11 @@ from support.expert_ranks import reload_over
 from support.tiny_families import family_config, transformers_types
 from treepack import TreepackError
 from treepack.model.load import build_empty, build_model, load_model, read_config
+from treepack.model.saved_files import copied_files, with_model, write_files
 from treepack.model.weights.files import weight_files
 from treepack.model.weights.reading import find_plan, read_part
 from treepack.model.weights.traced import TracedTensor
-from treepack.model.weights.writing import save_settings, saved_weights
+from treepack.model.weights.writing import saved_weights
 
 # One tensor per expert; all experts in one tensor; the same with other names; dense; dense without a prefix.
 MERGED = "qwen3_moe qwen2_moe mixtral glm4_moe deepseek_v3 minimax_m2".split()
@@ -86,7 +87,7 @@ def test_a_model_read_in_parts_and_written_has_the_files_that_transformers_write
     out = tmp_path / "ours"
     weights = saved_weights(ours)
     assert weights is not None
-    save_settings(ours, out)
+    write_files(with_model(copied_files(source), ours), out)
     weights.write(out, max_file_bytes=30_000)
     expected, written = contents(tmp_path / "theirs"), contents(out)
     assert written.keys() == expected.keys()

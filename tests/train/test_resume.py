@@ -212,17 +212,20 @@ def test_resuming_a_finished_run_trains_nothing(packed: Path, config: Path, whol
 
 
 def test_a_model_that_could_not_be_written_is_written_by_resume(
-    packed: Path, config: Path, whole: Path, tmp_path: Path
+    packed: Path, config: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, out = open_run(packed, config, OPTIONS), tmp_path / "out"
 
-    def full(directory: Path, **_: Any) -> None:
-        Path(directory).mkdir()
-        raise OSError(28, "No space left on device")
+    def full(path: Path, mode: str = "r", *args: Any, **options: Any) -> Any:
+        if path.match("*/.weights.partial/*") and "w" in mode:
+            raise OSError(28, "No space left on device")
+        return opened(path, mode, *args, **options)
 
-    run.loaded.model.save_pretrained = full
+    opened = Path.open
+    monkeypatch.setattr(Path, "open", full)
     with pytest.raises(TreepackError, match=r"No space left on device.*free disk space and continue with --resume"):
         list(train(run, out))
+    monkeypatch.undo()
     assert not is_finished(out)
     assert sorted(path.name for path in out.iterdir()) == ["checkpoints", "metrics.jsonl", "run.json"]
     steps, notes = go(packed, config, out)

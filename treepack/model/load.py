@@ -49,6 +49,11 @@ from treepack.recurrent.dispatch import use_implementation
 
 _log = logging.getLogger("treepack")
 _CPU = torch.device("cpu")
+# Settings that other trainers leave in config.json; they change the form of outputs, and no number.
+_PLAIN_OUTPUTS = {
+    **dict.fromkeys(("output_attentions", "output_hidden_states", "output_router_logits", "torchscript"), False),
+    "return_dict": True,
+}
 
 
 def load_model(
@@ -181,6 +186,8 @@ def hide_progress_bars() -> Iterator[None]:
 def read_config(source: str | Path, attention: str = "auto") -> tuple[Any, tuple[str, ...]]:
     """Read the configuration of a model, set every dropout to 0, and return it with a note on each change.
 
+    Settings of additional outputs are switched off. The saved copy keeps the fields of the source.
+
     For a vision-language model this is the whole configuration; dropout and the checks concern its text half.
 
     Raises:
@@ -192,6 +199,10 @@ def read_config(source: str | Path, attention: str = "auto") -> tuple[Any, tuple
     register()
     config, notes = choose_config(_parse_config(source), source)
     text = config.get_text_config()
+    for part in (config, text):
+        for name, value in _PLAIN_OUTPUTS.items():
+            if getattr(part, name, value) != value:
+                setattr(part, name, value)
     check_config(text, source=str(source))
     check_type(config, source)
     return config, (*notes, *disable_dropout(text))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -33,6 +33,7 @@ Packed: TypeAlias = str | Path | Sequence[str | Path]
 class TrainingRun:
     """A checked training run: data, model, options, and the rows of every optimiser step.
 
+    `files` are those of the saved model that are not weights, by name (`saved_files`).
     `rewards` is the sum of the known rewards of every row's trajectories and their number, float64 [num_rows, 2].
     `held_out` are rows to evaluate on, with a schedule of one step that has all of them. `balance` computes the
     auxiliary loss of routers, if `options.router_aux` asks for it. `division` has the rows of each machine, if the
@@ -45,7 +46,7 @@ class TrainingRun:
     loaded: LoadedModel
     options: TrainOptions
     schedule: list[OptimiserStep]
-    tokenizer: Any = None
+    files: Mapping[str, bytes] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     table: TrajectoryTable | None = None
     ranks: Ranks = field(default_factory=Ranks)

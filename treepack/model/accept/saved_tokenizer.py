@@ -9,7 +9,7 @@ from treepack.files.model_source import local_source
 from treepack.model.adapters.adapter import find_adapter
 
 # transformers finds a tokenizer by one of these files; a directory without any of them has no tokenizer to compare.
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+NAMES_OF_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
 def saved_tokenizer(source: str) -> Any:
@@ -26,7 +26,7 @@ def saved_tokenizer(source: str) -> Any:
     path = Path(source)
     if path.suffix == ".json":
         return None
-    if path.is_dir() and not any((path / name).exists() for name in _TOKENIZER_FILES):
+    if path.is_dir() and not any((path / name).exists() for name in NAMES_OF_TOKENIZERS):
         adapter = find_adapter(source)
         return None if adapter is None else saved_tokenizer(adapter.base)
     return load_tokenizer(source)

@@ -3,7 +3,6 @@
     source: model-00001-of-00002.safetensors                 directory: the same files, tensors and names
       visual.patch_embed.proj.weight        --as it is-->      visual.patch_embed.proj.weight
       model.layers.0.mlp.up_proj.weight     --trained---->     model.layers.0.mlp.up_proj.weight
-    config.json, preprocessor_config.json   --as they are-->   config.json, preprocessor_config.json
 
 transformers renames, merges and transposes tensors when it loads them, and can undo this. So the names in memory are
 turned into names of the source, one tensor at a time:
@@ -17,8 +16,6 @@ Every other tensor of the source is copied bit for bit. One file of the source i
 from __future__ import annotations
 
 import json
-import shutil
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +23,8 @@ import torch
 from torch import Tensor
 
 from treepack.errors import TreepackError
-from treepack.files.model_source import NOT_THE_MODEL, local_source
-from treepack.files.remote.hub import snapshot
 from treepack.model.text_half import is_text_half
 from treepack.model.weights.files import INDEX_FILE, SINGLE_FILE, translate_read_errors, weight_files
-
-# Configurations, processors, tokenizers and chat templates. Weights in other formats are left out: they are untrained.
-_COPIED = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
-_NOT_COPIED = {*NOT_THE_MODEL, INDEX_FILE, "adapter_config.json"}
 
 
 def check_savable(model: Any, source: str | Path) -> None:
@@ -107,15 +98,6 @@ def _fill_in(path: Path, plan: dict[str, str], model: Any, state: dict[str, Tens
             tensors[name] = tensor.clone() if tensor.data_ptr() in addresses else tensor
             addresses.add(tensor.data_ptr())
         return tensors, file.metadata()
-
-
-def copy_other_files(source: str | Path, directory: Path) -> None:
-    """Copy the files of `source` that are not weights: configurations, processors, tokenizer and chat template."""
-    local = local_source(source)
-    folder = snapshot(local, _COPIED) or next(iter(_files(source).values())).parent
-    for path in sorted(folder.iterdir()):
-        if path.is_file() and any(fnmatch(path.name, each) for each in _COPIED) and path.name not in _NOT_COPIED:
-            shutil.copyfile(path, directory / path.name)
 
 
 def _files(source: str | Path) -> dict[str, Path]:

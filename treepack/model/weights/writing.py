@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from treepack.model.adapters.adapter import is_adapted
+from treepack.model.foreign_errors import translate_errors
 from treepack.model.weights.conversion import stored_tensors, trace_saving
 from treepack.model.weights.files import DTYPES, INDEX_FILE, SINGLE_FILE
 from treepack.model.weights.traced import TracedBox, TracedTensor
@@ -139,10 +140,39 @@ def saved_weights(model: Any) -> SavedWeights | None:
     return SavedWeights(layout, {name: tensor.detach() for name, tensor in tensors.items()})
 
 
-def save_settings(model: Any, directory: Path) -> None:
-    """Write the files of `save_pretrained` except weights: configuration, generation settings, code of the model."""
-    model.save_pretrained(directory, state_dict={"none": torch.zeros(1)}, save_original_format=False)
-    (directory / SINGLE_FILE).unlink()
+def converted_weights(model: Any, state: Mapping[str, Tensor] | None = None) -> SavedWeights:
+    """Return the weights of a model whose conversion has no trace: a second copy of them, made by transformers.
+
+    `state` are the whole tensors of a sharded model.
+
+    Raises:
+        Exception: of transformers, which cannot convert them, or a KeyError for a dtype that no file can have.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    names = stored_tensors(model)
+    state = names if state is None else state
+    tensors: dict[str, Tensor] = revert_weight_conversion(model, {name: state[name].detach() for name in names})
+    return SavedWeights(_whole_layout(tensors), tensors)
+
+
+def check_weights(model: Any, source: str | Path) -> None:
+    """Refuse a model whose weights could not be saved; call it before training, on every rank.
+
+    Raises:
+        TreepackError: transformers cannot convert them to those of a checkpoint.
+    """
+    if saved_weights(model) is None:
+        with translate_errors(f"{source}: transformers could not save its weights", "choose another model"):
+            empty = {name: tensor.new_empty(tensor.shape, device="meta") for name, tensor in model.state_dict().items()}
+            converted_weights(model, empty)
+
+
+def _whole_layout(tensors: Mapping[str, Tensor]) -> dict[str, TracedTensor]:
+    layout = {name: TracedTensor.whole(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+    for traced in layout.values():
+        _DTYPE_NAMES[traced.dtype]  # a KeyError
+    return layout
 
 
 def _whole(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:

@@ -4,7 +4,7 @@
     ValueModel, AnchorRow --end_states--> [n, D] --values_of_states--> [n]      values in 0 .. 1
     ValueModel, PredictionData --predict_values--> a table, in the format of `research.trace.predictions`
 
-    out/config.json, model.safetensors   the backbone, as transformers saves it; its output layer is not trained
+    out/config.json, model.safetensors   the backbone, as its source has it; its output layer is not trained
     out/head.safetensors                 weight [1, D], bias [1]
     out/metrics.jsonl                    a line per optimiser step
     out/values.json                      written last: format, options, tokenizer, hash of every file
@@ -38,11 +38,14 @@ from treepack.files.manifest import TokenizerEntry, check_part, file_sha256
 from treepack.files.model_source import local_source
 from treepack.memory.shortage import memory_errors
 from treepack.model.accept.compatibility import check_fits
+from treepack.model.accept.vocabulary import CONFIG_FILE
 from treepack.model.adapters.adapter import is_adapted
 from treepack.model.forward import hidden_states, prepare_batch
 from treepack.model.head.value_head import ValueHead, lent_head
-from treepack.model.load import hide_progress_bars, load_model
+from treepack.model.load import load_model
 from treepack.model.loaded import LoadedModel
+from treepack.model.saved_files import copied_files, with_model, write_files
+from treepack.model.weights.writing import converted_weights, saved_weights
 from treepack.pack.row import Row
 from treepack.research.predictor.prediction_data import PredictionData, prediction_table
 from treepack.research.predictor.record import FORMAT, HEAD, METRICS, RECORD, VERSION, read_values_record
@@ -121,8 +124,9 @@ def save_values(model: ValueModel, directory: Path, entries: dict[str, Any]) -> 
     """Write backbone and head into `directory`, and the record last: `entries` with format, versions and hashes."""
     from safetensors.torch import save_file
 
-    with hide_progress_bars():
-        model.loaded.model.save_pretrained(directory)
+    backbone = model.loaded.causal
+    write_files(with_model(copied_files(model.loaded.source, (CONFIG_FILE,)), backbone), directory)
+    (saved_weights(backbone) or converted_weights(backbone)).write(directory)
     save_file({name: value.cpu().contiguous() for name, value in _tensors(model.head).items()}, directory / HEAD)
     # The metrics are not hashed: they have the seconds of each step, and equal fits must have equal records.
     files = sorted(path for path in directory.iterdir() if path.name != METRICS)

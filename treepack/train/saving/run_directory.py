@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -152,11 +153,13 @@ def finish_run(
         "notes": list(run.notes),
     }
     staged = staged_model(place)
+    names = sorted(path.relative_to(staged).as_posix() for path in staged.rglob("*") if path.is_file())
     if isinstance(place.out, Path):
         with model_errors(place):
-            for path in sorted(staged.iterdir()):
-                path.replace(place.out / path.name)  # within one file system, so that each file is whole or absent
-            staged.rmdir()
+            for name in names:  # within one file system, so that each file is whole or absent
+                (place.out / name).parent.mkdir(exist_ok=True)
+                (staged / name).replace(place.out / name)
+            shutil.rmtree(staged)
             _write(place.out / FINISHED, record)
     if place.uploads is not None:
         _log.info("uploading the model")
@@ -164,11 +167,11 @@ def finish_run(
             patiently(place.uploads.push)
             patiently(place.uploads.check_owner)
             known = place.uploads.list(linked) if linked else {}
-            for path in sorted(staged.iterdir()):
-                if path.suffix == ".safetensors" and path.name in known:
-                    place.uploads.copy(f"{linked}/{path.name}", path.name)
+            for name in names:
+                if name.endswith(".safetensors") and name in known:
+                    place.uploads.copy(f"{linked}/{name}", name)
                 else:
-                    place.uploads.send(path, path.name)
+                    place.uploads.send(staged / name, name)
             patiently(lambda: _write(place.out / FINISHED, record))
 
 

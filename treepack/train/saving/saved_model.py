@@ -1,6 +1,6 @@
 """The model that a training run writes: in the format of its source, with a value head in a file of its own.
 
-run, weights --save_model--> config.json, model.safetensors or adapter_model.safetensors, tokenizer
+run, weights --save_model--> model.safetensors or adapter_model.safetensors, and the files of `run.files`
 value_head.safetensors, if the model is a critic
 """
 
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,9 @@ from treepack.errors import first_line
 from treepack.model.adapters.adapter import adapter_base, is_adapted, save_adapter
 from treepack.model.head.value_head import without_value_head, write_value_head
 from treepack.model.load import hide_progress_bars, load_merged
-from treepack.model.weights.whole_checkpoint import copy_other_files, has_rest, save_whole
-from treepack.model.weights.writing import SavedWeights, save_settings, saved_weights
-from treepack.tokenise.saved_template import write_template
+from treepack.model.saved_files import write_files
+from treepack.model.weights.whole_checkpoint import has_rest, save_whole
+from treepack.model.weights.writing import SavedWeights, converted_weights, saved_weights
 from treepack.train.run import TrainingRun
 
 _log = logging.getLogger("treepack")
@@ -33,7 +32,7 @@ def save_model(
     *,
     value_head: dict[str, Tensor] | None,
 ) -> None:
-    """Write model, value head and tokenizer into the directory, which is replaced.
+    """Write model, value head and the other files into the directory, which is replaced.
 
     Args:
         run: the trained run.
@@ -48,6 +47,7 @@ def save_model(
     from safetensors import SafetensorError
 
     shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
     model, options = run.loaded.model, run.options
     model.eval()
     merge = options.lora is not None and options.lora.merge
@@ -65,20 +65,15 @@ def save_model(
         raise OSError(first_line(error)) from error
     if value_head is not None:
         write_value_head(value_head, directory)
-    if run.tokenizer is not None:
-        run.tokenizer.save_pretrained(directory)
-    if not is_adapted(model) and has_rest(model, base):
-        copy_other_files(base, directory)  # last, because the tokenizer's own files lack the name of the processor
-    if (template := run.dataset.manifest.get("chat_template")) is not None:
-        write_template(directory, template)
+    write_files(run.files, directory)  # last: the configuration of an adapter that trains on is its own
 
 
 def _merge(run: TrainingRun, directory: Path, base: str) -> Any:
     """Return the whole model with the adapter in `directory` in it, and remove the directory."""
     _log.info("merging the adapter into the model")
     merged = load_merged(base, directory, seed=run.options.seed)
-    repair_generation_config(merged)
-    shutil.rmtree(directory)
+    for path in directory.iterdir():
+        path.unlink()
     return merged
 
 
@@ -90,30 +85,6 @@ def _save_weights(model: Any, source: str, directory: Path, weights: dict[str, A
         return
     if weights is None:  # one process
         weights = saved_weights(model)
-    if isinstance(weights, SavedWeights):
-        save_settings(model, directory)
-        weights.write(directory)
-    else:
-        model.save_pretrained(directory, **({} if weights is None else {"state_dict": weights}))
-
-
-def repair_generation_config(model: Any) -> tuple[str, ...]:
-    """Repair generation settings that transformers loads but would refuse to save at the end; return notes."""
-    config = model.generation_config
-    if config is None or _is_savable(config):
-        return ()
-    config.do_sample = True  # the usual fault is a temperature or top_p without do_sample
-    if _is_savable(config):
-        return ("generation_config.json has sampling settings without do_sample, so do_sample is set",)
-    model.generation_config = type(config).from_model_config(model.config)
-    return ("generation_config.json has settings that transformers cannot save: the model gets the default settings",)
-
-
-def _is_savable(config: Any) -> bool:
-    # transformers checks the settings only when it saves them, so saving is the one way to ask.
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            config.save_pretrained(folder)
-        except ValueError:
-            return False
-    return True
+    if not isinstance(weights, SavedWeights):
+        weights = converted_weights(model, weights)
+    weights.write(directory)

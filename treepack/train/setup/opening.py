@@ -4,7 +4,7 @@
     packed, options           --open_data-->       RunData           rows, steps, blocks; the same for held-out rows
     model, RunData            --choose_ranks-->    TrainOptions      ranks of a row and of experts, if there are several
     model, options            --load_run_model-->  LoadedModel       its layers as in the options
-    RunData, LoadedModel      --check_fit-->       RunFit            tokenizer and notes
+    RunData, LoadedModel      --check_fit-->       RunFit            files to save and notes
     all of these              --choose_memory-->   MemoryChoices     one plan for all options that are "auto"
     everything                --open_run-->        TrainingRun       built once, here
 
@@ -104,7 +104,7 @@ def open_run(
     )
     return make(
         **_rows_of(data),
-        tokenizer=fit.tokenizer,
+        files=fit.files,
         notes=(*fit.notes, *chosen, *memory.lines, *memory.notes),
         rewards=fit.rewards,
         balance=balance,
@@ -181,7 +181,7 @@ def open_verification(packed: Packed, model: str | Path, options: TrainOptions) 
         **_rows_of(data),
         loaded=loaded,
         options=replace(options, dtype=compute.dtype, **chosen),
-        tokenizer=fit.tokenizer,
+        files=fit.files,
         notes=fit.notes,
         rewards=fit.rewards,
         teacher=load_teacher(options, device, weights, data.dataset, loaded),

@@ -10,7 +10,6 @@ import functools
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -19,12 +18,9 @@ from treepack.attention import row_multiple
 from treepack.data.dataset import PackedDataset
 from treepack.data.mixture import AnyDataset, sources_of
 from treepack.data.packed_header import shared_origin
-from treepack.errors import TreepackError
-from treepack.files.manifest import TokenizerEntry
 from treepack.files.model_source import VALUE_FILE
 from treepack.memory.shortage import memory_errors
 from treepack.model.accept.compatibility import check_fits, position_limit
-from treepack.model.accept.saved_tokenizer import saved_tokenizer
 from treepack.model.adapters.adapter import adapter_base, is_adapted
 from treepack.model.experts.active import num_weights
 from treepack.model.experts.replay import check_routes
@@ -33,14 +29,12 @@ from treepack.model.head.value_head import has_saved_head, without_value_head
 from treepack.model.load import load_model
 from treepack.model.loaded import LoadedModel
 from treepack.model.weights.whole_checkpoint import check_savable, has_rest
-from treepack.tokenise.saved_template import is_template_of
-from treepack.tokenise.tokenization import load_tokenizer
 from treepack.train.options import TrainOptions
 from treepack.train.ranks import Ranks
-from treepack.train.saving.saved_model import repair_generation_config
 from treepack.train.setup.compute import ComputeSetting
 from treepack.train.setup.initial_weights import find_weights
 from treepack.train.setup.run_data import RunData
+from treepack.train.setup.run_files import collect_files
 from treepack.train.sharding import adapt, load_sharded
 from treepack.trajectory import Float64
 
@@ -54,7 +48,7 @@ NO_ROOM = (
 class RunFit:
     """Results of the check that model and data fit together, as fields of `run.TrainingRun`."""
 
-    tokenizer: Any
+    files: dict[str, bytes]
     rewards: Float64 | None
     notes: tuple[str, ...]
 
@@ -128,13 +122,8 @@ def check_fit(
     _check_routes(dataset, loaded)
     if held_out is not None:
         shared_origin([*sources_of(dataset), *sources_of(held_out.dataset)])
-    tokenizer, notes = _tokenizer(loaded, dataset.manifest.get("tokenizer"))
-    template = dataset.manifest.get("chat_template")
-    if template is not None and tokenizer is not None and not is_template_of(tokenizer.chat_template, template):
-        own = "has another one" if tokenizer.chat_template else "has none"
-        made_by = f"the data was made with the chat template {template['name']}"
-        notes = (*notes, f"{made_by}, and the model's tokenizer {own}; it is saved with that of the data")
-    notes = (*loaded.notes, *notes, *repair_generation_config(loaded.causal), *_adapter_notes(loaded, options.seed))
+    files, notes = collect_files(loaded, options, data)
+    notes = (*loaded.notes, *notes, *_adapter_notes(loaded, options.seed))
     notes = (*notes, *_router_notes(loaded, options, balance), *data.notes)
     if not objective.has_values and has_saved_head(loaded.source):
         notes = (*notes, f"the model has a {VALUE_FILE}, which is neither trained nor written: the loss has no values")
@@ -144,7 +133,7 @@ def check_fit(
         notes = (*notes, f"{num_left_out} rows without {lacking} are left out")
     if objective.is_policy and "term_old_logprob" not in dataset.term_columns:
         notes = (*notes, "the rows have no old log-probabilities: every update counts as on-policy, with ratios of 1")
-    return RunFit(tokenizer, _sum_rewards(dataset), notes)
+    return RunFit(files, _sum_rewards(dataset), notes)
 
 
 def _check_routes(dataset: AnyDataset, loaded: LoadedModel) -> None:
@@ -174,15 +163,6 @@ def _router_notes(loaded: LoadedModel, options: TrainOptions, balance: RouterBal
     if options.router_aux:
         return ("the gradients are compared without the load-balancing loss of the routers",)
     return ("the load-balancing loss of the routers is left out; --router-aux adds it",)
-
-
-def _tokenizer(loaded: LoadedModel, made_by: TokenizerEntry | None) -> tuple[Any, tuple[str, ...]]:
-    """Return the tokenizer to save with the weights (that of the model, else that of the data, else None) and notes."""
-    try:
-        tokenizer = saved_tokenizer(loaded.source)
-        return load_tokenizer(made_by["name"]) if tokenizer is None and made_by is not None else tokenizer, ()
-    except TreepackError as error:
-        return None, (f"no tokenizer is saved with the model: {error}",)
 
 
 def _sum_rewards(dataset: AnyDataset) -> Float64 | None:
