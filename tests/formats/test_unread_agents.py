@@ -82,7 +82,9 @@ RECORDS: dict[str, list[dict[str, Any]]] = {
     "gptme": [{"role": "system", "content": "s", "timestamp": "t", "pinned": True}],
     "Antigravity": [{"step_index": 0, "source": "USER", "type": "USER_INPUT", "status": "DONE", "content": "q"}],
     "Goose": [{"working_dir": "/w", "description": "d", "message_count": 2, "total_tokens": 9}],
+    "Grok Build": [{"type": "system", "content": "s"}, {"type": "user", "content": [{"type": "text", "text": "q"}]}],
     "the Agent Client Protocol": [{"method": "session/update", "params": {"update": {}}, "timestamp": 1}],
+    "the Agent Host Protocol": [{"ahpProtocolVersion": "0.7.0", "chat": {}, "session": {}}],
 }
 
 

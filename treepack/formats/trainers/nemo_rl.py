@@ -57,8 +57,9 @@ def _row(row: dict[str, Any], source: str) -> dict[str, Any]:
     value = {_NAMES.get(name, name): field for name, field in row.items() if name not in _DROPPED}
     # token_ids [5, 6, 2, 0] of length 3 -> [5, 6, 2]; a list of another length is refused by the reader of tokens.
     cut = {name: field[:length] for name, field in value.items() if isinstance(field, list) and len(field) == len(ids)}
-    if isinstance(mask := cut.get("loss_mask"), list) and used != 1:
-        cut["loss_mask"] = [each * used for each in mask]
+    # A mask of other values is refused by the reader of tokens.
+    if used != 1 and "loss_mask" in cut and all(isinstance(each, int | float) for each in cut["loss_mask"]):
+        cut["loss_mask"] = [each * used for each in cut["loss_mask"]]
     return value | cut
 
 

@@ -225,5 +225,10 @@ UNREAD: tuple[UnreadProgram, ...] = (
     UnreadProgram("gptme", [{"role": TEXT, "content": TEXT, "timestamp": TEXT, ("pinned", "hide", "files"): ANY}]),
     UnreadProgram("Antigravity", [{"step_index": ANY, "source": TEXT, "type": TEXT, "status": ANY}]),
     UnreadProgram("Goose", [{"working_dir": TEXT, "message_count": ANY}]),
+    UnreadProgram(
+        "Grok Build",
+        [{"type": one_of("system", "user", "assistant"), "content": ANY, "message": no(ANY), "sessionId": no(ANY)}],
+    ),
     UnreadProgram("the Agent Client Protocol", [{"method": starting("session/"), "params": OBJECT}]),
+    UnreadProgram("the Agent Host Protocol", [{"ahpProtocolVersion": ANY}]),
 )
