@@ -18,7 +18,7 @@ from torch import Tensor
 
 from treepack.columns import BY_PACKED
 from treepack.data.batch import PER_TERM, TermTensors
-from treepack.errors import TreepackError
+from treepack.errors import TreepackError, foreign_code
 from treepack.objectives.needed_columns import optional_columns
 from treepack.objectives.objective import Objective
 from treepack.objectives.surrogates import Surrogate, TermNumbers
@@ -100,24 +100,18 @@ def _check_alone(name: str, values: Tensor, compute: _Compute) -> None:
 
 def _computed(name: str, values: Tensor, places: slice, compute: _Compute) -> dict[str, Tensor]:
     """Return the numbers at some places, and the slopes of a quantity."""
-    leaf = values.clone().requires_grad_()
-    count = len(values[places])
-    try:
+    leaf, count = values.clone().requires_grad_(), len(values[places])
+    with foreign_code(f"{name}: its formula fails", "repair the loss"):
         found = {label: each for label, each in compute(leaf[places], places).items() if each is not None}
         for label, each in found.items():
             expected = torch.bool if label in ("low", "high") else torch.float64
             if not isinstance(each, Tensor) or each.shape != (count,) or each.dtype != expected:
-                is_tensor = isinstance(each, Tensor)
-                kind = f"{tuple(each.shape)} of {each.dtype}" if is_tensor else f"a {type(each).__name__}"
-                raise TreepackError(
-                    f"{name}: its {label} of {count} terms is {kind}; expected ({count},) of {expected}"
-                )
+                kind = f"{[*each.shape]} of {each.dtype}" if isinstance(each, Tensor) else f"a {type(each).__name__}"
+                raise TreepackError(f"{name}: its {label} of {count} terms is {kind}; expected [{count}] of {expected}")
         if "quantity" in found:
             if not found["quantity"].requires_grad:
-                raise TreepackError(f"{name}: its quantity has no gradient; compute it from TermNumbers.current")
-            found["slope"] = torch.autograd.grad(found["quantity"].sum(), leaf)[0][places]
-    except TreepackError:
-        raise
-    except Exception as error:  # any fault of a foreign formula
-        raise TreepackError(f"{name}: its formula raises {type(error).__name__}: {error}; repair the loss") from error
-    return found
+                raise TreepackError(f"{name}: its quantity has no gradient; compute it from the log-probabilities")
+            # Weights, because equal ones hide that a term has a part of the slope of each other term.
+            weights = torch.arange(1.0, _NUM + 1)[places]
+            found["slope"] = torch.autograd.grad((weights * found["quantity"]).sum(), leaf)[0][places]
+    return {label: each.detach() for label, each in found.items()}

@@ -84,8 +84,8 @@ class Objective:
     # Pairs of a name of `Loss.constants` and its value; empty for the usual ones. `choose_objective` takes a dict.
     loss_constants: tuple[tuple[str, float], ...] = option(
         (),
-        "Change a constant of the loss: temperature_pos, temperature_neg of sapo; k_pos, lambda_pos, k_neg, "
-        "lambda_neg of vespo. May be repeated.",
+        "Change a constant of the loss, such as temperature_neg of sapo; docs/objectives.md lists them. May be "
+        "repeated.",
     )
     beta: float = option(0.1, "Inverse temperature of dpo, or weight of the squared log ratio of dro.", minimum=0)
     # For terms that have none; 1 if None. sft and dpo always compute at 1.
