@@ -43,7 +43,7 @@ def _parse_mix(_: click.Context, parameter: click.Parameter, value: str | None) 
 _SECTIONS = {
     "Data, model and output": "model init-from out overwrite resume dry-run mix eval quiet",
     "Loss and optimiser": "loss epochs steps rows-per-step lr min-lr-ratio warmup-steps weight-decay clip seed",
-    "LoRA": "lora-rank lora-alpha lora-targets lora-dropout quantize merge",
+    "LoRA and quantised weights": "lora-rank lora-alpha lora-targets lora-dropout quantize merge dequantize",
     "Held-out rows and checkpoints": "eval-every patience checkpoint-every keep max-skipped",
     "Metrics": "report-to project run-name",
     "Any loss": "denominator response-length entropy temperature router-aux routes",
@@ -247,6 +247,7 @@ def _show_comparison(
             "loss error": f"{report.loss_error:.1e}",
             "largest gradient error": f"{error:.1e} ({name})",
             "tolerance": f"{report.tolerance:.0e}",
+            **({} if result.slope_error is None else {"error of the slope": f"{result.slope_error:.1e}"}),
         }
     )
     if not report.passed:  # after the table, which shows by how much

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -165,6 +165,7 @@ def show_plan(packed: tuple[str, ...], model: str, options: TrainOptions, run_op
     check_training(packed, model, options, held_out=() if held_out is None else (held_out,))
     import_torch()
     from treepack.carry.smaller_plan import PLANNED
+    from treepack.train.optimiser import decay_groups
     from treepack.train.ranks import find_device, join_ranks, leave_ranks
     from treepack.train.setup.opening import open_run
 
@@ -182,6 +183,8 @@ def show_plan(packed: tuple[str, ...], model: str, options: TrainOptions, run_op
             shown = {name.replace("_", " "): "off" if value is None else value for name, value in values.items()}
             if run.options.pass_tokens == 1:
                 shown["pass tokens"] = "each row alone"
+            decayed, undecayed = map(kinds_of, decay_groups(run.loaded.model))
+            shown |= {f"weights with decay {run.options.weight_decay:g}": decayed, "weights without decay": undecayed}
             if run.memory is None:
                 shown["memory and time"] = "no forecast: torch counts no memory on a CPU, so no pass is measured"
             show(
@@ -189,6 +192,15 @@ def show_plan(packed: tuple[str, ...], model: str, options: TrainOptions, run_op
             )
     finally:
         leave_ranks()
+
+
+def kinds_of(names: Sequence[str]) -> str:
+    """Return the number of weights, and the last part of their names, each once.
+
+    ["model.layers.0.input_layernorm.weight", "model.layers.1.input_layernorm.weight"] -> "2 (input_layernorm)"
+    """
+    kinds = dict.fromkeys(name.removesuffix(".weight").removesuffix(".default").rpartition(".")[2] for name in names)
+    return f"{len(names)} ({', '.join(kinds)})" if names else "0"
 
 
 def _next_command(out: AnyPath, options: TrainOptions, summary: dict[str, Any]) -> str:

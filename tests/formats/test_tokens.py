@@ -121,6 +121,11 @@ def test_values_over_all_the_response_or_the_trained_tokens_land_on_the_same_tok
             assert result.dtype == (np.float64 if kind == "advantages" else np.float32)
 
 
+def test_the_names_of_python_are_names_in_records() -> None:
+    names = {name for kind in NAMES.values() for name in kind}
+    assert {"sampling_logprobs", "old_logprobs", "ref_logprobs", "teacher_logprobs", "advantages"} <= names
+
+
 @given(records())
 def test_parquet_and_jsonl_read_the_same(
     tmp_path_factory: pytest.TempPathFactory, record: tuple[list[int], int, list[int]]

@@ -230,14 +230,6 @@ def test_checkpoints_that_could_not_be_saved_whole_are_refused(tmp_path: Path) -
     assert "norm.weight is missing in its weights; expected a whole checkpoint" in refusal(partial)
 
 
-def test_quantised_checkpoints_are_refused(tmp_path: Path) -> None:
-    source = save_vision(tiny_vision("mistral3"), tmp_path / "source")
-    fields = json.loads((source / "config.json").read_text())
-    quantized = {**fields, "quantization_config": {"quant_method": "fp8", "weight_block_size": None}}
-    (source / "config.json").write_text(json.dumps(quantized))
-    assert refusal(source).endswith("its weights are quantised; give the checkpoint in bf16 of the same model")
-
-
 def test_rows_with_images_are_refused(packed: Path, tmp_path: Path) -> None:
     source = save_vision(tiny_vision("qwen2_5_vl"), tmp_path / "source")
     with_image = packed_directory(tmp_path / "images", [make("t0", [1, 2, IMAGE_TOKEN, 3])], capacity=32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -111,6 +112,26 @@ def test_training_starts_with_ratios_of_one_on_its_own_logprobs(treepack: Comman
     assert line["kl"] == pytest.approx(0, abs=1e-9)
     assert line["clip_fraction_low"] == line["clip_fraction_high"] == 0
     assert treepack("train", tmp_path / "ref", *common, "--loss", "dpo", "--verify").status == 0
+
+
+def test_a_run_in_another_dtype_notes_the_size_of_the_difference(treepack: Command, tmp_path: Path) -> None:
+    config = tiny_config(tmp_path / "tiny.json")
+    trajectories = as_trajectories(rollouts(), without=["old_logprobs", "ref_logprobs"])
+    write_rows(tmp_path / "packed", trajectories, PACKINGS[1])
+    common = ("--model", config, "--device", "cpu")
+    for source, column, dtype in (("packed", "old", "fp32"), ("old", "ref", "bf16")):
+        options = (*common, "--column", column, "--dtype", dtype, "--out", tmp_path / column)
+        assert treepack("logprobs", tmp_path / source, *options).status == 0
+    train = ("train", tmp_path / "ref", *common, "--steps", "1", "--loss", "grpo", "--dtype", "fp32")
+    notes = treepack(*train, "--kl", "0.1", "--kl-estimator", "k1", "--out", tmp_path / "a").err
+    found = re.search(r"than this run's fp32 \(ref in bf16\), and this model's own differ by (\S+) nats", notes)
+    assert found, notes
+    assert 1e-5 < float(found[1]) < 0.1
+    assert "the gradient of --kl-estimator k1 is 0 in the mean" in notes
+    without = treepack(*train, "--out", tmp_path / "b")  # reads old alone
+    assert without.status == 0
+    assert "another dtype" not in without.err
+    assert "k1" not in without.err
 
 
 def test_weights_in_16_bits_score_as_float32_ones_under_autocast(

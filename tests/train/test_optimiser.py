@@ -13,10 +13,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from support.tiny_families import tiny_family, transformers_types
 from treepack.errors import TreepackError
 from treepack.memory.host_pages import PageCopies, copies_of, copy_back, copy_out
 from treepack.memory.offloaded_adamw import OffloadedAdamW, zeros_in_host
-from treepack.train.optimiser import make_adamw, prepare_states
+from treepack.train.optimiser import decay_groups, make_adamw, prepare_states
 from treepack.train.options import TrainOptions
 
 CPU = torch.device("cpu")
@@ -172,3 +173,36 @@ def test_memory_that_the_driver_does_not_pin_is_a_sentence(monkeypatch: pytest.M
     assert part.tolist() == [0, 0, 0, 0]
     del part  # the driver forgets pages that may become free, because their address may come again
     assert address not in pinned
+
+
+DECAY = {
+    "gpt_oss": ("experts.gate_up_proj_bias experts.down_proj_bias input_layernorm.weight sinks", "experts.down_proj"),
+    "cohere": ("q_norm.weight k_norm.weight input_layernorm.weight", "q_proj.weight"),
+    "kimi_linear": ("forget_gate.A_log", "experts.gate_up_proj"),
+    "jamba": ("mamba.A_log mamba.D conv1d.bias", "mamba.in_proj.weight conv1d.weight"),
+    "zamba": ("mamba.A_log mamba.D mamba.dt_proj_bias", "mamba.in_proj.weight"),
+    "inkling_text": ("input_layernorm.weight", "embed_tokens.weight"),
+}
+
+
+@pytest.mark.parametrize("kind", DECAY)
+def test_biases_norms_and_states_of_any_shape_do_not_decay(kind: str) -> None:
+    if kind not in transformers_types():
+        pytest.skip(f"this transformers has no {kind}")
+    with torch.device("meta"):
+        model = tiny_family(kind, use_qk_norm=True) if kind == "cohere" else tiny_family(kind)
+    decayed, undecayed = decay_groups(model)
+    names = {name for name, _ in model.named_parameters()}
+    assert names == {*decayed, *undecayed}
+    assert len(names) == len(decayed) + len(undecayed)
+    for expected, group in zip(DECAY[kind], (undecayed, decayed), strict=True):
+        for ending in expected.split():
+            found = [name for name in names if name.endswith(ending)]
+            assert found, ending
+            assert set(found) <= set(group)
+
+
+def test_frozen_weights_are_in_no_group() -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.LayerNorm(3))
+    model[0].weight.requires_grad_(False)
+    assert decay_groups(model) == ([], ["0.bias", "1.weight", "1.bias"])

@@ -12,6 +12,7 @@ from treepack.errors import TreepackError
 from treepack.model.accept.compatibility import check_config
 from treepack.model.accept.probe import probe
 from treepack.model.layers import head_widths
+from treepack.model.stored_weights import check_stored, check_types, prepare_products
 
 
 def find_causal(model: nn.Module) -> Any:
@@ -59,5 +60,8 @@ def check_model(causal: Any) -> None:
     """
     source = f"{type(causal).__name__} (model type {causal.config.get_text_config().model_type})"
     check_config(causal.config.get_text_config(), source=source)
+    check_stored(source, causal.config)
+    check_types(source, causal)
+    prepare_products(causal)
     if all(not parameter.is_meta and not hasattr(parameter, "ds_id") for parameter in causal.parameters()):
         probe(causal, source=source)

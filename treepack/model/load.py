@@ -41,6 +41,7 @@ from treepack.model.experts.interface import implementation_of
 from treepack.model.foreign_errors import translate_errors
 from treepack.model.head.value_head import add_value_head, named_weights
 from treepack.model.loaded import LoadedModel
+from treepack.model.stored_weights import check_stored, prepare_products, stored_arguments, stored_kind, whole_model
 from treepack.model.text_half import check_type, choose_config, is_text_half, model_class, model_from_config
 from treepack.model.weights.files import weight_files
 from treepack.model.weights.reading import fill, find_plan
@@ -67,6 +68,7 @@ def load_model(
     lora: LoraOptions | None = None,
     value_head: bool = False,
     random_head: bool = False,
+    dequantize: bool = False,
 ) -> LoadedModel:
     """Load a causal language model with tree attention.
 
@@ -81,6 +83,7 @@ def load_model(
         lora: a new adapter, and the precision of its base; None for no new adapter over a base as it is.
         value_head: put a value head on the model: the one that was saved with it, or else one that gives 0.
         random_head: a new value head has random weights, so that gradients of a value loss reach the model.
+        dequantize: read weights that are stored quantised as whole weights.
 
     Raises:
         TreepackError: if the model cannot be loaded or cannot be trained exactly, or if the attention cannot run it;
@@ -88,11 +91,14 @@ def load_model(
     """
     device = torch.device(device)
     base, adapter = base_of(source, lora)
-    config, notes = read_config(base, attention)
-    quantized = quantization(base, autocast or dtype, device) if lora is not None and lora.quantize else {}
+    rounds = lora is not None and lora.quantize is not None
+    config, notes = read_config(base, attention, quantize=rounds, dequantize=dequantize)
+    quantized = quantization(base, autocast or dtype, device) if rounds else {}
     _log.info("loading the weights of %s", base)
     with translate_load_errors(base), hide_progress_bars():
-        model = build_model(base, config, dtype, seed, device, **quantized)
+        model = build_model(base, config, dtype, seed, device, dequantize=dequantize, **quantized)
+    if autocast is not None:
+        prepare_products(model, autocast)
     if not quantized:  # bitsandbytes puts its weights on the device when it rounds them
         model.to(device)
     model, weights, more = put_adapter(model, adapter, lora, source=str(source), seed=seed)
@@ -118,6 +124,8 @@ def put_value_head(model: Any, sources: tuple[str, ...], *, random: int | None =
 def load_merged(base: str, adapter: str | Path, *, seed: int) -> Any:
     """Return the whole model of a base and the adapter in a directory, W + scale * B A in float32 on the CPU.
 
+    W are whole weights even if the base stores them quantised: rounding the sum again would lose the adapter.
+
     `seed` is that of random weights, if the base is a config file.
 
     Raises:
@@ -125,9 +133,9 @@ def load_merged(base: str, adapter: str | Path, *, seed: int) -> Any:
     """
     from peft import PeftModel
 
-    config, _ = read_config(base)
+    config, _ = read_config(base, dequantize=True)
     with translate_load_errors(base), hide_progress_bars():
-        model = build_model(base, config, torch.float32, seed)
+        model = build_model(base, config, torch.float32, seed, dequantize=True)
         return PeftModel.from_pretrained(model, str(adapter)).merge_and_unload()
 
 
@@ -183,12 +191,15 @@ def hide_progress_bars() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def read_config(source: str | Path, attention: str = "auto") -> tuple[Any, tuple[str, ...]]:
+def read_config(
+    source: str | Path, attention: str = "auto", *, quantize: bool = False, dequantize: bool = False
+) -> tuple[Any, tuple[str, ...]]:
     """Read the configuration of a model, set every dropout to 0, and return it with a note on each change.
 
     Settings of additional outputs are switched off. The saved copy keeps the fields of the source.
 
     For a vision-language model this is the whole configuration; dropout and the checks concern its text half.
+    With `quantize` the weights are to be rounded to 4 bits, and `dequantize` is as in `load_model`.
 
     Raises:
         TreepackError: if the configuration cannot be read, the model cannot be trained exactly, or `attention` is
@@ -197,7 +208,9 @@ def read_config(source: str | Path, attention: str = "auto") -> tuple[Any, tuple
     if attention not in IMPLEMENTATIONS:
         raise TreepackError(f"attention is {attention!r}; expected one of {', '.join(IMPLEMENTATIONS)}")
     register()
-    config, notes = choose_config(_parse_config(source), source)
+    whole = _parse_config(source)
+    check_stored(str(source), whole, quantize=quantize, dequantize=dequantize)
+    config, notes = choose_config(whole, source)
     text = config.get_text_config()
     for part in (config, text):
         for name, value in _PLAIN_OUTPUTS.items():
@@ -230,13 +243,15 @@ def build_model(
     dtype: torch.dtype,
     seed: int,
     device: torch.device = _CPU,
+    *,
+    dequantize: bool = False,
     **quantized: Any,
 ) -> Any:
     """Build the model under the reference attention.
 
     Its weights come from `source`; if `source` is a config file, they are random. `quantized` are the options of
-    `four_bits.quantization`. Of a vision-language model, only the text half is built (`text_half`). The weights are
-    read to `device` if they can be read tensor by tensor, else to the CPU.
+    `four_bits.quantization`, and `dequantize` is as in `load_model`. Of a vision-language model, only the text half is
+    built (`text_half`). The weights are read to `device` if they can be read tensor by tensor, else to the CPU.
 
     Raises:
         TreepackError: if weights are missing or have another shape.
@@ -248,6 +263,9 @@ def build_model(
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
             return _cast_routers(model_from_config(config, **options), dtype)
+    stored = stored_kind(config) is not None
+    if stored:
+        quantized = stored_arguments(config, device, dequantize=dequantize)
     model = None if quantized else _read_in_parts(source, config, dtype, device)
     if model is not None:
         return _cast_routers(model, dtype)
@@ -260,8 +278,6 @@ def build_model(
         **options,
         **quantized,
     )
-    for module in model.modules() if quantized else ():
-        module.support_avx512bf16_for_cpu = False  # products of bitsandbytes in bfloat16, and an order that shards lose
     # transformers only warns about missing weights and draws them at random. It does not list tied weights as missing.
     for problem in ("missing", "mismatched"):
         # "missing" holds names, "mismatched" holds (name, shape in the file, shape in the model)
@@ -272,8 +288,11 @@ def build_model(
                 f"{source}: {names[0]}{more} {'is' if len(names) == 1 else 'are'} {problem} in its weights; "
                 f"expected a whole checkpoint of {type(model).__name__}"
             )
-    if is_text_half(model):
+    if stored and dequantize:
+        model = whole_model(model, dtype)
+    elif is_text_half(model) and not stored:  # only an adapter over stored weights is trained and saved
         check_savable(model, source)
+    prepare_products(model, dtype)
     return _cast_routers(model, dtype)
 
 

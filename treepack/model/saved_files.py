@@ -25,6 +25,7 @@ from treepack.files.model_source import NOT_THE_MODEL, local_source
 from treepack.files.remote.hub import load_fault, snapshot
 from treepack.model.accept.vocabulary import ADAPTER_FILE, CONFIG_FILE
 from treepack.model.foreign_errors import translate_errors
+from treepack.model.stored_weights import QUANTIZATION_FIELDS, stored_kind
 from treepack.model.weights.files import weight_files
 
 GENERATION_FILE = "generation_config.json"
@@ -110,7 +111,8 @@ def set_field(content: bytes, name: str, value: Any) -> bytes:
 def with_model(files: Mapping[str, bytes], model: Any) -> dict[str, bytes]:
     """Return the files of a source with config.json for `model`, which has its weights or those of its text half.
 
-    Only a field that the source lacks is added: the name of the class, by which engines find their code.
+    Only a field that the source lacks is added: the name of the class, by which engines find their code. Weights that
+    were read as whole weights are no longer called quantised.
     """
     content = files[CONFIG_FILE]
     fields = json.loads(content)
@@ -121,6 +123,9 @@ def with_model(files: Mapping[str, bytes], model: Any) -> dict[str, bytes]:
         fields = {**{name: whole[name] for name in names if name in whole}, **fields}
         fields |= {"model_type": config.model_type, "tie_word_embeddings": config.tie_word_embeddings}
         fields.pop("architectures", None)
+        content = json.dumps(fields, indent=2).encode() + b"\n"
+    if stored_kind(fields) is not None and stored_kind(config) is None:  # whole weights, of `--dequantize`
+        fields = {name: value for name, value in fields.items() if name not in QUANTIZATION_FIELDS}
         content = json.dumps(fields, indent=2).encode() + b"\n"
     if not fields.get("architectures"):
         content = set_field(content, "architectures", [type(model).__name__])

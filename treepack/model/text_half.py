@@ -35,15 +35,10 @@ def choose_config(config: Any, source: str | Path) -> tuple[Any, tuple[str, ...]
 
     The result describes the text half alone if the whole model cannot compute text without its towers, or if `source`
     is a config file: a model with random weights has no other tensors to save.
-
-    Raises:
-        TreepackError: the weights are quantised, so that a checkpoint with trained weights could not be saved.
     """
     text = config.get_text_config()
     if not is_vision_language(config):
         return text, ()
-    if any(getattr(each, "quantization_config", None) is not None for each in (config, text)):
-        raise TreepackError(f"{source}: its weights are quantised; give the checkpoint in bf16 of the same model")
     if not str(source).endswith(".json") and config.model_type not in _NEEDS_TOWERS:
         return config, (
             f"only the text half of this {config.model_type} is loaded: images and videos are not computed, and a "

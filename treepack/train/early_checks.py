@@ -30,12 +30,14 @@ from treepack.model.accept.vocabulary import (
     check_same_words,
     check_vocabulary,
     find_config,
+    is_adapter,
 )
 from treepack.model.experts.division import check_share
+from treepack.model.stored_weights import check_stored
 from treepack.objectives.needed_columns import check_needed_columns
 from treepack.pack.files import training_steps
 from treepack.train.input_checks import check_launched, check_mix, check_shared_rows, check_terms
-from treepack.train.options import LENGTH_OPTIONS, TrainOptions
+from treepack.train.options import LENGTH_OPTIONS, TrainOptions, stored_use
 from treepack.train.saving.run_record import (
     FORMAT,
     VERSION,
@@ -67,12 +69,16 @@ def check_training(
         check_shared_rows(", ".join(str(each.path) for each in headers), has_steps=bool(steps))
     if options.init_from is not None and not is_address(options.init_from):
         refuse_missing(options.init_from, kind="model", files=(CONFIG_FILE, RUN, "checkpoint.json", ADAPTER_FILE))
-        if not Path(options.init_from).exists():
-            find_config(options.init_from)
-    if options.lora and options.lora.rank is None and Path(model).exists() and not Path(model, ADAPTER_FILE).is_file():
+        if not Path(options.init_from).exists() or Path(options.init_from, CONFIG_FILE).exists():
+            found = find_config(options.init_from) or {}
+            check_stored(options.init_from, found, trained=True, dequantize=options.dequantize)
+    adapted = is_adapter(model)
+    if options.lora and options.lora.rank is None and Path(model).exists() and not adapted:
         raise TreepackError(f"{model}: contains no adapter to train; give lora_rank for a new one")
     max_token_id = max(each.manifest["max_token_id"] for each in (*headers, *others))
-    size, teacher = _check_model(model, max_token_id, expert_ranks=options.ranks_of_experts), options.objective.teacher
+    stored = stored_use(options, adapted=adapted)
+    size = _check_model(model, max_token_id, expert_ranks=options.ranks_of_experts, **stored)
+    teacher = options.objective.teacher
     if teacher is not None and (words := _check_model(teacher, max_token_id)) and size:
         check_same_words(teacher, words, model, size)
     return headers, others
@@ -140,14 +146,16 @@ def _read_headers(paths: Sequence[str | AnyPath]) -> list[PackedHeader]:
     return headers
 
 
-def _check_model(model: str, max_token_id: int, *, expert_ranks: int = 1) -> int | None:
+def _check_model(model: str, max_token_id: int, *, expert_ranks: int = 1, **stored: Any) -> int | None:
     """Refuse a path without a model, a vocabulary without `max_token_id`, and experts that the ranks cannot share.
 
+    `stored` are arguments of `check_stored`, which refuses quantised weights.
     Return the size of the vocabulary, None if the config is at an address or does not give it.
     """
     config = find_config(model)
     if config is None:
         return None
+    check_stored(model, config, **stored)
     fields = language_model(config)
     check_scans(model, fields.get("model_type"))
     if expert_ranks > 1 and (experts := num_experts(fields)):

@@ -33,7 +33,7 @@ from treepack.train.evaluation import HeldOutScore
 from treepack.train.optimiser import make_optimiser
 from treepack.train.retry import FittingRun
 from treepack.train.run import TrainingRun
-from treepack.train.sampling_check import compare_sampling
+from treepack.train.sampling_check import compare_dtypes, compare_sampling
 from treepack.train.saving.checkpoint import Checkpoints, SavedCheckpoint, latest, restore
 from treepack.train.saving.checkpoint_files import CHECKPOINTS
 from treepack.train.saving.checkpoint_upload import CheckpointUpload
@@ -73,7 +73,7 @@ def train(
         resume: continue from the newest whole checkpoint in `out`, or start from the first step if it has none.
         stop: called after every step; if it returns true on any rank, a checkpoint is written and the iterator ends.
         note: called with a sentence about the step from which the run continues, about each damaged checkpoint, and
-            about recorded log-probabilities from a different distribution; see `sampling_check`.
+            about recorded log-probabilities from a different distribution or dtype; see `sampling_check`.
 
     Raises:
         TreepackError: `out` exists or another process trains in it, too many steps were skipped, memory is too small,
@@ -104,8 +104,9 @@ def _steps(
     staged, linked = False, None
     upload = None if place.uploads is None else CheckpointUpload(place.uploads, CHECKPOINTS)
     model.train()
-    if done == 0 and (remark := compare_sampling(run)) is not None:
-        note(remark)
+    for compare in (compare_sampling, compare_dtypes) if done == 0 else ():
+        if (remark := compare(run)) is not None:
+            note(remark)
     _log.info(_first_step(run, done))
     with (
         _close_after(Checkpoints(place.folder / CHECKPOINTS, keep=options.keep, upload=upload)) as checkpoints,

@@ -53,7 +53,11 @@ class TrainOptions:
     # With the cosine and the betas below, usual since GPT-3 (arXiv 2005.14165, appendix B).
     min_lr_ratio: float = option(0.1, "Last learning rate / maximum; the decay is a cosine.", minimum=0)
     warmup_steps: int = option(0, "Steps of linear warm-up.", minimum=0)
-    weight_decay: float = option(0.0, "Weight decay of parameters with two dimensions or more.", minimum=0)
+    weight_decay: float = option(
+        0.0,
+        "Weight decay of all weights except biases, norms, states and other vectors; --dry-run shows the groups.",
+        minimum=0,
+    )
     betas: tuple[float, float] = (0.9, 0.95)  # not an option of the command, because these are usual
     clip: float = option(1.0, "Maximum gradient norm; 0 for no clipping.", minimum=0)
     # Precision, speed and memory
@@ -137,6 +141,11 @@ class TrainOptions:
         minimum=0,
     )
     lora: LoraOptions | None = None  # trains an adapter only
+    dequantize: bool = option(
+        False,
+        "Read weights that are stored quantised (fp8, mxfp4, bitsandbytes 4 bits) as whole weights, which are trained "
+        "and saved as such.",
+    )
     router_aux: float = option(
         0.0,
         "Coefficient of the load-balancing loss of a mixture's routers, beside any loss; 0 leaves it out.",
@@ -194,6 +203,8 @@ class TrainOptions:
             del record["blocks"]  # the order of a run without blocks depends on none
         if self.routes == "replay":
             del record["routes"]
+        if not self.dequantize:
+            del record["dequantize"]
         if self.ranks_of_experts == 1:
             del record["expert_ranks"]
         if self.whole_weights is not True:
@@ -219,6 +230,13 @@ class TrainOptions:
     def fixed_options(self) -> dict[str, Any]:
         """The options that a resumed run may not change, as JSON values."""
         return {name: value for name, value in self.as_record().items() if name not in CHANGEABLE_ON_RESUME}
+
+
+def stored_use(options: TrainOptions, *, adapted: bool) -> dict[str, bool]:
+    """Return the arguments of `stored_weights.check_stored` for a run, whose model is an adapter if `adapted`."""
+    lora = options.lora or LoraOptions()
+    trained = lora.rank is None and not adapted
+    return {"trained": trained, "quantize": bool(lora.quantize), "merge": lora.merge, "dequantize": options.dequantize}
 
 
 def check_tokens(carry: int | str | None, pass_tokens: int | str) -> None:

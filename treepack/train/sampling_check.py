@@ -1,4 +1,4 @@
-"""Compare the recorded log-probabilities of the sampler with the model's own ones, before the first step.
+"""Compare recorded log-probabilities with the model's own ones, and their dtype with the run's, before the first step.
 
     recorded s_t of the terms of a row, own logp_t at the temperature of each term    gap = mean |s_t - logp_t|
     the same at T = 0.3, 0.4, ... 2.0                                                  gap_T
@@ -7,20 +7,27 @@
 Rounding of the sampler and some steps of training between sampler and trainer give a small gap that no other
 temperature explains. A large gap, or one that another explanation at least halves, means that the two are not of one
 distribution, and then ratios and importance weights are wrong. The result is one sentence for the user, never an error.
+
+    manifest: logprobs.ref.dtype "bf16", run in fp32     size = mean |logp in bf16 - logp in fp32| of the own model
+
+The ratios and divergences of such values contain this rounding: the divergence of a model from itself is not 0.
 """
 
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from treepack.data.batch import Batch, TermTensors
+from treepack.data.mixture import sources_of
 from treepack.data.prefetch import read_pass
 from treepack.data.ragged_tensor import join_ragged
 from treepack.model.head.token_loss import filled_temperature
+from treepack.model.term_objective import loss_sets, loss_temperature
+from treepack.objectives.needed_columns import optional_columns
 from treepack.objectives.row_numbers import ScoreRequest
 from treepack.train.pieces import has_long_rows, row_runner
 from treepack.train.run import TrainingRun
@@ -37,6 +44,7 @@ MAX_TERMS = 512  # terms of each rank that are compared; each is computed at eve
 NOISE, UNRELATED = 0.02, 0.5
 CLEAR, BETTER = 0.25, 0.5  # gap of an explanation over the gap that it explains
 ONE_SIDED = 0.97  # share of the differing tokens whose recorded value is the larger one
+_BYTES = {"fp32": 4, "bf16": 2}  # of a number in the dtypes of runs
 
 
 @dataclass(frozen=True)
@@ -198,3 +206,66 @@ def _temperature_remedy(run: TrainingRun, temperature: float) -> str:
     if option is None:
         return f"the sampler's temperature was not 1; train with --temperature {temperature:g}, if that was it"
     return f"if --temperature {option:g} is right, {raw}" if temperature == 1 else "correct --temperature"
+
+
+def compare_dtypes(run: TrainingRun) -> str | None:
+    """Return a sentence about columns that the loss reads and that have another dtype than the run; None if none has.
+
+    Every rank must call this function, which then runs one row of the first step in both dtypes, without gradients.
+    """
+    objective, own = run.options.objective, run.options.dtype
+    if not objective.is_policy and not objective.has_pairs:
+        return None
+    found: dict[str, str] = {}
+    for name in (*objective.columns, *optional_columns(objective)):
+        for source in sources_of(run.dataset):
+            column = name.removeprefix("term_").removesuffix("_logprob")
+            entry = (source.manifest.get("logprobs") or {}).get(column) or {}
+            if entry.get("dtype", own) != own and name in source.term_columns:
+                found[column] = str(entry["dtype"])
+    if not found:
+        return None
+    columns = ", ".join(f"{name} in {dtype}" for name, dtype in found.items())
+    return (
+        f"log-probabilities have another dtype than this run's {own} ({columns}), and {_size(run, found)}: the first "
+        f"ratios and divergences contain that; compute them again with `treepack logprobs --dtype {own}`, or train in "
+        "their dtype"
+    )
+
+
+def _size(run: TrainingRun, found: dict[str, str]) -> str:
+    dtypes = {run.options.dtype, *found.values()}
+    lowered = any(p.is_floating_point() and p.element_size() < _BYTES["fp32"] for p in run.loaded.model.parameters())
+    if lowered or not dtypes <= _BYTES.keys():  # an adapter's base is in bf16 alone
+        return "they differ by about 0.01 nats per token"
+    rows = run.passes(run.schedule[0].rows)[0][:1]
+    batch = read_pass(run.dataset, rows)
+    sums = fit_forward(run, lambda tried: _difference(tried, batch), rows)[0].to(run.loaded.device)
+    total, count = run.ranks.sum(sums * run.ranks.counts_rows).tolist()
+    return f"this model's own differ by {total / max(count, 1):.1e} nats per token between the two"
+
+
+def _difference(run: TrainingRun, batch: Batch) -> Tensor:
+    """Return the sum of |logp in bf16 - logp in fp32| over the trained tokens of a row, and their number; float64."""
+    loaded, terms, objective = run.loaded, batch.terms, run.options.objective
+    if terms is None or not len(terms.tokens):
+        return torch.zeros(2, dtype=torch.float64)
+    temperature, kept = loss_temperature(terms, objective), loss_sets(terms, objective)
+    if isinstance(temperature, Tensor):
+        temperature = temperature.to(loaded.device)
+    if kept is not None:
+        kept = kept.map(lambda each: each.to(loaded.device))
+    scores = []
+    for dtype in _BYTES:
+        whole = whole_weights(loaded) if has_long_rows(run, run.schedule[0].rows) else nullcontext()
+        # Eager, because layers that --compile prepared would be compiled again for a pass without gradients.
+        with torch.no_grad(), whole, torch.compiler.set_stance("force_eager"), step_memory_errors(batch):
+            runner = row_runner(replace(run, options=replace(run.options, dtype=dtype)), batch)
+            reads = ScoreRequest(entropies=False)
+            own = runner.scores(batch, terms.tokens.to(loaded.device), reads, temperature=temperature, kept=kept)
+        assert own.logprobs is not None
+        scores.append(own.logprobs.double().cpu())
+        if loaded.root is not None:
+            loaded.root.reshard()  # a forward pass without a backward pass leaves the root gathered
+    gap = (scores[0] - scores[1]).abs()
+    return torch.stack([gap.sum(), gap.new_tensor(len(gap))])

@@ -49,6 +49,8 @@ from treepack.model.load import (
     with_attention,
 )
 from treepack.model.loaded import LoadedModel
+from treepack.model.stored_weights import prepare_products, stored_kind
+from treepack.model.verify.slope import check_stored_slope
 from treepack.model.weights.files import weight_files
 from treepack.model.weights.reading import fill, find_plan, own_part
 from treepack.model.weights.whole_checkpoint import check_savable, has_rest
@@ -86,18 +88,26 @@ def load_sharded(source: str | Path, options: TrainOptions, device: torch.device
         TreepackError: as `model.load.load_model`, and if the model has no layers that can be found.
     """
     base, adapter = base_of(source, options.lora)
-    config, notes = read_config(base, options.attention)
+    rounds = options.lora is not None and options.lora.quantize is not None
+    config, notes = read_config(base, options.attention, quantize=rounds, dequantize=options.dequantize)
+    stored = stored_kind(config)
+    _check_shardable(stored, base, options)
     check_heads(config.get_text_config(), options.ranks_of_row, base)
     if options.ranks_of_experts > 1:
         check_share(stacked_experts(config.get_text_config()), options.ranks_of_experts, base)
     half = torch.bfloat16 if options.dtype == "bf16" else torch.float32
-    rounded = quantization(base, half, device) if options.lora is not None and options.lora.quantize else {}
-    files = None if rounded or base.endswith(".json") else weight_files(base)
+    rounded = quantization(base, half, device) if rounds else {}
+    is_rounded = bool(rounded) or (stored is not None and not options.dequantize)
+    files = None if is_rounded or stored or base.endswith(".json") else weight_files(base)
     with translate_load_errors(base), hide_progress_bars():
         if files:
             causal = build_empty(base, config, torch.float32)
         else:
-            causal = build_model(base, config, torch.float32, options.seed, **rounded)
+            place = {"device": device} if is_rounded else {}
+            causal = build_model(
+                base, config, torch.float32, options.seed, dequantize=options.dequantize, **place, **rounded
+            )
+            prepare_products(causal, half)
         plan = find_plan(causal, files, base) if files else None
     if plan is not None and has_rest(causal, base):
         check_savable(causal, base)
@@ -113,8 +123,10 @@ def load_sharded(source: str | Path, options: TrainOptions, device: torch.device
         model.to("meta")  # the parameters of the adapter too
     else:
         assign(model, weights, torch.float32)
-        if not rounded:  # bitsandbytes puts its weights on the device itself
+        if not is_rounded:  # these weights are on the device
             model.to(device)
+    if is_rounded:
+        check_stored_slope(LoadedModel(model, str(source), "reference", (), device=device), half, seed=options.seed)
     with keeping_scales(causal):
         root = _shard(model, causal, options, device)
     if plan is not None:
@@ -136,6 +148,15 @@ def load_sharded(source: str | Path, options: TrainOptions, device: torch.device
     if options.ranks_of_row > 1:  # neighbours, so that they are on one machine
         share_rows(causal, torch.distributed.new_subgroups(options.ranks_of_row)[0])  # type: ignore[no-untyped-call]
     return loaded
+
+
+def _check_shardable(stored: str | None, base: str, options: TrainOptions) -> None:
+    """Refuse stored weights whose scales FSDP2 would lose, or whose dtype it does not gather."""
+    if stored not in (None, "bitsandbytes, 4 bits") and not options.dequantize:
+        raise TreepackError(
+            f"{base}: its weights are quantised ({stored}), which ranks cannot share; give the checkpoint in bf16 of "
+            "the same model, add --dequantize if it is fp8 or mxfp4, or train in one process"
+        )
 
 
 def adapt(causal: Any, options: TrainOptions, device: torch.device) -> None:

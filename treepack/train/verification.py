@@ -19,6 +19,7 @@ from treepack.data.batch import Batch
 from treepack.memory.device_memory import free_memory
 from treepack.model.loaded import LoadedModel
 from treepack.model.verify.gradients import GradientReport, RunnerMaker, verify_gradients
+from treepack.model.verify.slope import check_slope
 from treepack.model.verify.verify_memory import MAX_OPERATIONS, MemoryPlan, model_sizes, plan_memory
 from treepack.model.verify.verify_subset import choose_part, restrict_row
 from treepack.objectives.objective import Objective
@@ -30,11 +31,15 @@ _MIN_TOKENS = 32  # a smaller part of a row proves little, and a model that cann
 
 @dataclass(frozen=True)
 class RowsReport:
-    """The comparison of some rows: its result, the rows or parts of rows that were compared, and the plan for them."""
+    """The comparison of some rows: its result, the rows or parts of rows that were compared, and the plan for them.
+
+    `slope_error` is that of `slope.check_slope`.
+    """
 
     gradients: GradientReport
     batches: tuple[Batch, ...]
     plan: MemoryPlan
+    slope_error: float | None
 
 
 def verify_rows(
@@ -57,7 +62,7 @@ def verify_rows(
         backward: how the packed side runs a row; None for one pass over the whole row.
 
     Raises:
-        TreepackError: as `verify_gradients`, and if memory runs out for the smallest part.
+        TreepackError: as `verify_gradients` and `check_slope`, and if memory runs out for the smallest part.
     """
     given = factors or [None] * len(batches)
 
@@ -73,7 +78,7 @@ def verify_rows(
             plan=plan,
             backward=backward,
         )
-        return RowsReport(report, tuple(parts), plan)
+        return RowsReport(report, tuple(parts), plan, check_slope(loaded))
 
     def num_tokens(plan: MemoryPlan) -> int:
         return _tokens(_restrict(batches, given, plan)[0])

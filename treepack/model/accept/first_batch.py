@@ -24,6 +24,7 @@ from treepack.model.accept.compatibility import check_config, path_too_long, pos
 from treepack.model.accept.observation import ForwardObservation, check_observed_attention, observe
 from treepack.model.accept.probe import probe
 from treepack.model.head.output_head import measure_logit_map
+from treepack.model.stored_weights import check_stored, check_types, prepare_products
 from treepack.recurrent.entry import enter
 
 # Models that passed, and the limit of positions of each model. Weak, so that a model can be freed.
@@ -73,6 +74,10 @@ def check_first_batch(model: nn.Module, causal: Any, position_ids: Tensor, run: 
         check_positions(position_ids, causal, source)
         return
     check_config(causal.config.get_text_config(), source=source)
+    check_stored(source, causal.config)
+    if torch.is_grad_enabled():
+        check_types(source, causal)
+    prepare_products(causal)
     skip_indexers(causal)
     enter(causal)
     groups = sharding_groups(model)

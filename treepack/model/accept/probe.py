@@ -27,6 +27,7 @@ from treepack.model.accept.observation import ForwardObservation, check_observed
 from treepack.model.foreign_errors import translate_errors
 from treepack.model.head.output_head import measure_logit_map
 from treepack.model.layers import find_decoder
+from treepack.model.stored_weights import stored_kind
 from treepack.recurrent.entry import enter, plain_functions
 
 # Maximum relative difference of a branch in the tree from the branch alone. float64 gets only 1e-5 because the eager
@@ -94,7 +95,11 @@ def probe(model: Any, *, source: str, device: torch.device | None = None) -> tup
     vocabulary = len(model.get_input_embeddings().weight)
     # 7919 is a prime, so the ids differ from each other: 19, 38, 7, 26, ... in a vocabulary of 50.
     ids = torch.arange(1, len(_PROBE_PARENT) + 1, device=device) * 7919 % vocabulary
-    with _undisturbed(model, device), translate_errors(f"{source}: {_FAILS}", MODELS_HINT):
+    kind, fails, hint = stored_kind(model.config), _FAILS, MODELS_HINT
+    if kind is not None:
+        fails = f"its quantised layers ({kind}) or its code cannot compute a packed row here"
+        hint = "give the checkpoint in bf16 of the same model"
+    with _undisturbed(model, device), translate_errors(f"{source}: {fails}", hint):
         tree = _run_tree(model, ids, source)
         branches = [torch.tensor(_path(leaf), device=device) for leaf in _PROBE_LEAVES]
         # Every model has the eager attention, and it is code of transformers, not of treepack. Without padding, so
@@ -104,9 +109,12 @@ def probe(model: Any, *, source: str, device: torch.device | None = None) -> tup
     error = _branch_error(paired, compute_dtype(tree))
     # "not error <=" instead of "error >": a NaN must fail.
     if not error <= PROBE_TOLERANCE[compute_dtype(tree)]:
+        cause = "its code mixes tokens outside attention, or needs more than their positions"
+        if kind is not None:
+            cause = f"its quantised layers ({kind}) round the numbers of tokens too; give the weights in bf16"
         raise TreepackError(
             f"{source}: a branch in a tree gets other hidden states than alone (relative difference {error:.1e}), so "
-            f"its code mixes tokens outside attention, or needs more than their positions; {MODELS_HINT}"
+            f"{cause}; {MODELS_HINT}"
         )
     return tuple(call.kind for call in tree.attention.calls)
 

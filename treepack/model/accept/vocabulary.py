@@ -63,6 +63,12 @@ def find_config(source: str) -> dict[str, Any] | None:
     return fields or None
 
 
+def is_adapter(source: str) -> bool:
+    """Return True if a model on this machine or the hub is an adapter of PEFT; False at an address."""
+    path = _find(source)
+    return path is not None and (path / ADAPTER_FILE).is_file()
+
+
 def _find(source: str) -> Path | None:
     """Return the folder or the config file of a model, as `find_config`; None if it is at an address."""
     if is_address(source):

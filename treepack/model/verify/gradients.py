@@ -128,7 +128,7 @@ def verify_gradients(
     rows = list(zip(batches, factors or [None] * len(batches), strict=True))
     recompute = plan is not None and plan.recompute
     chunk = LOGITS_CHUNK if recompute else CHUNK
-    with _KeepFloat64(), _recomputed_layers(model) if recompute else nullcontext():
+    with KeepFloat64(), _recomputed_layers(model) if recompute else nullcontext():
         _log.info("gradients of the packed rows")
         runner = (backward or WholeRows)(loaded, chunk)
         # Generators: each loss is computed, run backward and dropped before the next, so one graph exists at a time.
@@ -222,16 +222,16 @@ def _recomputed_layers(model: Any) -> Iterator[None]:
 
 
 def _keep_float64(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `forward` under `_KeepFloat64`, which torch leaves for the whole backward pass."""
+    """Return `forward` under `KeepFloat64`, which torch leaves for the whole backward pass."""
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        with _KeepFloat64():
+        with KeepFloat64():
             return forward(*args, **kwargs)
 
     return wrapper
 
 
-class _KeepFloat64(TorchFunctionMode):
+class KeepFloat64(TorchFunctionMode):
     """Keep float64 tensors in float64 although a model's norms and softmax cast to float32, too coarse for 1e-9."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

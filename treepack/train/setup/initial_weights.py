@@ -19,9 +19,12 @@ import torch
 
 from treepack.errors import TreepackError
 from treepack.files.directory import RUN
+from treepack.files.model_source import local_source
 from treepack.files.remote.address import is_address
+from treepack.model.accept.vocabulary import find_config
 from treepack.model.adapters.adapter import find_adapter
 from treepack.model.load import read_config, translate_load_errors
+from treepack.model.stored_weights import check_stored
 from treepack.model.text_half import model_from_config
 from treepack.train.saving.checkpoint import SavedCheckpoint, latest
 from treepack.train.saving.checkpoint_files import CHECKPOINTS, RECORD, step_of_name
@@ -47,8 +50,8 @@ class InitialWeights:
             load_weights(self.checkpoint.path, model, collective=all_ranks().collective)
 
 
-def find_weights(init_from: str, model: str | Path) -> InitialWeights:
-    """Find the weights of `init_from` for `model`; all ranks must call this.
+def find_weights(init_from: str, model: str | Path, *, dequantize: bool = False) -> InitialWeights:
+    """Find the weights of `init_from` for `model`; all ranks must call this. With `dequantize` they may be quantised.
 
     Raises:
         TreepackError: there are none, they are damaged, or their shapes differ from `model`.
@@ -56,6 +59,7 @@ def find_weights(init_from: str, model: str | Path) -> InitialWeights:
     checkpoint = _find_checkpoint(init_from)
     if checkpoint is not None:
         return InitialWeights(model, checkpoint, f"the run starts with the weights of {checkpoint.path}")
+    check_stored(init_from, find_config(local_source(init_from)) or {}, trained=True, dequantize=dequantize)
     _check_shapes(init_from, model)
     return InitialWeights(init_from, None, f"the run starts with the weights of {init_from}")
 

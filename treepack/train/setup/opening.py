@@ -27,10 +27,11 @@ from treepack.carry.refusal import check_carry
 from treepack.files.remote.address import AnyPath
 from treepack.memory.device_memory import MemoryMeter, gpu_meter
 from treepack.memory.shortage import memory_errors
-from treepack.model.adapters.adapter import assign, check_trainable, initial_weights
+from treepack.model.adapters.adapter import assign, initial_weights
 from treepack.model.experts.router_balance import RouterBalance
 from treepack.model.layers import adapt_layers
 from treepack.model.load import load_model
+from treepack.model.stored_weights import check_types
 from treepack.sequence.share import share_rows
 from treepack.train.input_checks import check_expert_ranks
 from treepack.train.options import CHUNK, TrainOptions
@@ -43,7 +44,7 @@ from treepack.train.setup.memory_input import MemoryInput
 from treepack.train.setup.rank_choice import choose_ranks
 from treepack.train.setup.run_data import RunData, open_data, open_held_out
 from treepack.train.setup.run_memory import choose_memory
-from treepack.train.setup.run_model import NO_ROOM, check_fit, load_run_model
+from treepack.train.setup.run_model import NO_ROOM, check_fit, check_trained, load_run_model
 from treepack.train.setup.run_teacher import load_teacher
 
 
@@ -73,8 +74,7 @@ def open_run(
             model, or memory is too small.
     """
     ranks, compute = (ranks or Ranks()).sharing(options.ranks_of_row), choose_compute(options)
-    if options.lora is not None:
-        check_trainable(model, options.lora)
+    check_trained(model, options, compute.device)
     check_expert_ranks(options.ranks_of_experts, ranks.size, grouped=ranks.grouped)
     data = open_data(packed, options, ranks)
     evaluated = None if held_out is None else open_held_out(held_out, options, ranks, blocks=data.blocks)
@@ -148,9 +148,10 @@ def open_verification(packed: Packed, model: str | Path, options: TrainOptions) 
     """
     check_expert_ranks(options.ranks_of_experts, 1, grouped=False)
     device = find_device(options.device)
+    is_stored = check_trained(model, options, device)
     # Only the reference implementation, and FlexAttention on a CPU, compute in float64; "auto" is one of them there.
     exact = options.attention == "reference" or (device.type == "cpu" and options.attention in ("auto", "flex"))
-    exact = exact and not (options.lora is not None and options.lora.quantize)  # no products in float64
+    exact = exact and not is_stored and not (options.lora is not None and options.lora.quantize)  # no float64 products
     weights = torch.float64 if exact else torch.float32
     compute = choose_compute(options, weights=weights)
     data = open_data(packed, options, Ranks())
@@ -164,7 +165,9 @@ def open_verification(packed: Packed, model: str | Path, options: TrainOptions) 
             lora=options.lora,
             value_head=options.objective.has_values,
             random_head=True,
+            dequantize=options.dequantize,
         )
+    check_types(loaded.source, loaded.causal)
     if options.lora is not None and options.lora.rank is not None:
         # A new adapter has B = 0, so the gradient of A is 0 and any error of it would pass.
         assign(loaded.model, initial_weights(loaded.model, options.seed, random_b=True), weights)

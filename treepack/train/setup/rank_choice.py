@@ -26,6 +26,7 @@ from treepack.memory.shortage import gib
 from treepack.model.adapters.adapter import base_of
 from treepack.model.experts.active import stacked_experts
 from treepack.model.load import read_config
+from treepack.model.stored_weights import stored_kind
 from treepack.sequence.share import check_heads
 from treepack.train.options import STATE_BYTES, TrainOptions
 from treepack.train.ranks import Ranks
@@ -159,9 +160,11 @@ def rank_needs(model: str | Path, options: TrainOptions, data: RunData, ranks: R
         TreepackError: as `choose_ranks`.
     """
     base, adapter = base_of(model, options.lora)
-    config = read_config(base, options.attention)[0].get_text_config()
+    whole = read_config(base, options.attention)[0]
+    config = whole.get_text_config()
     memory, counts = _estimate(config, base)
-    is_rounded = options.lora is not None and bool(options.lora.quantize)
+    is_stored = stored_kind(whole) is not None and not options.dequantize
+    is_rounded = is_stored or (options.lora is not None and bool(options.lora.quantize))
     is_trained = adapter is None and (options.lora is None or options.lora.rank is None)
     item = 8 if is_trained else _ROUNDED if is_rounded else 4  # a weight and its gradient
     state = int(counts.total * (_ROUNDED if is_rounded else _TRAINED if is_trained else _FROZEN))

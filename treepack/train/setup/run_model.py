@@ -13,23 +13,27 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import torch
 
 from treepack.attention import row_multiple
 from treepack.data.dataset import PackedDataset
 from treepack.data.mixture import AnyDataset, sources_of
 from treepack.data.packed_header import shared_origin
-from treepack.files.model_source import VALUE_FILE
+from treepack.files.model_source import VALUE_FILE, local_source
 from treepack.memory.shortage import memory_errors
 from treepack.model.accept.compatibility import check_fits, position_limit
-from treepack.model.adapters.adapter import adapter_base, is_adapted
+from treepack.model.accept.vocabulary import find_config
+from treepack.model.adapters.adapter import adapter_base, base_of, check_trainable, is_adapted
 from treepack.model.experts.active import num_weights
 from treepack.model.experts.replay import check_routes
 from treepack.model.experts.router_balance import RouterBalance
 from treepack.model.head.value_head import has_saved_head, without_value_head
 from treepack.model.load import load_model
 from treepack.model.loaded import LoadedModel
+from treepack.model.stored_weights import check_stored, check_types, stored_kind
+from treepack.model.verify.slope import check_stored_slope
 from treepack.model.weights.whole_checkpoint import check_savable, has_rest
-from treepack.train.options import TrainOptions
+from treepack.train.options import TrainOptions, stored_use
 from treepack.train.ranks import Ranks
 from treepack.train.setup.compute import ComputeSetting
 from treepack.train.setup.initial_weights import find_weights
@@ -53,13 +57,30 @@ class RunFit:
     notes: tuple[str, ...]
 
 
+def check_trained(model: str | Path, options: TrainOptions, device: torch.device) -> bool:
+    """Refuse a model that the options cannot train, by its configuration; return True if it stays quantised.
+
+    Raises:
+        TreepackError: a package is missing, there is nothing to train, or its weights are stored quantised.
+    """
+    if options.lora is not None:
+        check_trainable(model, options.lora)
+    base, adapter = base_of(model, options.lora)
+    config = find_config(local_source(base)) or {}
+    use = stored_use(options, adapted=adapter is not None)
+    check_stored(base, config, on_gpu=device.type != "cpu", **use)
+    return stored_kind(config) is not None and not options.dequantize
+
+
 def load_run_model(model: str | Path, options: TrainOptions, compute: ComputeSetting, ranks: Ranks) -> LoadedModel:
     """Load the model, whole or sharded over the ranks, with the initial weights that the options name.
 
     Raises:
         TreepackError: the model is not supported, or memory is too small.
     """
-    initial = None if options.init_from is None else find_weights(options.init_from, model)
+    initial = (
+        None if options.init_from is None else find_weights(options.init_from, model, dequantize=options.dequantize)
+    )
     source = model if initial is None else initial.source
     with memory_errors(*NO_ROOM):
         if ranks.grouped:
@@ -73,9 +94,12 @@ def load_run_model(model: str | Path, options: TrainOptions, compute: ComputeSet
                 seed=options.seed,
                 lora=options.lora,
                 value_head=options.objective.has_values,
+                dequantize=options.dequantize,
             )
+            check_stored_slope(loaded, compute.autocast or torch.float32, seed=options.seed)
             compute.lower_products(loaded.causal)  # of an adapter's base
             adapt(loaded.causal, options, compute.device)
+        check_types(loaded.source, loaded.causal)
         if initial is not None:
             initial.fill(loaded.model)
             loaded = replace(loaded, source=str(model), notes=(*loaded.notes, initial.note))
@@ -127,6 +151,11 @@ def check_fit(
     notes = (*notes, *_router_notes(loaded, options, balance), *data.notes)
     if not objective.has_values and has_saved_head(loaded.source):
         notes = (*notes, f"the model has a {VALUE_FILE}, which is neither trained nor written: the loss has no values")
+    if objective.kl and objective.kl_estimator == "k1":
+        notes = (
+            *notes,
+            "the gradient of --kl-estimator k1 is 0 in the mean, so it bounds nothing; give k2 or unbiased",
+        )
     num_left_out = len(dataset) - len(data.rows)
     if num_left_out:
         lacking = "pairs to compare" if objective.has_pairs else "trained tokens"

@@ -44,9 +44,9 @@ NAMES: dict[str, tuple[str, ...]] = {
     RETURN: ("returns", "mc_return"),
     SAMPLING: tuple(
         "rollout_log_probs rollout_logprobs response_logprobs completion_logprobs inference_logprobs logprobs "
-        "sampling_per_token_logps".split()
+        "sampling_per_token_logps sampling_logprobs".split()
     ),
-    OLD: ("old_log_probs", "old_per_token_logps", "action_log_probs"),
+    OLD: ("old_log_probs", "old_logprobs", "old_per_token_logps", "action_log_probs"),
     REFERENCE: tuple("ref_log_prob ref_logprobs reference_logprobs ref_per_token_logps base_action_log_probs".split()),
     TEACHER: ("teacher_log_probs", "teacher_logprobs", "teacher_per_token_logps"),
     TEMPERATURE: ("temperatures",),
