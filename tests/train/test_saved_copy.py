@@ -14,12 +14,13 @@ import torch
 from huggingface_hub import constants
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from support.oracle_model import packed_directory, tiny_config, tiny_model
 from support.paths import SAMPLE_DATA
 from support.strategies import make
+from support.tiny_vision import read_weights, save_vision, tiny_vision
 from treepack.errors import TreepackError
 from treepack.model.adapters.lora_options import LoraOptions
 from treepack.model.saved_files import check_files, set_field, with_end_tokens
@@ -120,6 +121,41 @@ def test_every_file_but_the_weights_is_the_source_s(packed: Path, tmp_path: Path
     before, after = (load_file(folder / "model.safetensors") for folder in (source, tmp_path / "out"))
     assert before.keys() == after.keys()
     assert not torch.equal(before["model.norm.weight"].float(), after["model.norm.weight"])
+
+
+@pytest.mark.parametrize("changes", [{}, {"lora": LoraOptions(rank=2, merge=True)}])
+def test_weights_are_saved_in_float32_or_rounded_to_the_dtype_of_each_in_the_source(
+    packed: Path, tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    source = source_at(tmp_path / "model")
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].float()
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    for name in ("fp32", "source"):
+        go(packed, source, tmp_path / name, save_dtype=name, checkpoint_every=1, **changes)
+    whole, rounded = (load_file(tmp_path / name / "model.safetensors") for name in ("fp32", "source"))
+    assert {tensor.dtype for tensor in whole.values()} == {torch.float32}
+    assert {name: tensor.dtype for name, tensor in rounded.items()} == {n: t.dtype for n, t in tensors.items()}
+    assert all(torch.equal(rounded[name], whole[name].to(rounded[name].dtype)) for name in whole)
+    assert files_of(source) == files_of(tmp_path / "fp32")
+    if not changes:  # more steps continue from the checkpoint, which has every bit
+        for name in ("fp32", "source"):
+            run = open_run(packed, source, replace(OPTIONS, steps=2, save_dtype=name, checkpoint_every=1))
+            list(train(run, tmp_path / name, resume=True))
+        whole, rounded = (load_file(tmp_path / name / "model.safetensors") for name in ("fp32", "source"))
+        assert all(torch.equal(rounded[name], whole[name].to(rounded[name].dtype)) for name in whole)
+
+
+def test_the_weights_of_a_vision_language_copy_are_rounded_too(packed: Path, tmp_path: Path) -> None:
+    model = tiny_vision("gemma3", vocab_size=64).bfloat16()
+    source = save_vision(model, tmp_path / "source", "hub")
+    go(packed, source, tmp_path / "out", save_dtype="source")
+    assert {tensor.dtype for tensor in read_weights(tmp_path / "out").values()} == {torch.bfloat16}
+
+
+def test_an_adapter_is_not_rounded() -> None:
+    with pytest.raises(TreepackError, match=r"^save_dtype source is for whole models.* omit it or merge$"):
+        TrainOptions(save_dtype="source", lora=LoraOptions(rank=2))
 
 
 @pytest.mark.parametrize("name", ["output_router_logits", "output_attentions"])

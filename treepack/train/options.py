@@ -21,7 +21,7 @@ from treepack.option_fields import check_options, expect_type, option
 CHANGEABLE_ON_RESUME = frozenset(
     "checkpoint_layers offload_checkpoints offload_optimizer compile attention carry pass_tokens loss_chunk "
     "device sequence_ranks expert_ranks gather_dtype whole_weights "
-    "checkpoint_every keep max_skipped".split()
+    "checkpoint_every keep save_dtype max_skipped".split()
 )
 # Options that define the number of steps. A resumed run may have more steps than before, or fewer, but not fewer than
 # are done.
@@ -131,6 +131,11 @@ class TrainOptions:
     checkpoint_every: int = option(100, "Optimiser steps between checkpoints; 0 for none.", minimum=0)
     # If the newest checkpoint is damaged, the run continues from the one before.
     keep: int = option(2, "Number of checkpoints to keep, the newest ones.", minimum=1)
+    save_dtype: str = option(
+        "fp32",
+        "Weights of the saved model: fp32, or source for the dtype that each has in --model, as engines round them.",
+        choices=("fp32", "source"),
+    )
     eval_every: int = option(
         100, "Optimiser steps between evaluations of --eval, which also follow the last step.", minimum=1
     )
@@ -188,6 +193,10 @@ class TrainOptions:
                 raise TreepackError(f"{name} is {getattr(self, name)!r}; expected True, False or auto")
         check_tokens(self.carry, self.pass_tokens)
         _check_number("loss_chunk", self.loss_chunk, "targets")
+        if self.save_dtype == "source" and self.lora is not None and not self.lora.merge:
+            raise TreepackError(
+                "save_dtype source is for whole models, and an adapter is saved in fp32; omit it or merge"
+            )
         shares = () if self.mix is None else self.mix
         if not all(isinstance(share, SupportsFloat) and 0 < share < math.inf for share in shares):
             raise TreepackError(f"mix is {', '.join(map(str, shares))}; expected positive numbers")

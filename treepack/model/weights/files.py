@@ -6,6 +6,7 @@ directory | hub name | address --weight_files--> {"model.norm.weight": .../model
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -31,6 +32,29 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+
+
+def stored_dtypes(source: str | Path, names: Collection[str], default: str | None) -> dict[str, torch.dtype]:
+    """Return the dtype in which the weight files of `source` have each of `names`.
+
+    Args:
+        source: a model directory or its address, a hub name, or a config file, which has no weights.
+        names: names of tensors in a checkpoint.
+        default: dtype in config.json ("bfloat16") of tensors that no safetensors file has; None for float32.
+
+    Raises:
+        TreepackError: a file cannot be read.
+    """
+    from safetensors import safe_open
+
+    usual = getattr(torch, default or "", torch.float32)
+    found = dict.fromkeys(names, usual if isinstance(usual, torch.dtype) else torch.float32)
+    files = (None if str(source).endswith(".json") else weight_files(source)) or {}
+    for path in set(files.values()):
+        with translate_read_errors(source), safe_open(path, "pt") as file:
+            for name in found.keys() & set(file.keys()):
+                found[name] = DTYPES.get(file.get_slice(name).get_dtype(), found[name])
+    return found
 
 
 def translate_read_errors(source: str | Path) -> AbstractContextManager[None]:

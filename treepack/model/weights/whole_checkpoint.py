@@ -44,7 +44,14 @@ def has_rest(model: Any, source: str | Path) -> bool:
     return is_text_half(model) and not str(source).endswith(".json")
 
 
-def save_whole(model: Any, source: str | Path, directory: Path, state: dict[str, Tensor] | None = None) -> None:
+def save_whole(
+    model: Any,
+    source: str | Path,
+    directory: Path,
+    state: dict[str, Tensor] | None = None,
+    *,
+    rounded: bool = False,
+) -> None:
     """Write the files of the weights of `source` into `directory`, with the weights of its text half from `model`.
 
     Args:
@@ -52,6 +59,7 @@ def save_whole(model: Any, source: str | Path, directory: Path, state: dict[str,
         source: a model directory or its address, or a hub name.
         directory: created if it does not exist.
         state: the whole tensors of a model whose weights are sharded; None if `model` has them itself.
+        rounded: write trained tensors in their dtype in the source, else in that of `state`.
 
     Raises:
         TreepackError: the checkpoint of the source is missing or was replaced since the model was loaded.
@@ -66,7 +74,7 @@ def save_whole(model: Any, source: str | Path, directory: Path, state: dict[str,
     num_bytes = 0
     for path in sorted(set(files.values())):
         with translate_read_errors(source):
-            tensors, metadata = _fill_in(path, plan, model, state)
+            tensors, metadata = _fill_in(path, plan, model, state, rounded=rounded)
         save_file(tensors, directory / path.name, metadata=metadata)
         num_bytes += sum(tensor.nbytes for tensor in tensors.values())
     if not (directory / SINGLE_FILE).exists():
@@ -75,7 +83,9 @@ def save_whole(model: Any, source: str | Path, directory: Path, state: dict[str,
         (directory / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def _fill_in(path: Path, plan: dict[str, str], model: Any, state: dict[str, Tensor]) -> tuple[dict[str, Tensor], Any]:
+def _fill_in(
+    path: Path, plan: dict[str, str], model: Any, state: dict[str, Tensor], *, rounded: bool
+) -> tuple[dict[str, Tensor], Any]:
     """Return the tensors of a file of the source, with values from `state` for the text half, and its metadata."""
     from safetensors import safe_open
 
@@ -93,7 +103,7 @@ def _fill_in(path: Path, plan: dict[str, str], model: Any, state: dict[str, Tens
                 restored[ours] = {ours: value, **_restore(model, ours, value)}
             fitting = _fit(restored[ours][name], file.get_slice(name).get_shape())
             assert fitting is not None, "_plan has checked the shapes"
-            tensor = fitting.contiguous()
+            tensor = fitting.to(file.get_tensor(name).dtype if rounded else fitting.dtype).contiguous()
             # A checkpoint may contain two tied tensors, but safetensors writes no tensors that share memory.
             tensors[name] = tensor.clone() if tensor.data_ptr() in addresses else tensor
             addresses.add(tensor.data_ptr())

@@ -51,6 +51,16 @@ class SavedWeights:
     def __post_init__(self) -> None:
         object.__setattr__(self, "_rest", _whole(self.tensors))
 
+    def rounded(self, dtypes: Mapping[str, torch.dtype]) -> SavedWeights:
+        """Return the same weights, of which the files have floating-point tensors in `dtypes`, by name."""
+        layout = {
+            name: TracedTensor(traced.boxes, traced.shape, dtypes[name] if traced.is_floating_point() else traced.dtype)
+            for name, traced in self.layout.items()
+        }
+        weights = SavedWeights(layout, self.tensors)
+        object.__setattr__(weights, "_rest", self._rest)  # `gather` of either one ends the gathering
+        return weights
+
     def gather(self) -> None:
         """Gather the remaining tensors together with the other ranks, and drop them."""
         for _ in self._rest:
@@ -79,7 +89,7 @@ class SavedWeights:
                 for target, box in boxes.get(name, ()):
                     traced = self.layout[target]
                     if box.num_elements == traced.numel():
-                        _write(*at[target], box.take(tensor))
+                        _write(*at[target], box.take(tensor).to(traced.dtype))
                         continue
                     part = waiting.setdefault(target, _AssembledTensor(torch.empty(traced.shape, dtype=traced.dtype)))
                     if part.add(box, tensor):

@@ -52,7 +52,7 @@ def stage_before_checkpoint(run: TrainingRun, place: Place) -> bool:
     In both cases the model is staged after the checkpoint, and an error of the disk ends the run then.
     """
     weights = _weights_as_files(run)
-    if weights is None:
+    if weights is None or run.options.save_dtype == "source":  # a checkpoint keeps every bit
         return False
     try:
         _stage(run, place, weights)

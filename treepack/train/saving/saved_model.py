@@ -6,6 +6,7 @@ value_head.safetensors, if the model is a critic
 
 from __future__ import annotations
 
+import json
 import logging
 import shutil
 from pathlib import Path
@@ -14,10 +15,12 @@ from typing import Any
 from torch import Tensor
 
 from treepack.errors import first_line
+from treepack.model.accept.vocabulary import CONFIG_FILE
 from treepack.model.adapters.adapter import adapter_base, is_adapted, save_adapter
 from treepack.model.head.value_head import without_value_head, write_value_head
 from treepack.model.load import hide_progress_bars, load_merged
 from treepack.model.saved_files import write_files
+from treepack.model.weights.files import stored_dtypes
 from treepack.model.weights.whole_checkpoint import has_rest, save_whole
 from treepack.model.weights.writing import SavedWeights, converted_weights, saved_weights
 from treepack.train.run import TrainingRun
@@ -60,7 +63,7 @@ def save_model(
                 if merge:
                     model = _merge(run, directory, base)
             if not is_adapted(model):
-                _save_weights(model, base, directory, weights)
+                _save_weights(run, model, base, directory, weights)
     except SafetensorError as error:
         raise OSError(first_line(error)) from error
     if value_head is not None:
@@ -77,14 +80,21 @@ def _merge(run: TrainingRun, directory: Path, base: str) -> Any:
     return merged
 
 
-def _save_weights(model: Any, source: str, directory: Path, weights: dict[str, Any] | SavedWeights | None) -> None:
+def _save_weights(
+    run: TrainingRun, model: Any, source: str, directory: Path, weights: dict[str, Any] | SavedWeights | None
+) -> None:
     """Write a model, and the rest of a checkpoint of which it is the text half."""
+    is_rounded = run.options.save_dtype == "source"
     if has_rest(model, source):
         assert not isinstance(weights, SavedWeights)
-        save_whole(model, source, directory, weights)
+        save_whole(model, source, directory, weights, rounded=is_rounded)
         return
     if weights is None:  # one process
         weights = saved_weights(model)
     if not isinstance(weights, SavedWeights):
         weights = converted_weights(model, weights)
+    if is_rounded:
+        fields = json.loads(run.files[CONFIG_FILE])
+        default = fields.get("dtype") or fields.get("torch_dtype")
+        weights = weights.rounded(stored_dtypes(source, weights.layout, default))
     weights.write(directory)
