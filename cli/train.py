@@ -44,7 +44,7 @@ _SECTIONS = {
     "Data, model and output": "model init-from out overwrite resume dry-run mix eval quiet",
     "Loss and optimiser": "loss epochs steps rows-per-step lr min-lr-ratio warmup-steps weight-decay clip seed",
     "LoRA and quantised weights": "lora-rank lora-alpha lora-targets lora-dropout quantize merge dequantize",
-    "Held-out rows and checkpoints": "eval-every patience checkpoint-every keep max-skipped",
+    "Held-out rows and checkpoints": "eval-every patience checkpoint-every keep save-dtype max-skipped",
     "Metrics": "report-to project run-name",
     "Any loss": "denominator response-length entropy temperature router-aux routes",
     "Ratios and clipping (policy losses)": "clip-low clip-high dual-clip old-logprobs",
