@@ -11,6 +11,8 @@ SERVER := .venv-vllm
 TASKS := .venv-verifiers
 # The environment of a Ray cluster on this machine, and of an S3 server: 80 packages, and no torch.
 CLUSTER := .venv-ray
+# The environment of an older transformers, which reads saved models.
+SERVED := .venv-served
 # The environment of flash-linear-attention, whose kernels run in Triton's interpreter there.
 RECURRENT := .venv-fla
 # The data half without torch; these rooms run in it. Their tests that import torch are skipped there. Of trl, which needs
@@ -52,7 +54,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PIP := -m pip install --quiet --disable-pip-version-check --no-compile
 install = install() { $(1)/bin/uv pip install --quiet --python $(1)/bin/python "$$@" || $(1)/bin/python $(PIP) "$$@"; }; install
 
-.PHONY: help demo quick test suite test-slow test-data test-s3 test-integrations test-verifiers test-vllm test-ray test-fla lint types imports \
+.PHONY: help demo quick test suite test-slow test-data test-s3 test-integrations test-verifiers test-vllm test-ray test-fla test-served lint types imports \
 	schemas docs site dist constraints clean $(ROOMS)
 .DEFAULT_GOAL := help
 
@@ -127,6 +129,13 @@ $(RECURRENT)/stamp: tests/recurrent/fla_requirements.txt pyproject.toml
 	$(RECURRENT)/bin/python -c "$$CHECKOUT_PTH"
 	touch $@
 
+$(SERVED)/stamp: tests/train/served_requirements.txt
+	$(PYTHON) -m venv $(SERVED)
+	$(SERVED)/bin/python $(PIP) --no-deps $(TORCH)
+	-$(SERVED)/bin/python $(PIP) uv
+	$(call install,$(SERVED)) --no-deps -r tests/train/served_requirements.txt
+	touch $@
+
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@printf 'make %-18s %s\n' ROOM "the tests of one room: $(ROOMS)" | fold -s -w 120
@@ -158,7 +167,7 @@ suite: $(VENV)/dev.stamp  ## the tests of `make test` alone
 	$(BIN)/python -m pytest -n auto --dist loadfile
 
 # Marks of tests that need further packages; a property may have such a mark.
-OTHER_GROUPS := integrations or verifiers or vllm or ray or fla or s3
+OTHER_GROUPS := integrations or verifiers or vllm or ray or fla or served or s3
 
 test-slow: $(VENV)/dev.stamp  ## the tests marked slow, and every property with more examples
 	$(BIN)/python -m pytest -n auto -m "(slow or hypothesis) and not ($(OTHER_GROUPS))" --hypothesis-profile thorough
@@ -198,6 +207,10 @@ test-fla: $(RECURRENT)/stamp  ## recurrent layers with flash-linear-attention in
 test-vllm: $(VENV)/dev.stamp $(SERVER)/stamp  ## rollouts from a real vLLM server on the CPU
 	$(BIN)/python -m pytest -n 0 -m vllm tests/rollout
 
+# The tests run in the usual environment, and ask the older transformers for the log-probabilities of saved models.
+test-served: $(VENV)/dev.stamp $(SERVED)/stamp  ## saved models of all families, read by an older transformers
+	$(BIN)/python -m pytest -n 0 -m served tests/train/test_served_copies.py
+
 lint: $(VENV)/dev.stamp  ## ruff: rules and format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -233,5 +246,5 @@ constraints:  ## choose the versions of constraints.txt again, the newest that f
 	rm -rf $(RESOLVED)
 
 clean:  ## remove environments, caches and outputs
-	rm -rf $(VENV) $(TRAINERS) $(TASKS) $(SERVER) $(CLUSTER) $(RECURRENT) $(DATA) $(PAGES) $(RESOLVED) $(DEMO) build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(TRAINERS) $(TASKS) $(SERVER) $(CLUSTER) $(RECURRENT) $(SERVED) $(DATA) $(PAGES) $(RESOLVED) $(DEMO) build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -34,7 +34,7 @@ def pins() -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     texts = [path.read_text() for path in [ROOT / "constraints.txt", *(ROOT / "tests").rglob("*requirements.txt")]]
     makefile = re.findall(r"^TORCH \?= (torch==\S+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    assert len(texts) == 6
+    assert len(texts) == 7
     assert len(makefile) == 1
     for name, version in re.findall(r"^([\w.-]+)==(\S+)", "\n".join([*texts, *makefile]), re.MULTILINE):
         found.setdefault(OTHER_NAMES.get(name, name), set()).add(version)
