@@ -58,5 +58,5 @@ def read(folder: Path, names: list[str]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    function = {"make": make, "read": read}[sys.argv[1]]
-    print(json.dumps(function(Path(sys.argv[2]), json.load(sys.stdin))))
+    target, value = Path(sys.argv[2]), json.load(sys.stdin)
+    print(json.dumps(make(target, value) if sys.argv[1] == "make" else read(target, value)))
