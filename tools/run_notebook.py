@@ -2,7 +2,7 @@
 
     python tools/run_notebook.py examples/first_hour.ipynb
 
-    cells --exec, one after the other--> printed text, and the figures of matplotlib as PNG --write--> the same file
+    cells --exec, one after the other--> printed text, and the last value if it draws a PNG --write--> the same file
 
 The tests run the cells in the same way and compare the text with the file, so a notebook with old results fails.
 """
@@ -18,12 +18,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import matplotlib
-
-matplotlib.use("Agg")
-
-import matplotlib.pyplot as plt  # after the choice of the backend
 
 
 class Shown(NamedTuple):
@@ -44,20 +38,13 @@ def run_cells(notebook: dict[str, Any], name: str) -> Iterator[Shown]:
     for number, cell in enumerate(code_cells(notebook), start=1):
         source = "".join(cell["source"])
         tree = ast.parse(source, f"{name}, code cell {number}")
+        if tree.body and isinstance(last := tree.body[-1], ast.Expr):
+            tree.body[-1] = ast.copy_location(ast.Assign([ast.Name("_", ast.Store())], last.value), last)
+        namespace["_"] = None
         with contextlib.redirect_stdout(io.StringIO()) as printed:
-            exec(compile(tree, f"{name}, code cell {number}", "exec"), namespace)
-        yield Shown(printed.getvalue(), _pictures())
-
-
-def _pictures() -> list[bytes]:
-    pictures = []
-    for number in plt.get_fignums():
-        buffer = io.BytesIO()
-        # Without the version of matplotlib, so that equal pictures have equal bytes.
-        plt.figure(number).savefig(buffer, format="png", dpi=80, bbox_inches="tight", metadata={"Software": None})
-        pictures.append(buffer.getvalue())
-    plt.close("all")
-    return pictures
+            exec(compile(ast.fix_missing_locations(tree), f"{name}, code cell {number}", "exec"), namespace)
+        draw = getattr(namespace["_"], "_repr_png_", None)  # as Jupyter asks the last value of a cell
+        yield Shown(printed.getvalue(), [draw()] if draw else [])
 
 
 def outputs(shown: Shown) -> list[dict[str, Any]]:
