@@ -257,8 +257,8 @@ EXPECTED = "expected system, user, assistant or tool"
         ),
         (
             ASSISTANT | {"loss_mask": [1]},
-            "message 3 has the field 'loss_mask', which can be a mask and is not read; remove it, or say which turns "
-            "are trained with loss, true or false",
+            "message 3 has the field 'loss_mask', which can be a mask and is not read; leave it out with --columns "
+            "ignore=loss_mask",
         ),
         (ASSISTANT | {"loss": 2}, "message 3 has loss 2; expected true or false"),
         (ASSISTANT | {"trainable": "half"}, 'message 3 has trainable "half"; expected true or false'),

@@ -79,6 +79,11 @@ class ColumnMap:
         return frozenset(self.paths).intersection(CONTENT)
 
     @property
+    def is_edit(self) -> bool:
+        """True if the map only ignores fields or names a mask, so that the records keep their own format."""
+        return not self.roles and self.paths.keys() <= {"mask"}
+
+    @property
     def line(self) -> str:
         """The map as text: the value of `--columns`."""
         pairs = [

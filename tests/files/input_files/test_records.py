@@ -338,7 +338,10 @@ def test_unusable_inputs_are_refused(tmp_path: Path) -> None:
         (JSONL + b"[1]\n", ":3: contains an array; expected a JSON object"),
         (b'"text"\n', ":1: contains a string; expected a JSON object"),
         (b'[{"a": 1}, 2]', "[1]: contains a number; expected a JSON object"),
-        (b"[{}]\n{}\n", ":2: text after a JSON array; put one record on each line or all of them in one array"),
+        (
+            b"[{}]\n{}\n",
+            ":2: text after a JSON array that is not messages; put one record on each line, or all into one array",
+        ),
         (JSONL + b'{"a": "\xff"}\n', ":3: not UTF-8 (byte 0xff); fix or remove the line"),
         (b'{\n"a": "\xff"}\n', ":2: not UTF-8 (byte 0xff); fix the document"),
         (JSONL + b'{"a": "\\ud800"}\n', ":3: half of a surrogate pair in a string; fix or remove the line"),

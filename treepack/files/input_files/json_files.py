@@ -1,8 +1,8 @@
 """Files of JSON to blocks: one record on each line, one array, or one document.
 
 The first line decides. An object is JSONL, an array on one line is the whole file, and anything else is tried as a
-document of many lines. With `skip_bad`, the elements of a damaged array and the lines after a damaged first line are
-read one by one.
+document of many lines. An array of messages is a line of JSONL if more lines follow, or by the name of the file. With
+`skip_bad`, the elements of a damaged array and the lines after a damaged first line are read one by one.
 """
 
 from __future__ import annotations
@@ -31,8 +31,10 @@ from treepack.files.input_files.records import (
     LineBlock,
     RecordBlock,
     ValueBlock,
+    as_conversation,
     as_object,
     blocks_of_value,
+    is_of_lines,
 )
 from treepack.trajectory import Skipped
 
@@ -69,7 +71,12 @@ def _blocks_from(
     value: Any, first: bytes, stream: Any, path: str, number: int, how: RecordLimits
 ) -> Iterator[RecordBlock]:
     """Yield the blocks of a file whose `first` line is `value`: an array is the whole file, an object is JSONL."""
-    if isinstance(value, list):
+    following = b""
+    if is_talk := as_conversation(value) is not value:
+        while not following.strip() and (part := stream.readline(CHUNK)):
+            following += part
+        stream, is_talk = as_buffer(stream, following), bool(following.strip()) or is_of_lines(path)
+    if isinstance(value, list) and not is_talk:
         if not how.skip_bad:
             _refuse_more(stream, path, number)
         yield from blocks_of_value(value, path)
@@ -77,7 +84,7 @@ def _blocks_from(
             _refuse_more(stream, path, number)
     else:
         if not how.skip_bad:
-            as_object(value, f"{path}:{number}")
+            as_object(as_conversation(value), f"{path}:{number}")
         blocks = _line_blocks(first, stream, path, number, how)
         del first, value  # a large line should be in memory once, and not until the end of the file
         yield from blocks
@@ -188,7 +195,8 @@ def _refuse_more(stream: Any, path: str, number: int) -> None:
     while part := stream.readline(CHUNK):
         if part.strip():
             raise TreepackError(
-                f"{path}:{number + 1}: text after a JSON array; put one record on each line or all of them in one array"
+                f"{path}:{number + 1}: text after a JSON array that is not messages; put one record on each line, or "
+                "all into one array"
             )
         number += part.endswith(b"\n")
 

@@ -3,6 +3,7 @@
     file --read_blocks--> LineBlock | ValueBlock | TableRows | DamagedBlock --records()--> Record(source, path, value)
 
     JSONL            one record per line, split at b"\\n" only       source "rollouts.jsonl:17"      Lines, unparsed
+                     an array of messages is a conversation
     JSON array       one record per element                         source "rollouts.json[3]"      Values
     JSON document    one record, compact or pretty-printed          source "task.traj"             Values
     Parquet, Arrow   one record per row                             source "part.parquet[3]"       TableRows, columns
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import orjson
@@ -94,7 +95,8 @@ class LineBlock:
                         continue
                     value = parse_leniently(bytes(line), path=self.path, line=number, remedy="fix or remove the line")
                     has_arrays = False
-                record = Record(source, self.path, as_object(value, source), line if has_arrays else None)
+                value = as_object(as_conversation(value), source)
+                record = Record(source, self.path, value, line if has_arrays else None)
             except TreepackError as error:
                 _put_aside(error, source, damaged)
                 continue
@@ -204,6 +206,21 @@ def blocks_of_list(values: list[Any], path: str, field: str = "") -> Iterator[Re
     """Yield the blocks of an array, which is the field `field` of a document if that is a name."""
     for start in range(0, len(values), VALUES):
         yield ValueBlock(path, start, values[start : start + VALUES], field)
+
+
+def as_conversation(value: Any) -> Any:
+    """Return the record of a line that is an array of messages, any other value as it is."""
+    # [{"role": .., ..}, ..] -> {"messages": [..]}     [{"from": .., ..}, ..] -> {"conversations": [..]}
+    for key, field in (("role", "messages"), ("from", "conversations")):
+        if isinstance(value, list) and value and all(isinstance(each, dict) and key in each for each in value):
+            return {field: value}
+    return value
+
+
+def is_of_lines(path: str) -> bool:
+    """Return whether each line of a file is a record by its name: the only line of a.jsonl.gz, but not of a.json."""
+    stem = PurePath(path)
+    return (stem.with_suffix("") if stem.suffix in COMPRESSED else stem).suffix in (".jsonl", ".ndjson")
 
 
 class NoObjectError(TreepackError):

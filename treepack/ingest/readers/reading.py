@@ -24,6 +24,7 @@ from treepack.files.input_files.torch_files import NotPlainError
 from treepack.files.remote.address import is_address
 from treepack.ingest.readers.column_records import has_columns
 from treepack.ingest.readers.columns.aliases import FIELDS
+from treepack.ingest.readers.columns.edits import edited
 from treepack.ingest.readers.copies import find_copies, size_of, skipped_copies
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.format import Format
@@ -172,7 +173,9 @@ def recognised_file(blocks: Iterator[RecordBlock | Range], options: ReadOptions)
         blocks,
         partial(_format_of, options=options),
         refuse=partial(refusal, options=options),
-        expected=formats_by_name().get("columns" if options.columns else options.format),
+        expected=formats_by_name().get(
+            "columns" if options.columns and not options.columns.is_edit else options.format
+        ),
         skip_bad=options.limits.skip_bad,
     )
 
@@ -193,31 +196,57 @@ def _read_blocks(
     """Read the records of `blocks`; with `skip_bad`, yield the damaged records of a block after its trajectories."""
     damaged: list[Skipped] | None = [] if options.limits.skip_bad else None
     arrays = formats_by_name()[name].arrays
-    last: list[Record] = []  # the current record, which an error names
+    seen: list[Record] = []  # the first record and the current one, which an error names
+    notes: dict[str, None] = {}  # on the current record
+    edits, how = (options.columns, replace(options, columns=None)) if _is_edit(options) else (None, options)
 
     def records() -> Iterator[Record]:
         for block in blocks:
             for record in block.records(damaged, arrays):
-                last[:] = [record]
+                seen[:] = [*seen[:1], record]
+                if edits is not None:
+                    record, ignored = edited(record, edits)
+                    notes.update(dict.fromkeys(ignored))
                 yield record
 
     try:
-        for item in with_step(formats_by_name()[name].trajectories(records(), options), name):
+        for item in with_step(formats_by_name()[name].trajectories(records(), how), name):
+            if notes and isinstance(item, Trajectory):
+                item = replace(item, notes=(*notes, *item.notes))
+                notes.clear()
             yield item
             if damaged:
                 yield from damaged
                 damaged.clear()
     except TreepackError as error:
-        # These formats are recognised by one field, which other layouts have too.
-        if name not in ("chat", "columns", "tokens") or not last:
+        if not seen or not str(error).startswith(f"{seen[-1].source}:"):
             raise
-        raise with_suggestion(error, last[0], options) from error
+        raise _with_remedy(error, name, seen, options) from error
     yield from damaged or ()
+
+
+def _is_edit(options: ReadOptions) -> bool:
+    return options.columns is not None and options.columns.is_edit
+
+
+def _with_remedy(error: TreepackError, name: str, seen: Sequence[Record], options: ReadOptions) -> TreepackError:
+    """Return `error` about the last record of `seen`, whose file has the format `name`, with what to do about it."""
+    found = formats_by_name()[name]
+    other = None if found.matches(seen[-1].value) else _format_of(seen[-1], replace(options, columns=None))
+    if other not in (None, found) and options.columns is None:
+        return TreepackError(
+            f"{seen[-1].source}: has the format {other.name}, and the file {name} by its first record; split the file "
+            "by format"
+        )
+    # These formats are recognised by one field, which other layouts have too.
+    return with_suggestion(error, seen, options) if name in ("chat", "columns", "tokens") else error
 
 
 def _format_of(record: Record, options: ReadOptions) -> Format | None:
     """Return the format that the options name if `record` has it, or the first that matches if they name none."""
-    if options.columns is not None:
+    if options.columns is not None and options.columns.is_edit:
+        record = edited(record, options.columns)[0]
+    elif options.columns is not None:
         return formats_by_name()["columns"] if has_columns(record, options.columns) else None
     refuse_own_row(record)
     record = with_containers(record)
@@ -243,14 +272,14 @@ def detect_format(record: Record) -> str:
     """
     found = _format_of(record, ReadOptions())
     if found is None:
-        raise refusal(record, ReadOptions())
+        raise refusal([record], ReadOptions())
     return found.name
 
 
-def refusal(record: Record, options: ReadOptions) -> UnknownFormatError:
-    """Return the error about a record of no known format, with a remedy that was tried on it."""
-    return unread_program(record, particular=False) or unknown_format(
-        with_containers(record), all_formats(), _known_fields(), options
+def refusal(records: Sequence[Record], options: ReadOptions) -> UnknownFormatError:
+    """Return the error about records of no known format, with a remedy that was tried on them."""
+    return unread_program(records[0], particular=False) or unknown_format(
+        list(map(with_containers, records)), all_formats(), _known_fields(), options
     )
 
 

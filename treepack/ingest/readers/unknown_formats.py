@@ -19,7 +19,7 @@ from treepack.files.remote.address import is_address
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.values import SIMILAR
 from treepack.ingest.readers.format import Format
-from treepack.ingest.readers.recognition import lists_of_objects
+from treepack.ingest.readers.recognition import is_episode, lists_of_objects
 from treepack.ingest.readers.suggestions import suggested_columns
 from treepack.ingest.readers.unread_programs import UnknownFormatError
 from treepack.trajectory import Trajectory
@@ -37,9 +37,10 @@ _LISTS_FORMATS = "'treepack formats' lists the formats and their fields, and --c
 
 
 def unknown_format(
-    record: Record, formats: Sequence[Format], names: Sequence[str], options: ReadOptions
+    records: Sequence[Record], formats: Sequence[Format], names: Sequence[str], options: ReadOptions
 ) -> UnknownFormatError:
-    """Return the error about `record`, which none of `formats` with the fields `names` matches, with a remedy."""
+    """Return the error about `records`, which none of `formats` with the fields `names` matches, with a remedy."""
+    record = records[0]
     if _is_of_model(record.path):
         folder = Path(record.path).parent
         can_be_loaded = any((folder / name).is_file() for name in ("config.json", _TOKENIZER))  # a checkpoint cannot
@@ -50,7 +51,7 @@ def unknown_format(
         )
     fields = f"but the fields {_list_fields(record.value)}" if record.value else "because it has no fields"
     return UnknownFormatError(
-        f"{record.source}: has no known format, {fields}; {_remedy(record, formats, names, options)}"
+        f"{record.source}: has no known format, {fields}; {_remedy(records, formats, names, options)}"
     )
 
 
@@ -64,21 +65,28 @@ def _is_of_model(path: str) -> bool:
         return False
 
 
-def with_suggestion(error: TreepackError, record: Record | None, options: ReadOptions) -> TreepackError:
-    """Return `error` about `record` with the columns that would read it, if there are some."""
-    if record is None or options.columns is not None or not str(error).startswith(f"{record.source}:"):
+def with_suggestion(error: TreepackError, records: Sequence[Record], options: ReadOptions) -> TreepackError:
+    """Return `error` about the last of `records` with the columns that would read them, if there are some."""
+    if options.columns is not None or "--columns" in str(error):
         return error
-    if "--columns" in str(error) or (line := suggested_columns(record, options)) is None:
+    if (line := suggested_columns(records, options)) is None:
         return error
     return TreepackError(f"{error}, or add --columns {line}")
 
 
-def _remedy(record: Record, formats: Sequence[Format], known: Sequence[str], options: ReadOptions) -> str:
+def _remedy(records: Sequence[Record], formats: Sequence[Format], known: Sequence[str], options: ReadOptions) -> str:
+    record = records[0]
     if (renamed := _misspelt(record, formats, known, options)) is not None:
         return f"rename '{renamed[0]}' if it is '{renamed[1]}'; 'treepack formats' lists the formats and their fields"
-    if (line := suggested_columns(record, options)) is not None:
+    if (line := suggested_columns(records, options)) is not None:
         return f"if its fields mean this, add --columns {line}; 'treepack formats --record FILE' shows the fields"
-    if names := [name for name in lists_of_objects(record.value) if _has_records(record, name, formats)]:
+    names = [name for name in lists_of_objects(record.value) if _has_records(record, name, formats)]
+    if episodes := [name for name in names if is_episode(record.value, name)]:
+        return (
+            f"if {episodes[0]} has the turns of one rollout, write them as the list messages of the record, with its "
+            "reward beside it; if its elements are rollouts, write each as one record"
+        )
+    if names:
         return (
             f"write each element of {' or '.join(names)} as one record, if these are the rollouts; 'treepack formats' "
             "lists the formats and their fields"

@@ -21,6 +21,7 @@ import numpy as np
 from treepack.errors import TreepackError
 from treepack.files.input_files.records import Record
 from treepack.ingest.column_map import CONTENT, IN_MESSAGES, WHERE, ColumnMap, ColumnPath
+from treepack.ingest.readers.columns.edits import masked, without_ignored
 from treepack.ingest.readers.columns.mapped_messages import MappedConversation
 from treepack.ingest.readers.fields import endings
 from treepack.ingest.readers.fields.field_paths import GONE, MISSING, value_at, without_paths
@@ -64,10 +65,7 @@ def map_record(record: Record, columns: ColumnMap) -> MappedRecords:
         TreepackError: a path leads to nothing, or to a value of the wrong kind.
     """
     # Ignored fields are removed first, so that they may be inside of messages.
-    ignored = [path for path in columns.ignore if value_at(record.value, path.steps) is not MISSING]
-    if ignored:
-        kept = without_paths(record.value, [path.steps for path in ignored])
-        record = replace(record, value={} if kept is GONE else kept)
+    record, notes = without_ignored(record, columns)
     is_inside = partial(_is_in_messages, record=record, columns=columns)
     paths = {key: paths for key, paths in columns.paths.items() if not is_inside(key)}
     found = {key: _value(record, key, each) for key, each in paths.items()}
@@ -99,7 +97,7 @@ def map_record(record: Record, columns: ColumnMap) -> MappedRecords:
         kept = _beside(rest, fields, record.source)
         hidden |= dict.fromkeys(name for name in rest if name not in kept and rest[name] is not None)
         records.append(replace(record, value=kept | fields, line=None))
-    notes = [f"field '{path.text}' ignored" for path in ignored] + [f"field '{name}' not used" for name in hidden]
+    notes += [f"field '{name}' not used" for name in hidden]
     return MappedRecords(records, (*notes, *talk.notes()), has_answers)
 
 
@@ -160,7 +158,8 @@ def _contents(values: dict[str, Any], talk: MappedConversation, rest: dict[str, 
         messages = talk.messages(values["messages"])
         if messages is None:
             raise _wrong_kind(talk.source, "messages", values["messages"], "a list of messages")
-        _mask_messages(messages, values, talk)
+        if values.get("mask") is not None:
+            messages, talk.took_mask = masked(messages, values["mask"], talk.source), True
         return [{"messages": [*_system(values, talk, messages), *messages]}]
     if "chosen" in values:
         return [_pair(values, talk)]
@@ -250,19 +249,6 @@ def _system(
             f"{talk.source}: has a system message, and the column system_prompt; leave system_prompt out, or ignore it"
         )
     return [{"role": "system", "content": text}] if text else []
-
-
-def _mask_messages(messages: list[dict[str, Any]], values: dict[str, Any], talk: MappedConversation) -> None:
-    """Put a mask with one value for each message into the messages."""
-    mask = values.get("mask")
-    if mask is None:
-        return
-    mask = mask.tolist() if isinstance(mask, np.ndarray) else mask
-    if not isinstance(mask, list) or len(mask) != len(messages):
-        raise _wrong_kind(talk.source, "mask", mask, f"a list of {len(messages)} values, one for each message")
-    for message, flag in zip(messages, mask, strict=True):
-        message["trainable" if isinstance(flag, bool) else "weight"] = flag
-    talk.took_mask = True
 
 
 def _take_rewards(values: dict[str, Any], rest: dict[str, Any], num_answers: int) -> None:
