@@ -24,11 +24,14 @@ _START = "treepack.start"  # time of the first line of the command, in its conte
 
 
 class _StageHandler(logging.Handler):
-    """Write the log of the library to stderr, with the seconds since the command started."""
+    """Write the log of the library to stderr, with the seconds since the command started; for any thread."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self._start = click.get_current_context().meta.setdefault(_START, time.monotonic())
 
     def emit(self, record: logging.LogRecord) -> None:
-        start = click.get_current_context().meta.setdefault(_START, time.monotonic())
-        write_line(f"[{time.monotonic() - start:.1f} s] {record.getMessage()}")
+        write_line(f"[{time.monotonic() - self._start:.1f} s] {record.getMessage()}")
 
 
 def write_line(line: str) -> None:
@@ -49,7 +52,7 @@ def stage_lines(first: str | None = None, *, shown: bool = True) -> Iterator[Non
         first: a line to begin with.
         shown: False on all ranks except the first.
     """
-    logger, handler, level = logging.getLogger("treepack"), _StageHandler(logging.INFO), None
+    logger, handler, level = logging.getLogger("treepack"), _StageHandler(), None
     if shown and not is_quiet():
         level = logger.level
         logger.addHandler(handler)

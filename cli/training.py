@@ -8,13 +8,14 @@ training: step 1 of 300, loss 1.2345, ...           a line for each step, or a b
 from __future__ import annotations
 
 import os
-import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import click
 
 from treepack.files.remote.address import AnyPath
 
@@ -25,6 +26,7 @@ from .progress import step_progress
 from .run_options import RunOptions
 from .run_summary import run_summary, step_values
 from .stages import import_torch, stage_lines, write_line
+from .stop_signals import STOPPED, StopSignals, ignore_until_the_end
 
 if TYPE_CHECKING:
     from treepack.report.live.start_log import StartLog
@@ -89,7 +91,9 @@ def train_model(
     *,
     overwrite: bool,
 ) -> None:
-    """Train until the last step or SIGTERM, from the first step or the newest checkpoint, and print a summary.
+    """Train until the last step or a signal, from the first step or the newest checkpoint, and print a summary.
+
+    A run that a signal stopped ends the command with the status `STOPPED`, on every rank.
 
     Raises:
         TreepackError: an option, the data, the model or `out` cannot be used, or training fails.
@@ -110,12 +114,16 @@ def train_model(
             # The lock of `out` is held until the end, so that a second command for it is refused before any work.
             with stage_lines(shown=ranks.leads), open_place(out, ranks) as place:
                 summary = _train_in(place, packed, model, options, run_options, ranks, start, overwrite=overwrite)
+                if "stopped" in summary:
+                    ignore_until_the_end()
             # After the last upload: a run that is shown as saved is whole.
             if ranks.leads:
                 show(summary)
                 show_end(None if "stopped" in summary else out, then=_next_command(out, options, summary))
         finally:
             leave_ranks()
+    if "stopped" in summary:
+        raise click.exceptions.Exit(STOPPED)
 
 
 @dataclass(frozen=True)
@@ -281,8 +289,9 @@ def _train_in(
         if total != count:  # rollouts that were selected have the reward 1
             unused = f"the rows have rewards, which --loss {options.objective.name} does not use"
             _note(ranks, f"{unused}: it trains good and bad rollouts alike")
-    with _catch_sigterm() as stop:
-        steps = _run_steps(run, place, stop, run_options, start, overwrite=overwrite)
+    signals = StopSignals(leads=ranks.leads)
+    with signals.handled():
+        steps = _run_steps(run, place, signals.received, run_options, start, overwrite=overwrite)
     return run_summary(run, place.out, steps)
 
 
@@ -343,14 +352,3 @@ def _open_sinks(run: TrainingRun, place: Place, run_options: RunOptions, start: 
 def _note(ranks: Ranks, note: str) -> None:
     if ranks.leads:  # every rank makes the same notes
         write_line(f"note: {note}")
-
-
-@contextmanager
-def _catch_sigterm() -> Iterator[Callable[[], bool]]:
-    """Yield a function that returns true after SIGTERM, so that the run ends after its current step."""
-    # A handler only records the signal. Raising in it could interrupt a save or a collective of several ranks.
-    received: list[int] = []
-    before = signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
-    yield lambda: bool(received)
-    # Not after an error: torchrun sends SIGTERM when a rank is lost, and the other ranks would end without a sentence.
-    signal.signal(signal.SIGTERM, before)

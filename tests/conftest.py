@@ -126,15 +126,16 @@ def treepack(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 
     def run(*arguments: object) -> Result:
         monkeypatch.setattr(sys, "argv", ["treepack", *map(str, arguments)])
-        on_sigterm = signal.getsignal(signal.SIGTERM)
+        handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
             main()
             status = 0
         except SystemExit as stop:
             status = int(stop.code or 0)
         finally:
-            if signal.getsignal(signal.SIGTERM) is not on_sigterm:
-                signal.signal(signal.SIGTERM, on_sigterm)  # training that fails keeps its own until the end
+            for number, handler in handlers.items():
+                if signal.getsignal(number) is not handler:
+                    signal.signal(number, handler)  # training that fails or stops keeps its own until the end
         captured = capsys.readouterr()
         return Result(status, captured.out, captured.err)
 

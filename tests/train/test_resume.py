@@ -314,8 +314,8 @@ def test_a_run_killed_at_random_moments_and_stopped_by_sigterm_ends_bit_for_bit(
         assert process.pid is not None
         os.kill(process.pid, sign)
         process.join()
-        # SIGTERM ends a run in order, after its step; a killed process has the signal as its exit code.
-        assert process.exitcode == (0 if sign == signal.SIGTERM else -sign)
+        # SIGTERM ends a run in order, after its step, with status 3; a killed process has the signal as its exit code.
+        assert process.exitcode == (3 if sign == signal.SIGTERM else -sign)
         assert not is_finished(out)
         if sign == signal.SIGTERM:
             assert "of 60; continue with --resume" in (tmp_path / "stdout").read_text()

@@ -252,25 +252,6 @@ def test_a_world_size_that_is_not_a_number_is_one_sentence(
     assert treepack(*arguments, "--verify").err == "treepack: --verify runs in one process; start it without torchrun\n"
 
 
-def test_sigterm_after_an_error_leaves_the_time_to_print_it() -> None:
-    ended: list[int] = []
-    before = signal.signal(signal.SIGTERM, lambda number, _: ended.append(number))
-    catch_sigterm = import_module("treepack_cli.training")._catch_sigterm
-    try:
-        with pytest.raises(ConnectionError), catch_sigterm():
-            raise ConnectionError
-        os.kill(os.getpid(), signal.SIGTERM)  # as torchrun does if a rank is lost
-        assert ended == []
-        signal.signal(signal.SIGTERM, lambda number, _: ended.append(number))
-        with catch_sigterm() as stop:
-            os.kill(os.getpid(), signal.SIGTERM)
-            assert stop()
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert ended == [signal.SIGTERM]
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
 def test_every_part_and_every_step_has_a_line_off_a_terminal_unless_quiet(treepack: Run, arguments: list[str]) -> None:
     lines = treepack(*arguments).err.splitlines()
     stages = [line.partition("] ")[2] for line in lines if line.startswith("[")]

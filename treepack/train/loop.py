@@ -48,6 +48,7 @@ from treepack.train.saving.run_directory import (
 )
 from treepack.train.saving.run_record import already_finished, is_finished, refuse_fewer_steps
 from treepack.train.step import StepMetrics, step_memory_errors
+from treepack.train.watch.long_parts import long_part
 from treepack.train.watch.metrics import MetricsLog
 
 _log = logging.getLogger("treepack")
@@ -142,14 +143,17 @@ def _steps(
                 # checkpoint has the weights, and --resume writes the model without training. If the checkpoint fails
                 # instead, the model is still worth finishing.
                 staged = best in (None, 0, done) and stage_before_checkpoint(fitting.run, place)
-                _log.info("writing the checkpoint of step %d", done)
                 saved_model = staged_model(place) if staged else None
-                with _note_errors(note):
+                with _note_errors(note), long_part(f"writing the checkpoint of step {done}"):
                     checkpoints.save(done, model, optimiser, position, best=best, saved_model=saved_model)
                     checkpoints.wait()
                     linked = f"{CHECKPOINTS}/step-{done:08d}" if staged else None
             elif stopped or is_due or best == done:
-                checkpoints.save(done, model, optimiser, position, best=best)
+                # The run waits for the checkpoint before and for the copy, and if it stops, until all is written.
+                with long_part(f"writing the checkpoint of step {done}", at_start=stopped):
+                    checkpoints.save(done, model, optimiser, position, best=best)
+                    if stopped:
+                        checkpoints.wait()
             yield metrics
             if stopped and not last:
                 return
@@ -191,9 +195,14 @@ def _take_best(
 
 @contextmanager
 def _close_after(checkpoints: Checkpoints) -> Iterator[Checkpoints]:
-    """Close `checkpoints` at the end; the error of a failed save does not hide an error that ended the run."""
+    """Close `checkpoints` at the end; the error of a failed save does not hide an error that ended the run.
+
+    After Ctrl-C nothing waits for a checkpoint that is being written.
+    """
     try:
         yield checkpoints
+    except KeyboardInterrupt:
+        raise
     except BaseException:
         with suppress(TreepackError):
             checkpoints.close()

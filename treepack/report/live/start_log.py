@@ -57,7 +57,6 @@ class StartLog(logging.Handler):
         """Remove the file: the first step is done."""
         self._logger.removeHandler(self)
         if self._descriptor is not None:
-            self._logger.setLevel(self._level)
             with suppress(OSError):
                 self._path.unlink(missing_ok=True)
             os.close(self._descriptor)
@@ -82,3 +81,4 @@ class StartLog(logging.Handler):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.end()
+        self._logger.setLevel(self._level)  # only now: other handlers show the lines after the first step

@@ -6,7 +6,6 @@ run --stage_after_training-->    the model's files, if no checkpoint can link th
 
 from __future__ import annotations
 
-import logging
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,8 +20,7 @@ from treepack.train.run import TrainingRun
 from treepack.train.saving.place import Place
 from treepack.train.saving.saved_model import save_model
 from treepack.train.sharding import whole_state
-
-_log = logging.getLogger("treepack")
+from treepack.train.watch.long_parts import long_part
 
 
 def staged_model(place: Place) -> Path:
@@ -82,7 +80,11 @@ def _stage(run: TrainingRun, place: Place, weights: SavedWeights | None) -> None
     Raises:
         TreepackError: the disk fails.
     """
-    _log.info("writing the model")
+    with long_part("writing the model"):
+        _write(run, place, weights)
+
+
+def _write(run: TrainingRun, place: Place, weights: SavedWeights | None) -> None:
     loaded, ranks = run.loaded, run.ranks
     head = whole_value_head(loaded.causal)
 
