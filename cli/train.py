@@ -147,7 +147,7 @@ def train(
     over all its rows. The rows define how --loss sft is normalised; for other losses --denominator defines it. Options
     of these losses default to the usual values of each loss.
 
-    With --resume a run that was interrupted, or stopped by SIGTERM, continues from its newest checkpoint; with more
+    With --resume a run that was interrupted, or stopped by a signal, continues from its newest checkpoint; with more
     --steps or --epochs also a run that is finished. On several GPUs: torchrun --nproc-per-node 8 --no-python treepack
     train ...
     """

@@ -160,8 +160,12 @@ def check_fit(
     if num_left_out:
         lacking = "pairs to compare" if objective.has_pairs else "trained tokens"
         notes = (*notes, f"{num_left_out} rows without {lacking} are left out")
-    if objective.is_policy and "term_old_logprob" not in dataset.term_columns:
-        notes = (*notes, "the rows have no old log-probabilities: every update counts as on-policy, with ratios of 1")
+    if objective.is_policy and objective.old_logprobs == "recorded" and "term_old_logprob" not in dataset.term_columns:
+        remedy = "write them with `treepack logprobs --column old`"
+        if "term_sampling_logprob" in dataset.term_columns:
+            remedy = f"for ratios to the sampler give --old-logprobs sampler, or {remedy}"
+        missing = "the rows have no old log-probabilities: every update counts as on-policy, with ratios of 1"
+        notes = (*notes, f"{missing}; {remedy}")
     return RunFit(files, _sum_rewards(dataset), notes)
 
 
