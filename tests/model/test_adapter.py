@@ -11,7 +11,18 @@ import pytest
 import torch
 from torch import nn
 
-from support.oracle_model import Sample, alone, gradients, keep_norms, make_row, tiny_config, tiny_model, worst_error
+from support.oracle_model import (
+    Sample,
+    alone,
+    gradients,
+    keep_norms,
+    make_row,
+    packed_directory,
+    tiny_config,
+    tiny_model,
+    worst_error,
+)
+from support.strategies import make
 from treepack import TreepackError
 from treepack.data.batch import Batch, make_batch
 from treepack.model.adapters.adapter import (
@@ -27,6 +38,8 @@ from treepack.model.layers import adapt_layers
 from treepack.model.load import load_merged, load_model
 from treepack.model.loaded import LoadedModel
 from treepack.model.verify.gradients import verify_gradients
+from treepack.train.early_checks import check_training
+from treepack.train.options import TrainOptions
 from treepack.train.setup.compute import ComputeSetting
 
 SAMPLES = [
@@ -367,6 +380,17 @@ def test_random_weights_and_float64_have_no_4_bits(base: Path, tmp_path: Path) -
 def test_a_missing_package_is_one_sentence_with_its_command(
     base: Path, monkeypatch: pytest.MonkeyPatch, package: str, extra: str
 ) -> None:
-    monkeypatch.setattr("treepack.model.adapters.adapter.find_spec", lambda name: None if name == package else object())
+    monkeypatch.setattr(
+        "treepack.model.adapters.lora_options.find_spec", lambda name: None if name == package else object()
+    )
     with pytest.raises(TreepackError, match=rf"needs {package}, which is not installed; run pip install '{package}>="):
         load_model(base, lora=LoraOptions(rank=2, quantize="nf4"))
+
+
+def test_a_missing_package_is_refused_before_torch_is_imported(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed = packed_directory(tmp_path / "packed", [make("a", [1, 2, 3])], capacity=8)
+    monkeypatch.setattr("treepack.model.adapters.lora_options.find_spec", lambda name: None)
+    with pytest.raises(TreepackError, match="LoRA needs peft, which is not installed"):
+        check_training([packed], str(base), TrainOptions(lora=LoraOptions(rank=2)))

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
+from support.oracle_model import packed_directory
 from support.packed_objectives import as_trajectories, opened, rollouts
 from support.strategies import make
 from support.trie_files import saved
@@ -187,3 +189,28 @@ def test_old_log_probabilities_that_only_some_trajectories_have_are_refused() ->
     rows = list(plan_packing(build_trie(trajectories), PackOptions(capacity=4096)))
     with pytest.raises(TreepackError, match="row 0 has no term_old_logprob for some trajectories, which the loss grpo"):
         row_factors(rows, choose_objective("grpo"))
+
+
+@pytest.mark.parametrize(
+    ("column", "cells", "fault"),
+    [
+        ("term_trajectory", [[0, -1, 1, 1]], "term_trajectory points outside"),
+        ("term_trajectory", [[0, 0, 1, 2**31 - 1]], "term_trajectory points outside"),
+        ("term_trajectory", [[0, 0, 1]], "list of another length"),
+        ("term_weight", [[1.0, 1.0, 1.0]], "list of another length"),
+        ("term_weight", [[1.0] * 5], "list of another length"),
+        ("trajectory_groups", [["g"]], "points outside"),
+    ],
+)
+def test_rows_whose_terms_were_edited_are_refused_when_they_are_opened(
+    tmp_path: Path, column: str, cells: list[list[Any]], fault: str
+) -> None:
+    rollouts = [make(f"t{i}", [1, 2, 3 + i], advantage=1.0, reward=float(i)) for i in range(2)]
+    dataset = PackedDataset(packed_directory(tmp_path / "packed", rollouts, capacity=16), terms=True)
+    tables = [*dataset.tables(["trajectory_groups", "term_trajectory", "term_weight"])]
+    place = tables[0].schema.get_field_index(column)
+    edited = tables[0].set_column(place, column, pa.array(cells, tables[0].schema.field(column).type))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PackedDataset, "tables", lambda *_: iter([edited]))
+        with pytest.raises(TreepackError, match=fault):
+            trajectory_table(dataset, choose_objective("grpo"))

@@ -219,3 +219,52 @@ def test_data_outside_of_the_checkpoint_is_not_read(folder: Path) -> None:
     seal(step)
     with pytest.raises(TreepackError, match=r"\.metadata: is not a table of contents"):
         run_on(folder, folder / "run")
+
+
+def no_chunks(entry: Any) -> Any:
+    return replace(entry, chunks=[])
+
+
+def far_chunks(entry: Any) -> Any:
+    far = [replace(chunk, offsets=torch.Size([1 << 50] * len(chunk.offsets))) for chunk in entry.chunks]
+    return replace(entry, chunks=far)
+
+
+def no_size(entry: Any) -> Any:
+    return replace(entry, size=None)
+
+
+def no_properties(entry: Any) -> Any:
+    return replace(entry, properties=None)
+
+
+def doubled(entry: Any) -> Any:
+    return replace(entry, properties=replace(entry.properties, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    ("part", "change", "fault"),
+    [
+        ("model.", no_chunks, "are not the whole tensor"),
+        ("model.", far_chunks, "are not the whole tensor"),
+        ("model.", no_size, "are not the whole tensor"),
+        ("model.", no_properties, "are not the whole tensor"),
+        ("optimiser.", no_chunks, "are not the whole tensor"),
+        ("optimiser.", doubled, r"is torch\.float64 in the checkpoint; expected torch\.float32"),
+    ],
+)
+def test_a_checkpoint_that_lacks_a_part_of_a_tensor_is_refused(
+    folder: Path, part: str, change: Callable[[Any], Any], fault: str
+) -> None:
+    step = folder / "run" / "checkpoints" / STEP
+    metadata = FileSystemReader(step).read_metadata()
+    for name, entry in metadata.state_dict_metadata.items():
+        if name.startswith(part) and not isinstance(entry, BytesStorageMetadata):
+            metadata.state_dict_metadata[name] = change(entry)
+    (step / ".metadata").write_bytes(pickle.dumps(metadata))
+    seal(step)
+    with pytest.raises(TreepackError, match=fault):
+        run_on(folder, folder / "run")
+    if part == "model.":
+        with pytest.raises(TreepackError, match=fault):
+            run_on(folder, folder / "new", init_from=step)

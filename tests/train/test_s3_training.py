@@ -232,7 +232,7 @@ def test_a_killed_run_is_resumed_from_the_store_alone(
     time.sleep(1)
     killed.set()
     process.join(60)
-    assert process.exitcode == (-number if number == signal.SIGKILL else 1)
+    assert process.exitcode == (-number if number == signal.SIGKILL else 3)
     if number == signal.SIGINT:
         assert lines(s3.read("run/metrics.jsonl"))[-1]["step"] >= 4
     # Another machine: nothing of this one's cache is left.

@@ -139,6 +139,23 @@ def trajectory_table(dataset: AnyDataset, objective: Objective) -> TrajectoryTab
     return TrajectoryTable(first, group, weight, own, pairs)
 
 
+def _check_lists(source: PackedDataset, table: pa.Table, sizes: Int64) -> None:
+    """Check the lengths of the lists of terms and trajectories of some rows, and that each term has a trajectory.
+
+    Raises:
+        TreepackError: naming the directory and the column.
+    """
+    terms = _list_lengths(table["term_trajectory"])
+    for name in table.column_names:
+        expected = terms if name.startswith("term_") else sizes
+        if not np.array_equal(_list_lengths(table[name]), expected):
+            raise TreepackError(f"{source.path}: {name} has a list of another length in some row; pack the trie again")
+    # Rows of 2 and 1 trajectories with the terms [0, 1, 1] and [0] -> limits [2, 2, 2, 1]
+    owner, limits = _list_values(table["term_trajectory"]), np.repeat(sizes, terms)
+    if ((owner < 0) | (owner >= limits)).any():
+        raise TreepackError(f"{source.path}: term_trajectory points outside of some row; pack the trie again")
+
+
 def _trajectories(source: PackedDataset, *, reads_rewards: bool, factor: str | None) -> pa.Table:
     """Return the columns `row`, `group`, `weight` and `own` (`TrajectoryTable`) of the trajectories of all rows, and
     with `reads_rewards` `reward` and `rollout` (`TermTensors.rollout`).
@@ -156,6 +173,7 @@ def _trajectories(source: PackedDataset, *, reads_rewards: bool, factor: str | N
     rollouts = [np.zeros(0, np.int64)]
     for table in source.tables(columns):
         sizes = _list_lengths(table["trajectory_groups"])  # trajectories of each row of the row group
+        _check_lists(source, table, sizes)
         # term_trajectory counts within its row; owner counts within the row group. Rows of 2 and 1 trajectories with
         # the terms [0, 1, 1] and [0]: repeat([0, 2], [3, 1]) + [0, 1, 1, 0] = [0, 1, 1, 2]
         owner = np.repeat(np.cumsum(sizes) - sizes, _list_lengths(table["term_trajectory"])) + _list_values(

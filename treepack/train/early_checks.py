@@ -32,6 +32,7 @@ from treepack.model.accept.vocabulary import (
     find_config,
     is_adapter,
 )
+from treepack.model.adapters.lora_options import require_packages
 from treepack.model.experts.division import check_share
 from treepack.model.stored_weights import check_stored
 from treepack.objectives.needed_columns import check_needed_columns
@@ -73,6 +74,8 @@ def check_training(
             found = find_config(options.init_from) or {}
             check_stored(options.init_from, found, trained=True, dequantize=options.dequantize)
     adapted = is_adapter(model)
+    if options.lora is not None or adapted:
+        require_packages(quantize=options.lora is not None and options.lora.quantize is not None)
     if options.lora and options.lora.rank is None and Path(model).exists() and not adapted:
         raise TreepackError(f"{model}: contains no adapter to train; give lora_rank for a new one")
     max_token_id = max(each.manifest["max_token_id"] for each in (*headers, *others))

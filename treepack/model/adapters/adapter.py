@@ -17,18 +17,17 @@ import re
 import warnings
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from treepack.errors import TreepackError, install_hint
+from treepack.errors import TreepackError
 from treepack.files.model_source import local_source
 from treepack.files.remote.hub import is_offline
 from treepack.model.adapters.adapter_targets import conv1d_class, find_targets
-from treepack.model.adapters.lora_options import LoraOptions
+from treepack.model.adapters.lora_options import LoraOptions, require_packages
 from treepack.model.experts.lora import follow_adapters
 from treepack.model.foreign_errors import translate_errors
 
@@ -82,18 +81,6 @@ def _hub_file(name: str) -> Path | None:
         path = cached_file(name, CONFIG_FILE, local_files_only=is_offline(name), **options)
         return None if path is None else Path(path)
     return None
-
-
-def require_packages(*, quantize: bool) -> None:
-    """Refuse adapters, or bases of 4 bits, if their package is not installed.
-
-    Raises:
-        TreepackError: with the command that installs it.
-    """
-    needs = [("peft", "LoRA", "lora"), *([("bitsandbytes", "quantize", "bitsandbytes")] if quantize else [])]
-    for package, name, extra in needs:
-        if find_spec(package) is None:
-            raise TreepackError(f"{name} needs {package}, which is not installed; {install_hint(extra)}")
 
 
 def base_of(source: str | Path, options: LoraOptions | None) -> tuple[str, LocalAdapter | None]:

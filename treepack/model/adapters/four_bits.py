@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from treepack.errors import TreepackError
-from treepack.model.adapters.adapter import require_packages
+from treepack.model.adapters.lora_options import require_packages
 from treepack.model.experts.active import ROUNDED
 
 

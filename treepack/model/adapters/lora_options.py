@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from importlib.util import find_spec
 
-from treepack.errors import TreepackError
+from treepack.errors import TreepackError, install_hint
 from treepack.option_fields import check_options, option
 
 DEFAULT_ALPHA = 32.0  # for every rank, as in "LoRA Without Regret" (Schulman et al., 2025): the rate fits every rank
@@ -57,3 +58,15 @@ class LoraOptions:
     def scale_alpha(self) -> float:
         """The numerator of the scale."""
         return DEFAULT_ALPHA if self.alpha is None else self.alpha
+
+
+def require_packages(*, quantize: bool) -> None:
+    """Refuse adapters, or bases of 4 bits, if their package is not installed.
+
+    Raises:
+        TreepackError: with the command that installs it.
+    """
+    needs = [("peft", "LoRA", "lora"), *([("bitsandbytes", "quantize", "bitsandbytes")] if quantize else [])]
+    for package, name, extra in needs:
+        if find_spec(package) is None:
+            raise TreepackError(f"{name} needs {package}, which is not installed; {install_hint(extra)}")

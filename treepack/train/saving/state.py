@@ -14,6 +14,7 @@ of updates at 1, and it saves tied weights twice. `train.saving.checkpoint` deci
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -75,7 +76,7 @@ def load_state(
     """
     tensors = _model_tensors(model)
     order = _parameter_order(tensors, optimiser)
-    saved = CheckpointReader(path).read_metadata().state_dict_metadata
+    saved = _checked_metadata(path)
     files = linked_files(path)
     boxes = _boxes_by_name(model, tensors) if files else FileBoxes({}, {})
     inside = {name: tensor for name, tensor in tensors.items() if name not in boxes.tensors}
@@ -90,11 +91,14 @@ def load_state(
     model_state = {f"model.{name}": tensor.detach() for name, tensor in inside.items()}
     number_of = {name: number for number, name in enumerate(order)}
     # Buffers of the right shape and sharding, which DCP fills.
-    state = {
-        key: _state_buffer(tensors[name], entry, in_host=isinstance(optimiser, OffloadedAdamW))
+    states = {
+        key: (tensors[name], entry)
         for key, entry in saved.items()
         if key.startswith("optimiser.") and (name := _state_key(key)[0]) in number_of
     }
+    _check_state_types(path, states)
+    in_host = isinstance(optimiser, OffloadedAdamW)
+    state = {key: _state_buffer(parameter, entry, in_host=in_host) for key, (parameter, entry) in states.items()}
     loaded = model_state | state
     _load(path, loaded, collective)
     boxes.read(tensors, files)
@@ -117,7 +121,7 @@ def load_weights(path: Path, model: nn.Module, *, collective: dict[str, Any]) ->
     """
     tensors = _model_tensors(model)
     try:
-        saved = CheckpointReader(path).read_metadata().state_dict_metadata
+        saved = _checked_metadata(path)
         heads = [{key for key in keys if ".value_head." in key} for keys in (saved, map("model.{}".format, tensors))]
         alone = set() if all(heads) else heads[0] ^ heads[1]
         files = linked_files(path)
@@ -135,6 +139,45 @@ def load_weights(path: Path, model: nn.Module, *, collective: dict[str, Any]) ->
         raise TreepackError(
             f"{path}: cannot be read ({describe_error(error)}); check that its disk is mounted"
         ) from error
+
+
+def _checked_metadata(path: Path) -> dict[str, Any]:
+    """Return the entries of a checkpoint by name.
+
+    Raises:
+        TreepackError: a tensor has no size or type, or its chunks are not all of it; DCP would leave the rest as it is.
+    """
+    saved: dict[str, Any] = CheckpointReader(path).read_metadata().state_dict_metadata
+    for name, entry in saved.items():
+        if isinstance(entry, TensorStorageMetadata) and not _is_whole(entry):
+            raise TreepackError(f"{path}: the chunks of {name} are not the whole tensor; take another checkpoint")
+    return saved
+
+
+def _is_whole(entry: Any) -> bool:
+    """Return True if the chunks of a tensor are inside of it and have as many numbers."""
+    if entry.size is None or entry.properties is None or entry.chunks is None:
+        return False
+    for chunk in entry.chunks:
+        if not len(chunk.offsets) == len(chunk.sizes) == len(entry.size):
+            return False
+        places = zip(chunk.offsets, chunk.sizes, entry.size, strict=True)
+        if not all(start >= 0 and num >= 0 and start + num <= size for start, num, size in places):
+            return False
+    # Shape [4, 3] in chunks of [2, 3] and [2, 3] -> 6 + 6 = 12
+    return sum(math.prod(chunk.sizes) for chunk in entry.chunks) == math.prod(entry.size)
+
+
+def _check_state_types(path: Path, states: dict[str, tuple[Tensor, Any]]) -> None:
+    """Refuse moments of another dtype than their parameter's, and numbers of steps that are not float32."""
+    for key, (parameter, entry) in states.items():
+        if isinstance(entry, TensorStorageMetadata):
+            expected = parameter.dtype if entry.size == parameter.shape else torch.float32
+            if entry.properties.dtype != expected:
+                raise TreepackError(
+                    f"{path}: {key} is {entry.properties.dtype} in the checkpoint; expected {expected}; take another "
+                    "checkpoint"
+                )
 
 
 def _load(path: Path, state: dict[str, Any], collective: dict[str, Any]) -> None:
