@@ -2,8 +2,8 @@
 
 A command's file is imported when the command runs, and its functions import slow modules in their bodies, so
 `treepack --help` starts quickly. Results go to stdout, progress and notes to stderr. The exit status is 0, 1 for an
-error in the input, 2 for wrong usage, and 3 for a training run that a signal stopped. `streams` guards stdout and stderr, and `faults` reports unexpected
-exceptions.
+error in the input, 2 for wrong usage, and 3 for a training run that a signal stopped. `streams` guards stdout and
+stderr, and `faults` reports unexpected exceptions.
 """
 
 from __future__ import annotations

@@ -20,9 +20,9 @@ import pytest
 from support.oracle_model import packed_directory, tiny_config
 from support.strategies import make
 from support.torchrun import free_port
+from treepack.train.saving import long_parts
 from treepack.train.saving.checkpoint import latest
 from treepack.train.saving.run_record import is_finished
-from treepack.train.watch import long_parts
 
 STEPS = 400
 NOTE = "note: the run ends after this step, with a checkpoint; Ctrl-C again aborts it"

@@ -37,6 +37,7 @@ from treepack.train.sampling_check import compare_dtypes, compare_sampling
 from treepack.train.saving.checkpoint import Checkpoints, SavedCheckpoint, latest, restore
 from treepack.train.saving.checkpoint_files import CHECKPOINTS
 from treepack.train.saving.checkpoint_upload import CheckpointUpload
+from treepack.train.saving.long_parts import long_part
 from treepack.train.saving.model_stage import stage_after_training, stage_before_checkpoint, staged_model
 from treepack.train.saving.place import METRICS, Place, open_place
 from treepack.train.saving.run_directory import (
@@ -48,7 +49,6 @@ from treepack.train.saving.run_directory import (
 )
 from treepack.train.saving.run_record import already_finished, is_finished, refuse_fewer_steps
 from treepack.train.step import StepMetrics, step_memory_errors
-from treepack.train.watch.long_parts import long_part
 from treepack.train.watch.metrics import MetricsLog
 
 _log = logging.getLogger("treepack")

@@ -17,10 +17,10 @@ from treepack.model.head.value_head import whole_value_head, without_value_head
 from treepack.model.weights.whole_checkpoint import has_rest
 from treepack.model.weights.writing import SavedWeights, saved_weights
 from treepack.train.run import TrainingRun
+from treepack.train.saving.long_parts import long_part
 from treepack.train.saving.place import Place
 from treepack.train.saving.saved_model import save_model
 from treepack.train.sharding import whole_state
-from treepack.train.watch.long_parts import long_part
 
 
 def staged_model(place: Place) -> Path:
