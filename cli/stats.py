@@ -6,6 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from treepack.analysis.options import StatsOptions
 
@@ -93,4 +94,5 @@ def stats(
     if as_json:
         click.echo(json.dumps(report, ensure_ascii=False))
     else:
-        print_report(report, verbose=verbose)
+        source = click.get_current_context().get_parameter_source("model")
+        print_report(report, verbose=verbose, is_model_given=source is ParameterSource.COMMANDLINE)

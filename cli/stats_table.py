@@ -24,8 +24,11 @@ MIN_LOST = 0.05  # share of lost tokens that is worth a line
 SPREADS = ("lengths", "group_sizes", "branching", "row_tokens", "row_pairs", "row_trajectories")
 
 
-def print_report(report: dict[str, Any], *, verbose: bool) -> None:
-    """Print a report: the verdict, the capacities, memory and optional parts; with `verbose` everything else."""
+def print_report(report: dict[str, Any], *, verbose: bool, is_model_given: bool = True) -> None:
+    """Print a report: the verdict, the capacities, memory and optional parts; with `verbose` everything else.
+
+    If the user has given no model, one line names that of the figures instead of the memory that it needs.
+    """
     forecast = report["forecast"]
     print_many_skipped(report.get("skipped"))
     say(report["summary"])
@@ -34,12 +37,28 @@ def print_report(report: dict[str, Any], *, verbose: bool) -> None:
     _print_capacities(report)
     num_gpus = forecast["num_gpus"]
     each = "" if num_gpus == forecast["ranks"] else f" (the table has the memory of each of {num_gpus})"
-    say(f"{forecast['carry']['verdict']}{each}.")
+    if is_model_given:
+        say(f"{forecast['carry']['verdict']}{each}.")
+    else:
+        say(f"Speedup, memory and time are those of {forecast['model']}{each}; give --model for yours.")
     if lost := report.get("sharing", {}).get("lost"):
         tokens = report["sharing"]["laid_down"]["lost"]
         share, most = tokens / report["tokens_tree"], max(lost, key=lambda cause: int(cause["tokens"]))
         if share >= MIN_LOST:
             say(f"{percent(share)} of the tokens lost their sharing, most by {most['cause']}; see --verbose.")
+        if share >= MIN_LOST and most["cause"] == "template":
+            kept = 1 - int(most["tokens"]) / report["tokens_tree"]
+            gain = forecast["gain"]["speedup"]
+            say(
+                f"A template that keeps earlier turns (docs/templates.md) computes up to {percent(1 - kept)} fewer "
+                f"tokens: up to {gain / kept:.2f}x instead of {gain:.2f}x."
+            )
+    if tools := report.get("tools"):
+        before, after = (gain["speedup"] for gain in (forecast["gain"], tools["gain"]))
+        say(
+            f"{tools['file']} has tool schemas, which the prompts lack: the gain is {before:.2f}x without them and "
+            f"{after:.2f}x with --tools {tools['file']}."
+        )
     if report.get("counts") or report.get("skipped") or report.get("control_tokens"):
         click.echo()
         show_notes(report.get("counts", {}), verbose=verbose)

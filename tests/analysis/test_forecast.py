@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -249,17 +250,49 @@ def test_stats_is_a_verdict_a_table_and_a_line_of_memory(treepack: Run, chats: C
     assert lines[0] == "32 conversations, 96 trajectories: the template rewrites earlier turns"
     assert re.fullmatch(gain + others, lines[1])
     assert lines[3].split() == ["capacity", "rows", "tokens", "sharing", "speedup", "memory", "time"]
-    end = next(i for i, line in enumerate(lines) if line.startswith("qwen3-8b with AdamW"))
+    end = next(i for i, line in enumerate(lines) if line.startswith("Speedup, memory"))
     table = [line.split() for line in lines[4:end]]
     assert [row[0] for row in table if row[0].endswith("*")] == ["32,768*"]
     assert len({(row[1], row[2]) for row in table}) == len(table)  # equal plans are one line
+    divided = "(the table has the memory of each of 2)"
+    assert lines[end] == f"Speedup, memory and time are those of qwen3-8b {divided}; give --model for yours."
     sentence = "qwen3-8b with AdamW in fp32 does not fit one h200; use 2 GPUs or LoRA"
-    assert lines[end] == f"{sentence} (the table has the memory of each of 2)."
+    assert f"\n{sentence} {divided}.\n" in treepack("stats", trie, "--model", "qwen3-8b").out
     assert lines[end + 1] == "28.7 % of the tokens lost their sharing, most by template; see --verbose."
-    assert len(lines) == end + 4  # and a note about the template
+    kept = r"A template that keeps earlier turns \(docs/templates.md\) computes up to 28.7 % fewer tokens"
+    figures = re.fullmatch(rf"{kept}: up to ([\d.]+)x instead of ([\d.]+)x\.", lines[end + 2])
+    assert figures is not None
+    # 10,536 of 36,708 tokens are lost by the template, as docs/sharing.md shows
+    assert float(figures[1]) == pytest.approx(float(figures[2]) / (1 - 10_536 / 36_708), rel=0.01)
+    assert len(lines) == end + 5  # and a note about the template
     assert "e-0" not in treepack("stats", trie, "--verbose").out  # times have a unit that fits
     rate = "hours at 50.0 % of 400 TFLOP/s".removeprefix("hours ")
     assert rate in treepack("stats", trie, "--device", 400, "--verbose").out
+
+
+@pytest.mark.parametrize("nested", [True, False])
+def test_stats_says_what_tool_schemas_beside_the_logs_would_change(
+    treepack: Run, tmp_path: Path, *, nested: bool
+) -> None:
+    folder = tmp_path / "logs"
+    folder.mkdir()
+    function = {"name": "find_order", "description": "Find an order. " * 60, "parameters": {"type": "object"}}
+    tools = folder / "tools.json"
+    tools.write_text(json.dumps([{"type": "function", "function": function} if nested else function]))
+    turns = [{"role": "user", "content": "Hello"}]
+    records = [{"messages": [*turns, {"role": "assistant", "content": f"{i} is here. " * 40}]} for i in range(6)]
+    (folder / "logs.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    reading = ("--tokenizer", SAMPLE_DATA / "tokenizer")
+    without = treepack("stats", folder, *reading, "--json").json
+    given = treepack("stats", folder / "logs.jsonl", "--tools", tools, *reading, "--json").json
+    assert without["counts"]["skipped: tool schemas, to give with --tools FILE"] == 1
+    assert without["tools"] == {"file": str(tools), "gain": given["forecast"]["gain"]}
+    assert given["forecast"]["gain"]["speedup"] > 1.1 * without["forecast"]["gain"]["speedup"]
+    assert f"x with --tools {tools}." in treepack("stats", folder, *reading).out
+    assert "tools" not in treepack("stats", folder, *reading, "--tools", tools, "--json").json
+    refused = treepack("stats", tools, *reading)
+    assert (refused.status, refused.out) == (1, "")
+    assert "is a tool schema and not a rollout; give its file with --tools" in refused.err
 
 
 def test_the_verdict_of_a_check_is_the_last_line(treepack: Run, chats: Callable[..., Path]) -> None:

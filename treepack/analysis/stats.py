@@ -32,6 +32,9 @@ from treepack.files.parts import refuse_links
 from treepack.files.remote.address import Paths
 from treepack.files.remote.cache import naming_addresses
 from treepack.ingest.conversations import conversations_of_log, conversations_of_manifest
+from treepack.ingest.read_log import PREFIX
+from treepack.ingest.readers.tool_files import with_tools_of
+from treepack.ingest.readers.unread_programs import ToolSchemasError
 from treepack.pack.check import checked_rows
 from treepack.pack.files import read_rows
 from treepack.processes import Progress, ReportProgress, with_progress
@@ -111,6 +114,9 @@ def stats(
     if progress is not None:
         progress(Progress("explaining lost sharing", 0, None, ""))
     report["sharing"] = _sharing(trie, manifest, options.build.tokenizer)
+    if not manifest and PREFIX + ToolSchemasError.reason in counts and (build := with_tools_of(paths, options.build)):
+        others = stats(paths, replace(options, build=build, check=False), memory=memory, progress=progress)
+        report["tools"] = {"file": build.tools, "gain": others["forecast"]["gain"]}
     return report
 
 

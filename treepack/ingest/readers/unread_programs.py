@@ -49,6 +49,15 @@ class UnknownFormatError(TreepackError):
     reason = "file of no known format"
 
 
+class ToolSchemasError(UnknownFormatError):
+    """A file is a list of tool schemas, which chat templates print."""
+
+    reason = "tool schemas, to give with --tools FILE"
+
+    def __init__(self, source: str) -> None:
+        super().__init__(f"{source}: is a tool schema and not a rollout; give its file with --tools")
+
+
 class UnreadProgramError(UnknownFormatError):
     """A record is an export of a program that treepack does not read."""
 
@@ -57,8 +66,10 @@ class UnreadProgramError(UnknownFormatError):
         self.reason = f"export of {program.name}, which is not read"
 
 
-def unread_program(record: Record, *, particular: bool) -> UnreadProgramError | None:
-    """Return the error about a record of a program in `UNREAD`; None if it is not of one."""
+def unread_program(record: Record, *, particular: bool) -> UnknownFormatError | None:
+    """Return the error about a tool schema, or a record of a program in `UNREAD`; None if it is neither."""
+    if not particular and has_fields(record.value, _TOOL_SCHEMA):
+        return ToolSchemasError(record.source)
     found = next((p for p in UNREAD if p.particular == particular and has_fields(record.value, p.marks)), None)
     return None if found is None else UnreadProgramError(record.source, found)
 
@@ -89,6 +100,10 @@ _AUTOGEN: Fields = {
     "type": one_of(*"TextMessage StopMessage HandoffMessage MultiModalMessage StructuredMessage ThoughtEvent".split()),
 }
 _TRIPLET: Fields = {"prompt.token_ids": IDS, "response.token_ids": IDS}
+_TOOL_SCHEMA: list[Fields] = [
+    {"type": one_of("function"), "function.name": TEXT, "function.parameters": OBJECT, "function.arguments": no(ANY)},
+    {"name": TEXT, ("parameters", "input_schema", "inputSchema"): OBJECT, "description": TEXT, "messages": no(ANY)},
+]
 UNREAD: tuple[UnreadProgram, ...] = (
     _tracer(
         "Braintrust",
