@@ -78,6 +78,20 @@ class Tokens:
 
 
 @dataclass(frozen=True, slots=True)
+class AnswerBounds:
+    """The part of an answer that its model wrote, if this is not the whole turn with its end token.
+
+    The first `prefill` characters of the content were in the request. `stop` is the text that made the sampler stop
+    ("" if it is not known), so that the end token was not sampled unless the text is this token. A turn `is_open` if
+    the next message continues the same answer.
+    """
+
+    prefill: int = 0
+    stop: str | None = None
+    is_open: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Chat:
     """A conversation in OpenAI's message form, normalised by the reader.
 
@@ -85,6 +99,7 @@ class Chat:
     `message_weights[i]` is the loss weight of message i: 0 if it is not trained, and 0 for every role but assistant.
     `message_temperatures[i]` is the temperature at which message i was sampled, None if it is not known.
     `message_cuts[i]` is True if a limit or a filter cut message i, so that its end token was not sampled.
+    `message_bounds[i]` are other bounds of the text that the model wrote in message i, None without any.
     `chat_template_kwargs` are variables of the chat template, for example `{"enable_thinking": false}`.
     """
 
@@ -94,20 +109,23 @@ class Chat:
     chat_template_kwargs: dict[str, Any] | None = None
     message_temperatures: list[float | None] | None = None
     message_cuts: list[bool] | None = None
+    message_bounds: list[AnswerBounds | None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class PromptCompletion:
     """A plain prompt and its completion; the completion and an end-of-sequence token after it are trained.
 
-    No end token is added if `is_cut`, because a limit or a filter cut the completion, or if `has_special`: then the
-    completion was decoded with its special tokens, and was cut if none of them is at its end.
+    No end token is added if `is_cut`, because a limit or a filter cut the completion, after a `stop` (`AnswerBounds`)
+    that is not this token, or if `has_special`: then the completion was decoded with its special tokens, and was cut if
+    none of them is at its end.
     """
 
     prompt: str
     completion: str
     is_cut: bool = False
     has_special: bool = False
+    stop: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

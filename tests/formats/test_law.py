@@ -6,8 +6,9 @@ each path; the slow tests try all records, all places, and two changes at once.
 
 from __future__ import annotations
 
+import json
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,10 @@ from support.paths import ROLLOUTS
 from treepack.files.input_files.inputs import list_inputs
 from treepack.files.input_files.record_files import read_records
 from treepack.files.input_files.records import Record
+from treepack.ingest.readers.messages.content_blocks import MEDIA_REASON
+from treepack.ingest.readers.messages.prefills import NEW_TURN_NOTE
 from treepack.ingest.readers.registry import formats_by_name
+from treepack.trajectory import AnswerBounds, Chat, PromptCompletion, Skipped, Trajectory
 
 # Values that no reader needs although their field is declared, because other records of the format need it.
 NOT_NEEDED = {
@@ -325,3 +329,200 @@ def test_unused_fields_of_records_that_are_read_together_are_named_once(tmp_path
     records = [Record(f"r:{n}", "r", call | {"session_id": "s", "cost": {"usd": n}}) for n in (1, 2)]
     reading = law.read(records)
     assert reading.notes["field 'cost.usd' not used"] == 1
+
+
+@pytest.mark.parametrize("name", formats_by_name())
+def test_blocks_of_an_answer_keep_their_order(name: str) -> None:
+    for records in files_of(name):
+        for changed in law.with_answer(records, law.MIXED):
+            reading = law.read(changed, law.read(records).form)
+            for said in law.said_in_order(reading):
+                assert law.order_of_marks(said) in ([], ["first", "second", "third", "fourth", "fifth"])
+
+
+@pytest.mark.parametrize("name", formats_by_name())
+def test_a_result_inside_an_answer_is_the_result_of_its_call(name: str) -> None:
+    for records in files_of(name):
+        for changed in law.with_answer(records, law.WITH_RESULT):
+            reading = law.read(changed, law.read(records).form)
+            for said in law.said_in_order(reading):
+                assert law.order_of_marks(said) in ([], ["first", "second", "third", "fourth"])
+                assert [trained for text, trained in said if text == "Zq7 third."] in ([], [False])
+
+
+ASK_JSON = {"role": "user", "content": "Bolts as JSON?"}
+HEAD = {"role": "assistant", "content": '{"count": '}
+REST = {"role": "assistant", "content": "7}"}
+
+
+def _chat_call(head: dict[str, Any], **request: Any) -> dict[str, Any]:
+    choices = [{"message": REST, "finish_reason": "stop"}]
+    return {"request": {"model": "m", "messages": [ASK_JSON, head]} | request, "response": {"choices": choices}}
+
+
+def _span(convention: str, model: str) -> dict[str, Any]:
+    if convention == "gen_ai":
+        parts = [(each["role"], [{"type": "text", "content": each["content"]}]) for each in (ASK_JSON, HEAD, REST)]
+        asked, begun, said = ({"role": role, "parts": part} for role, part in parts)
+        attributes: dict[str, Any] = {"gen_ai.request.model": model, "gen_ai.operation.name": "chat"}
+        attributes |= {"gen_ai.input.messages": [asked, begun], "gen_ai.output.messages": [said]}
+    else:
+        attributes = {"openinference.span.kind": "LLM", "llm.model_name": model}
+        places = ("llm.input_messages.0", "llm.input_messages.1", "llm.output_messages.0")
+        for place, message in zip(places, (ASK_JSON, HEAD, REST), strict=True):
+            attributes |= {f"{place}.message.{key}": value for key, value in message.items()}
+    ids = {"trace_id": "t", "span_id": "s", "parent_id": None}
+    return {"name": "chat", "context": ids, "start_time": "2026-01-01T00:00:00Z", "attributes": attributes}
+
+
+def _logged(prompt: list[Any], **more: Any) -> dict[str, Any]:
+    payload = {"id": "c", "call_type": "acompletion", "status": "success", "messages": prompt, "response_cost": 0}
+    return payload | {"response": {"choices": [{"message": REST, "finish_reason": "stop"}]}} | more
+
+
+CLAUDE = {"model": "claude-x"}
+GENERATION = {"id": "o", "traceId": "t", "type": "GENERATION", "output": REST}
+ANTHROPIC = {
+    "type": "message",
+    "role": "assistant",
+    "content": [{"type": "text", "text": "7}"}],
+    "stop_reason": "end_turn",
+}
+PREFILLED: dict[str, dict[str, Any]] = {
+    "Anthropic": {"request": {"model": "m", "messages": [ASK_JSON, HEAD]}, "response": ANTHROPIC},
+    "Anthropic's blocks": {
+        "request": {"messages": [ASK_JSON, {"role": "assistant", "content": [{"type": "text", "text": '{"count": '}]}]},
+        "response": ANTHROPIC,
+    },
+    "vLLM": _chat_call(HEAD, continue_final_message=True, add_generation_prompt=False),
+    "vLLM through a client": _chat_call(HEAD, extra_body={"continue_final_message": True}),
+    "an echo of vLLM": _chat_call(HEAD, continue_final_message=True, echo=True),
+    "DeepSeek": _chat_call(HEAD | {"prefix": True}),
+    "Kimi": _chat_call(HEAD | {"partial": True}),
+    "Claude by the API of OpenAI": _chat_call(HEAD, model="anthropic/claude-x"),
+    "LiteLLM, Claude": _logged([ASK_JSON, HEAD], **CLAUDE),
+    "LiteLLM, a mark": _logged([ASK_JSON, HEAD | {"prefix": True}]),
+    "LiteLLM, a parameter": _logged(
+        [ASK_JSON, HEAD], model_parameters={"extra_body": {"continue_final_message": True}}
+    ),
+    "Langfuse, Claude": GENERATION | CLAUDE | {"input": [ASK_JSON, HEAD]},
+    "Langfuse, a mark": GENERATION | {"input": {"messages": [ASK_JSON, HEAD | {"partial": True}]}},
+    "Langfuse, a request": GENERATION | {"input": {"messages": [ASK_JSON, HEAD], "continue_final_message": True}},
+    "OpenTelemetry": _span("gen_ai", "claude-x"),
+    "OpenInference": _span("llm", "claude-x"),
+    "a record": {"messages": [ASK_JSON, HEAD | {"prefix": True}], "response": "7}"},
+    "a record of vLLM": {"messages": [ASK_JSON, HEAD], "response": "7}", "continue_final_message": True},
+    "prompt and completion": {"prompt": [ASK_JSON, HEAD | {"prefix": True}], "completion": [REST]},
+    "messages alone": {"messages": [ASK_JSON, HEAD | {"prefix": True}, REST]},
+}
+
+
+@pytest.mark.parametrize("name", PREFILLED)
+def test_a_prefill_is_the_untrained_head_of_its_turn(name: str) -> None:
+    value = json.loads(json.dumps(PREFILLED[name]))
+    if "echo" in name:
+        value["response"]["choices"][0]["message"]["content"] = '{"count": 7}'
+    reading = law.read([Record("r:1", "r", value)])
+    assert not reading.refusal
+    (item,) = (each for each in reading.items if isinstance(each, Trajectory))
+    assert isinstance(item.content, Chat)
+    assert [each["content"] for each in item.content.messages] == ["Bolts as JSON?", '{"count": 7}']
+    assert item.content.message_bounds == [None, AnswerBounds(prefill=10)]
+
+
+def test_an_answer_at_the_end_of_a_request_is_no_prefill_without_a_mark() -> None:
+    reading = law.read([Record("r:1", "r", _chat_call(HEAD))])
+    assert [said[0] for turns in reading.trained for _, said in turns] == ["7}"]
+    assert reading.notes[NEW_TURN_NOTE] == 1
+
+
+def test_a_later_call_continues_a_prefilled_one() -> None:
+    whole = {"role": "assistant", "content": '{"count": 7}'}
+    later = {"messages": [ASK_JSON, whole, {"role": "user", "content": "Nuts?"}]}
+    records = [
+        PREFILLED["Anthropic"] | {"session_id": "s"},
+        {"request": later, "response": ANTHROPIC, "session_id": "s"},
+    ]
+    (item,) = law.read([Record(f"r:{n}", "r", value) for n, value in enumerate(records)]).items
+    assert isinstance(item, Trajectory)
+    assert isinstance(item.content, Chat)
+    assert item.content.message_weights == [0, 1, 0, 1]
+    assert item.content.message_bounds == [None, AnswerBounds(prefill=10), None, None]
+
+
+# Fields about the end of an answer, and the stop string: None if the answer ended by its end token.
+ENDS: list[tuple[dict[str, Any], str | None]] = [
+    ({"finish_reason": "stop", "stop_reason": "Observation:"}, "Observation:"),
+    ({"finish_reason": "stop", "stop_reason": "END"}, "END"),
+    ({"finish_reason": "tool_calls", "stop_reason": "</tool_call>"}, "</tool_call>"),
+    ({"finish_reason": "stop", "matched_stop": "Observation:"}, "Observation:"),
+    ({"finish_reason": {"type": "stop", "matched": "\n\n"}}, "\n\n"),
+    ({"stop_reason": "stop_sequence", "stop_sequence": "</answer>"}, "</answer>"),
+    ({"stop_reason": "stop_sequence"}, ""),
+    ({"stop_sequence": "</answer>"}, "</answer>"),
+    ({"stop_reason": "</answer>"}, "</answer>"),
+    ({"finish_reason": "stop", "stop_reason": None}, None),
+    ({"finish_reason": "stop", "stop_reason": 151645}, None),
+    ({"finish_reason": "stop", "matched_stop": 151645}, None),
+    ({"finish_reason": {"type": "stop", "matched": 151645}}, None),
+    ({"finish_reason": "stop", "stop_reason": "end_turn"}, None),
+    ({"stop_reason": "end_turn", "stop_sequence": None}, None),
+    ({"stop_reason": "end_turn", "stop_sequence": "</answer>"}, None),
+    ({"finish_reason": "STOP"}, None),
+    ({"stop_reason": "agent_done"}, None),
+]
+SAYS = {"role": "assistant", "content": "Seven."}
+PLACES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "a choice": lambda end: _chat_call(ASK_JSON) | {"response": {"choices": [{"message": SAYS} | end]}},
+    "LiteLLM": lambda end: _logged([ASK_JSON]) | {"response": {"choices": [{"message": SAYS} | end]}},
+    "Langfuse": lambda end: GENERATION | {"input": [ASK_JSON], "output": {"choices": [{"message": SAYS} | end]}},
+    "Anthropic": lambda end: {"request": {"messages": [ASK_JSON]}, "response": ANTHROPIC | {"stop_reason": None} | end},
+    "a message": lambda end: {"messages": [ASK_JSON, SAYS | end]},
+    "beside messages": lambda end: {"messages": [ASK_JSON, SAYS]} | end,
+    "a response beside messages": lambda end: {"messages": [ASK_JSON], "response": "Seven."} | end,
+    "metadata": lambda end: {"messages": [ASK_JSON, SAYS], "metadata": end},
+    "LangChain": lambda end: GENERATION | {"input": [ASK_JSON], "output": SAYS | {"response_metadata": end}},
+    "text": lambda end: {"prompt": "Bolts?", "completion": "Seven."} | end,
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(("end", "stop"), ENDS, ids=[repr(end) for end, _ in ENDS])
+def test_an_answer_that_a_stop_string_ended_has_no_end_token(end: dict[str, Any], stop: str | None, place: str) -> None:
+    reading = law.read([Record("r:1", "r", PLACES[place](end))])
+    (item,) = (each for each in reading.items if isinstance(each, Trajectory))
+    assert not item.is_truncated
+    if isinstance(item.content, PromptCompletion):
+        assert item.content.stop == stop
+    else:
+        assert isinstance(item.content, Chat)
+        last = (item.content.message_bounds or [None])[-1]
+        assert (last.stop if last else None) == stop
+
+
+RESULTS: dict[str, tuple[dict[str, Any], str]] = {
+    "output": ({"output": "Zq7."}, "Zq7."),
+    "text": ({"content": None, "text": "Zq7."}, "Zq7."),
+    "another name": ({"body": "Zq7."}, "refused"),
+    "null": ({"content": None}, "noted"),
+    "no content": ({}, "noted"),
+    "an empty list": ({"content": []}, "noted"),
+    "an empty text": ({"content": ""}, "noted"),
+    "an image": ({"content": [{"type": "image", "source": {}}]}, "skipped"),
+}
+
+
+@pytest.mark.parametrize(("block", "expected"), RESULTS.values(), ids=RESULTS)
+def test_a_result_is_never_empty_in_silence(block: dict[str, Any], expected: str) -> None:
+    call = {"type": "tool_use", "id": "c", "name": "stock", "input": {}}
+    result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c"} | block]}
+    messages = [ASK_JSON, {"role": "assistant", "content": [call]}, result, SAYS]
+    reading = law.read([Record("r:1", "r", {"messages": messages})])
+    if expected == "refused":
+        assert "has no content, but body" in reading.refusal
+    elif expected == "skipped":
+        assert [item.reason for item in reading.items if isinstance(item, Skipped)] == [MEDIA_REASON]
+    elif expected == "noted":
+        assert reading.notes["message of role 'tool' without text"] == 1
+    else:
+        assert [text for text, _ in law.said_in_order(reading)[0]][2] == expected

@@ -14,6 +14,7 @@ import copy
 import itertools
 import json
 import random
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -481,3 +482,56 @@ def _change(records: Sequence[Record], base: Reading, number: int, kind: str, pa
     is_noted = bool(after.refusal) or not after.items or bool(after.notes - base.notes)
     trains_same = after.trained == base.trained
     return Change(_named(kind, path), edited, not is_noted and before != now, trains_same)
+
+
+# One answer in blocks whose order chat messages do not have, and one with the result of its call inside.
+MIXED = [
+    {"type": "text", "text": "Zq7 first."},
+    {"type": "thinking", "thinking": "Zq7 second."},
+    {"type": "text", "text": "Zq7 third."},
+    {"type": "tool_use", "id": "zq7", "name": "zq7_call", "input": {"zq7": "fourth"}},
+    {"type": "text", "text": "Zq7 fifth."},
+]
+WITH_RESULT = [
+    {"type": "text", "text": "Zq7 first."},
+    {"type": "tool_use", "id": "zq7", "name": "zq7_call", "input": {"zq7": "second"}},
+    {"type": "tool_result", "tool_use_id": "zq7", "content": "Zq7 third."},
+    {"type": "text", "text": "Zq7 fourth."},
+]
+
+
+def with_answer(records: Sequence[Record], content: Any) -> Iterator[list[Record]]:
+    """Yield the records with `content` as that of each message of the assistant whose content is text, one at a time.
+
+    Of messages at one path of names, the last one is changed.
+    """
+    for number, record in enumerate(records):
+        places: dict[tuple[str, ...], Path] = {}
+        for path in keys(record.value):
+            holder = at(record.value, path[:-1])
+            is_said = isinstance(holder, dict) and "assistant" in (holder.get("role"), holder.get("type"))
+            if path[-1] == "content" and is_said and isinstance(at(record.value, path), str):
+                places[schema_path(path)] = path
+        for path in places.values():
+            yield _replaced(records, number, path, content)
+
+
+def said_in_order(reading: Reading) -> list[list[tuple[str, bool]]]:
+    """Return the thoughts, texts and calls of each conversation in their order, each with whether it is trained."""
+    found = []
+    for item in reading.items:
+        if not isinstance(item, Trajectory) or not isinstance(item.content, Chat):
+            continue
+        said: list[tuple[str, bool]] = []
+        for message, weight in zip(item.content.messages, item.content.message_weights, strict=True):
+            calls = [json.dumps(_call(call["function"])) for call in message.get("tool_calls") or ()]
+            parts = [message.get("reasoning_content"), message["content"], *calls]
+            said += [(part, weight > 0) for part in parts if part]
+        found.append(said)
+    return found
+
+
+def order_of_marks(said: list[tuple[str, bool]]) -> list[str]:
+    """Return the ordinal numbers of the texts of `MIXED` or `WITH_RESULT`, in their order."""
+    words = "|".join("first second third fourth fifth".split())
+    return [word for text, _ in said if "zq7" in text.lower() for word in re.findall(words, text)]

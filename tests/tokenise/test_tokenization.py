@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,19 @@ from support.read_rollouts import tokenize
 from support.readings import tokens_of
 from support.tokenised_chats import assistant, samples, text, trained_texts, user
 from treepack.errors import TreepackError
+from treepack.tokenise.template.stops import PREFILL_NOTE, STOP_NOTE
 from treepack.tokenise.tokenization import load_tokenizer
-from treepack.trajectory import Chat, Int64, PromptCompletion, Skipped, Tokens, Trajectory, derived_group, positions
+from treepack.trajectory import (
+    AnswerBounds,
+    Chat,
+    Int64,
+    PromptCompletion,
+    Skipped,
+    Tokens,
+    Trajectory,
+    derived_group,
+    positions,
+)
 
 NUM_REAL = 4  # real rollouts of each source; the tokenizer of bytes takes a second for a long one
 
@@ -215,6 +227,31 @@ def test_a_text_that_begins_with_the_first_token_of_a_sequence_gets_no_second_on
     for prompt in ("The quick ", "<|im_start|>The quick "):
         (sample,) = samples(Trajectory("t", "s", PromptCompletion(prompt, "fox")), fast)
         assert text(sample, fast) == "<|im_start|>The quick fox<|endoftext|>"
+
+
+@pytest.mark.parametrize("name", ["plain", "stripping", "marked"])
+@pytest.mark.parametrize(
+    ("content", "bounds", "expected", "is_noted"),
+    [
+        ("{x: 7}", AnswerBounds(prefill=3), " 7}<|im_end|>", PREFILL_NOTE),
+        ("{x: 7}", AnswerBounds(prefill=4), "7}<|im_end|>", PREFILL_NOTE),
+        ("Act: x", AnswerBounds(stop="Observation:"), "Act: x", STOP_NOTE),
+        ("Act: x", AnswerBounds(stop=""), "Act: x", STOP_NOTE),
+        ("Act: x", AnswerBounds(stop="<|im_end|>"), "Act: x<|im_end|>", None),
+        ("Act: x", AnswerBounds(is_open=True), "Act: x", None),
+        ("Act: x", AnswerBounds(prefill=4, stop="Observation:"), " x", STOP_NOTE),
+    ],
+)
+def test_only_the_text_between_the_bounds_of_an_answer_is_trained(
+    tokenizers: dict[str, Any], name: str, content: str, bounds: AnswerBounds, expected: str, is_noted: str | None
+) -> None:
+    tokenizer = tokenizers[name]
+    item = chat([user("x: 7 {x: 7}"), assistant(content)])
+    assert isinstance(item.content, Chat)
+    item = replace(item, content=replace(item.content, message_bounds=[None, bounds]))
+    (sample,) = samples(item, tokenizer)
+    assert trained_texts(sample, tokenizer) == [expected]
+    assert (is_noted in sample.notes) if is_noted else not {STOP_NOTE, PREFILL_NOTE} & set(sample.notes)
 
 
 @pytest.mark.parametrize("completion", ["fox", "fox<|endoftext|>", "fox<|endoftext|>\n"])

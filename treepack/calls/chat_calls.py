@@ -17,6 +17,7 @@ from treepack.ingest.readers.fields.values import BadValueError
 from treepack.ingest.readers.messages.content_blocks import split_blocks
 from treepack.ingest.readers.messages.conversation_settings import normalise_template_kwargs, normalise_tools
 from treepack.ingest.readers.messages.normal_form import NormalMessages, normalise_messages
+from treepack.ingest.readers.messages.prefills import NEW_TURN_NOTE, is_answer, with_prefills
 from treepack.trajectory import Chat, Skipped, Trajectory, check_temperatures
 
 
@@ -83,24 +84,28 @@ def join_chats(calls: Sequence[ChatCall], *, source: str) -> list[JoinedChat]:
         if not call.response:
             continue
         prompt = [part for message in call.prompt for part in _split(message, parts)]
-        where, num_prompt = f"{source}: call {number + 1}", len(prompt)
+        where = f"{source}: call {number + 1}"
         response = endings.mark(split_blocks(call.response), call.ending)
+        messages, num_prompt = with_prefills([*prompt, *response], len(prompt))
         # A later prompt repeats an answer without the reason why it ended.
-        whole = [endings.without_fields(message) for message in (*prompt, *response)]
+        whole = [endings.without_fields(message) for message in messages]
         # Successive prompts repeat nearly all messages. A repeated message need not be normalised again, so only the
         # messages after the longest equal run are: normalising all would be quadratic in the number of turns.
         equal_runs = [i for i, messages in enumerate(logged) if messages == whole[: min(num_prompt, len(messages))]]
         longest = max(equal_runs, key=lambda i: len(logged[i]), default=-1)
         start = len(logged[longest]) if equal_runs else 0
-        new = [*prompt, *response][start:]
-        done = normalise_messages(new, source=where, before=_messages(runs[longest]) if equal_runs else None)
+        done = normalise_messages(
+            messages[start:], source=where, before=_messages(runs[longest]) if equal_runs else None
+        )
+        if num_prompt and is_answer(whole[num_prompt - 1]):
+            done = replace(done, notes=(*done.notes, NEW_TURN_NOTE))
         tools = normalise_tools(call.tools, source=where)
         if call.temperature is not None:
             check_temperatures(np.array([call.temperature]), source=where, name="temperature")
         variables = normalise_template_kwargs(call.chat_template_kwargs, source=where)
-        weights = [0.0] * num_prompt + done.weights[num_prompt:]
+        own = done.chat(num_prompt, tools, variables)
         temperatures = [None] * num_prompt + [call.temperature] * (len(done.messages) - num_prompt)
-        cuts = [False] * num_prompt + done.cuts[num_prompt:]
+        own = replace(own, message_temperatures=temperatures)
         # Equal as logged is not enough (the tools may differ), and not needed (null and "" are the same content).
         continued = [
             i
@@ -109,29 +114,31 @@ def join_chats(calls: Sequence[ChatCall], *, source: str) -> list[JoinedChat]:
             and run.content.messages == done.messages[: min(num_prompt, len(run.content.messages))]
         ]
         if not continued:
-            content = _chat(done.messages, weights, (tools, variables), temperatures, cuts)
-            runs.append(JoinedChat((number,), content, done.notes))
+            runs.append(JoinedChat((number,), _after(None, own, num_prompt), done.notes))
             logged.append(whole)
             continue
         longest = max(continued, key=lambda i: len(runs[i].content.messages))
         before = runs[longest]
-        # Weights 0 1 of the run, 0 0 0 1 of the call -> 0 1 0 1: a prompt must not untrain an earlier response.
-        earlier = before.content.message_weights
-        weights = [*earlier, *weights[len(earlier) :]]
-        temperatures = [*(before.content.message_temperatures or [None] * len(earlier)), *temperatures[len(earlier) :]]
-        cuts = [*(before.content.message_cuts or [False] * len(earlier)), *cuts[len(earlier) :]]
-        content = _chat(done.messages, weights, (tools, variables), temperatures, cuts)
         notes = tuple(dict.fromkeys((*before.notes, *done.notes)))  # each note once, in order
-        runs[longest] = JoinedChat((*before.calls, number), content, notes)
+        runs[longest] = JoinedChat((*before.calls, number), _after(before.content, own, num_prompt), notes)
         logged[longest] = whole
     return runs
 
 
-def _chat(
-    messages: list[Any], weights: list[float], more: tuple[Any, Any], temperatures: list[Any], cuts: list[bool]
-) -> Chat:
-    known = any(temperature is not None for temperature in temperatures)
-    return Chat(messages, weights, *more, temperatures if known else None, cuts if any(cuts) else None)
+def _after(before: Chat | None, own: Chat, num_prompt: int) -> Chat:
+    """Return `own`, a call after a prompt of `num_prompt` messages that begins with `before`."""
+    # Weights 0 1 of the run, 0 0 0 1 of the call -> 0 1 0 1: a prompt must not untrain an earlier response.
+    changes: dict[str, Any] = {}
+    for name, default in _BY_MESSAGE.items():
+        first = (getattr(before, name) if before else None) or [default] * (len(before.messages) if before else 0)
+        rest = (getattr(own, name) or [default] * len(own.messages))[max(len(first), num_prompt) :]
+        values = [*first, *[default] * (num_prompt - len(first)), *rest]
+        changes[name] = values if name == "message_weights" or any(each != default for each in values) else None
+    return replace(own, **changes)
+
+
+# Fields of a `Chat` with a value for each message, and the value of a message of the prompt.
+_BY_MESSAGE = {"message_weights": 0.0, "message_temperatures": None, "message_cuts": False, "message_bounds": None}
 
 
 def _split(message: Any, parts: dict[int, list[Any]]) -> list[Any]:
@@ -141,5 +148,6 @@ def _split(message: Any, parts: dict[int, list[Any]]) -> list[Any]:
 
 
 def _messages(run: JoinedChat) -> NormalMessages:
-    cuts = run.content.message_cuts or [False] * len(run.content.messages)
-    return NormalMessages(run.content.messages, run.content.message_weights, run.notes, cuts)
+    num = len(run.content.messages)
+    cuts, bounds = run.content.message_cuts or [False] * num, run.content.message_bounds or [None] * num
+    return NormalMessages(run.content.messages, run.content.message_weights, run.notes, cuts, bounds)

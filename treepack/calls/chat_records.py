@@ -31,13 +31,14 @@ from treepack.ingest.readers.messages.conversation_settings import (
     tools_of,
 )
 from treepack.ingest.readers.messages.normal_form import has_media, normalise_messages
-from treepack.trajectory import Chat, PromptCompletion, Skipped, Trajectory
+from treepack.ingest.readers.messages.prefills import mark_prefills, with_prefills
+from treepack.trajectory import PromptCompletion, Skipped, Trajectory
 
 # Fields of AReaL's dumps, whose texts were decoded with their special tokens.
 _AREAL = frozenset({"seqlen", "prompt_len", "head_version", "tail_version"})
 # Fields that become content; the others are metadata.
 _SYSTEM = ("system", "system_prompt", "system_message")
-_USED = frozenset({"messages", "prompt", "completion", "system", "chat_template_kwargs"})
+_USED = frozenset({"messages", "prompt", "completion", "system", "chat_template_kwargs", "continue_final_message"})
 
 
 def read_chat(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
@@ -58,8 +59,8 @@ def read_chat(record: Record, options: ReadOptions) -> Iterator[Trajectory | Ski
     if value.get("messages") is not None:
         found = dialogue(value, source)
         system = _system(value, found.messages)
-        done = normalise_messages([*system, *found.messages], source=source)
-        num_prompt, used, notes = len(system) + found.num_prompt, _USED | found.used, found.notes
+        messages, num_prompt = with_prefills([*system, *found.messages], len(system) + found.num_prompt)
+        used, notes = _USED | found.used, found.notes
     else:
         prompt, completion = value.get("prompt"), value.get("completion")
         if prompt is None or completion is None:
@@ -83,14 +84,13 @@ def read_chat(record: Record, options: ReadOptions) -> Iterator[Trajectory | Ski
         if answer is None:
             raise TreepackError(f"{source}: completion is {shown(completion)}; expected text or a list of messages")
         system = _system(value, asked)
-        done = normalise_messages([*system, *asked, *answer], source=source)
-        num_prompt = len(system) + len(asked)
-    # prompt [user], completion [assistant, user, assistant]: weights [0] + [1, 0, 1]
-    weights = [0.0] * num_prompt + done.weights[num_prompt:]
+        asked = [*system, *mark_prefills(asked, value, model=value.get("model"))]
+        messages, num_prompt = with_prefills([*asked, *answer], len(asked))
+    done = normalise_messages(messages, source=source)
     tools = normalise_tools(tools_of(value), source=source)
     # {"enable_thinking": false}: the trajectory keeps it, so that the prompt is rendered as it was sampled.
     variables = normalise_template_kwargs(value.get("chat_template_kwargs"), source=source)
-    content = Chat(done.messages, weights, tools, variables, message_cuts=done.cuts)
+    content = done.chat(num_prompt, tools, variables)
     used = used | TOOLS | (frozenset(_SYSTEM) if system else frozenset())
     yield describe(record, content, used=used, options=options, notes=done.notes + notes)
 

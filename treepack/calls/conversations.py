@@ -12,7 +12,8 @@ from treepack.ingest.readers.fields.rollout_facts import describe
 from treepack.ingest.readers.messages.content_blocks import split_blocks
 from treepack.ingest.readers.messages.conversation_settings import normalise_tools
 from treepack.ingest.readers.messages.normal_form import normalise_messages
-from treepack.trajectory import Chat, Skipped, Trajectory
+from treepack.ingest.readers.messages.prefills import with_prefills
+from treepack.trajectory import Skipped, Trajectory
 
 
 def without(value: dict[str, Any], names: Container[object]) -> dict[str, Any]:
@@ -37,11 +38,10 @@ def conversation(
     Raises:
         TreepackError: messages or tools that `readers.messages` refuses.
     """
-    num_prompt = len(split_blocks(messages[:num_prompt]))
-    done = normalise_messages(split_blocks(messages), source=record.source)
-    # num_prompt 2: weights [1, 0, 1] -> [0, 0, 1]
-    weights = [0.0] * num_prompt + done.weights[num_prompt:]
-    content = Chat(done.messages, weights, normalise_tools(tools, source=record.source), message_cuts=done.cuts)
+    prompt, answers = split_blocks(messages[:num_prompt]), split_blocks(messages[num_prompt:])
+    listed, num_prompt = with_prefills([*prompt, *answers], len(prompt))
+    done = normalise_messages(listed, source=record.source)
+    content = done.chat(num_prompt, normalise_tools(tools, source=record.source))
     return describe(record, content, used=used, options=options, notes=done.notes + notes)
 
 

@@ -29,9 +29,16 @@ from treepack.tokenise.template.rendering import (
     check_syntax,
     render,
 )
-from treepack.tokenise.template.stops import CUT_NOTE, StopTokens, no_stop_note
+from treepack.tokenise.template.stops import (
+    CUT_NOTE,
+    PREFILL_NOTE,
+    STOP_NOTE,
+    StopTokens,
+    after_prefill,
+    no_stop_note,
+)
 from treepack.tokenise.template.texts import ChainedText
-from treepack.trajectory import Chat
+from treepack.trajectory import AnswerBounds, Chat
 
 _CLOCK = re.compile(r"\bstrftime_now\b")  # the only clock that transformers gives to a template
 _OPENING_NOTE = "assistant turn before the first user message not trained, because the chat template refuses its prompt"
@@ -107,7 +114,8 @@ class ChatTemplate:
             if chat.message_weights[k] == 0:
                 continue
             try:
-                answer = answers.answer(k, message, f"{source}: turn {index + 1} (message {k + 1})")
+                where = f"{source}: turn {index + 1} (message {k + 1})"
+                answer = answers.answer(k, message, where)
             except UnfaithfulError as error:
                 # A greeting that a program put before the first question: no model generated it.
                 if any(each["role"] == "user" for each in chat.messages[:k]) or k == len(messages) - 1:
@@ -117,7 +125,9 @@ class ChatTemplate:
                 continue
             notes |= dict.fromkeys(answer.notes)
             if answer.spans:
-                turn, remarks = self._turn(answer, index, k, chat, self._stops[setting.template, tools is not None])
+                turn, remarks = self._turn(
+                    answer, index, k, chat, self._stops[setting.template, tools is not None], where
+                )
                 turns += [turn] if turn.spans else []
                 notes |= dict.fromkeys(remarks)
         if refusal and not turns:
@@ -125,12 +135,15 @@ class ChatTemplate:
         return RenderedChat(turns, tuple(notes))
 
     def _turn(
-        self, answer: TurnAnswer, index: int, k: int, chat: Chat, stops: StopTokens
+        self, answer: TurnAnswer, index: int, k: int, chat: Chat, stops: StopTokens, source: str
     ) -> tuple[RenderedTurn, tuple[str, ...]]:
         """Return message `k` as a turn that ends as its sampler ended it, and notes; no spans if nothing is trained."""
         message, marker, notes = chat.messages[k], "", tuple[str, ...]()
+        bounds = (chat.message_bounds[k] if chat.message_bounds else None) or AnswerBounds()
         if chat.message_cuts is not None and chat.message_cuts[k]:
             answer, notes = stops.without_end(answer, message), (CUT_NOTE,)
+        elif bounds.is_open or (bounds.stop is not None and not stops.is_end(bounds.stop, answer.trained_end())):
+            answer, notes = stops.without_end(answer, message), () if bounds.is_open else (STOP_NOTE,)
         elif not stops.is_stopped(answer.trained_end()):
             marker = stops.marker(message, chat.messages[k + 1] if k + 1 < len(chat.messages) else None)
             if not stops.is_stopped(marker):
@@ -141,6 +154,11 @@ class ChatTemplate:
         start, end = answer.spans[-1]
         text = answer.text.prefix(end).plus(marker)
         spans = (*answer.spans[:-1], (start, end + len(marker)))
+        if bounds.prefill:
+            # <|assistant|>{"count": 7}<|end|> after the prefill {"count": -> trained " 7}<|end|>"
+            first = after_prefill(answer, message, bounds.prefill, source)
+            spans = tuple((max(a, first), b) for a, b in spans if b > first)
+            notes = (*notes, PREFILL_NOTE)
         return RenderedTurn(index, k, text, spans, chat.message_weights[k], marker), notes
 
     def whole(self, chat: Chat, *, tools: Tools, source: str, prompt: bool = False) -> str:

@@ -71,7 +71,12 @@ class ControlTokens:
         def with_marks(text: str) -> str:
             return pattern.sub(lambda match: match[0][0] + MARK + match[0][1:], text)
 
-        return replace(chat, messages=[_change_texts(message, with_marks) for message in chat.messages])
+        bounds = [
+            each and replace(each, prefill=len(with_marks(message["content"][: each.prefill])))
+            for each, message in zip(chat.message_bounds or (), chat.messages, strict=False)
+        ]
+        messages = [_change_texts(message, with_marks) for message in chat.messages]
+        return replace(chat, messages=messages, message_bounds=bounds or None)
 
 
 def control_tokens(tokenizer: Any, templates: tuple[str, ...]) -> frozenset[str]:

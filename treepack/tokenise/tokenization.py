@@ -38,7 +38,7 @@ from treepack.tokenise.samples import sample_of, samples_of_prompts, samples_of_
 from treepack.tokenise.search_turns import Item, samples_of_record, tokens_of
 from treepack.tokenise.stable_ids import with_stable_ids
 from treepack.tokenise.template.rendering import TemplateFile, Tools, UnfaithfulError
-from treepack.tokenise.template.stops import CUT_NOTE
+from treepack.tokenise.template.stops import CUT_NOTE, STOP_NOTE
 from treepack.trajectory import (
     Chat,
     PromptCompletion,
@@ -229,6 +229,8 @@ class TrajectoryTokeniser:
         completion = encoder.encode(content.completion)
         if content.is_cut or (content.has_special and not encoder.ends_special(completion)):
             item = self._without_loss(replace(item, notes=(*item.notes, CUT_NOTE), is_truncated=True))
+        elif content.stop is not None and not encoder.is_ended(content.stop):
+            item = replace(item, notes=(*item.notes, STOP_NOTE))
         elif not content.has_special and not encoder.is_ended(content.completion):
             completion = np.concatenate([completion, encoder.end])
         return sample_of(replace(item, group_id=self._group(item)), [(prompt, 0.0), (completion, 1.0)])

@@ -28,6 +28,7 @@ from treepack.calls.apis.langchain_messages import ROLES, chat_messages, generat
 from treepack.calls.apis.otel_parts import messages_of_parts
 from treepack.errors import TreepackError
 from treepack.files.input_files.json_text import parsed
+from treepack.ingest.readers.fields import endings
 from treepack.ingest.readers.fields.rollout_facts import temperature_of
 from treepack.ingest.readers.fields.values import is_messages, quoted, shown
 from treepack.ingest.readers.messages.gemini_parts import gemini_messages, gemini_tools
@@ -35,6 +36,7 @@ from treepack.ingest.readers.messages.merged_turns import answered, left_over, m
 from treepack.ingest.readers.messages.message_trees import RENAMED_ROLES as RENAMED
 from treepack.ingest.readers.messages.normal_form import RENAMED_ROLES
 from treepack.ingest.readers.messages.normal_form import ROLES as CHAT_ROLES
+from treepack.ingest.readers.messages.prefills import mark_prefills
 from treepack.ingest.readers.messages.response_items import CALLS, RESULTS, messages_of_items
 
 Message = dict[str, Any]
@@ -50,7 +52,8 @@ _REQUEST_FIELDS = API_FIELDS | frozenset(
     "contents config generation_config generationConfig system_instruction systemInstruction system functions role "
     "function_call model metadata safety_settings safetySettings labels tool_config toolConfig thinking extra_body "
     "extra_headers top_k stop_sequences frequency_penalty presence_penalty logit_bias modalities args content name "
-    "anthropic_version betas timeout max_retries http_options custom_llm_provider api_base".split()
+    "anthropic_version betas timeout max_retries http_options custom_llm_provider api_base continue_final_message "
+    "add_generation_prompt echo".split()
 )
 _ANSWERS = frozenset("choices output completion completions response responses answer generations chosen".split())
 _RESPONSE_FIELDS = API_FIELDS | frozenset(
@@ -59,7 +62,7 @@ _RESPONSE_FIELDS = API_FIELDS | frozenset(
     "automatic_function_calling_history response_id responseId create_time createTime llm_output run event.name "
     "gen_ai.system provider toolCalls reasoning reasoningText tool_calls completion logprobs token_ids delta "
     "safety_ratings safetyRatings avg_logprobs avgLogprobs token_count tokenCount citation_metadata citationMetadata "
-    "provider_specific_fields native_finish_reason done done_reason".split()
+    "provider_specific_fields native_finish_reason done done_reason matched_stop".split()
 )
 _CALLING = frozenset({"tool_calls", "tool_use", "function_call", "tool-calls", "tool_call"})
 _CUT = {"max_output_tokens": "length"}  # reasons of an incomplete response, by the names of chat completions
@@ -114,7 +117,7 @@ def _prompt_of_object(value: dict[str, Any], source: str) -> RequestPrompt | Non
         return found
     if answers := [name for name in _ANSWERS & value.keys() if value[name]]:
         raise TreepackError(f"{source}: the prompt has {min(answers)}; expected a request without a response")
-    *others, last = found.messages
+    *others, last = mark_prefills(found.messages, value, model=value.get("model"))
     return replace(found, messages=[*others, last | left_over(value, _REQUEST_FIELDS, "request")])
 
 
@@ -220,8 +223,9 @@ def _message(value: Message, source: str) -> list[Message]:
     refusal = done.pop("refusal", None)
     if not done.get("content") and isinstance(refusal, str):
         done["content"] = refusal
-    if (reason := done.pop("stop_reason", None)) is not None:
-        done.setdefault("finish_reason", reason)
+    if (reason := endings.raw_of(value)) is not None:
+        done["finish_reason"] = reason
+        done.pop("stop_reason", None)
     content = done.get("content")
     if done.get("role") in ("tool", "function") and not _is_schema(done) and _is_data(content):
         done["content"] = json.dumps(content, ensure_ascii=False)
@@ -269,7 +273,7 @@ def _check_calls(response: Sequence[Message], source: str) -> None:
     parts = [part for each in response for part in each["content"]] if in_parts else []
     has_calls = any(each.get("tool_calls") or each.get("function_call") for each in response)
     has_blocks = any(isinstance(part, dict) and part.get("type") == "tool_use" for part in parts)
-    if reason in _CALLING and not has_calls and not has_blocks:
+    if isinstance(reason, str) and reason in _CALLING and not has_calls and not has_blocks:
         raise TreepackError(f"{source}: {_NO_CALLS}; log its tool calls as tool_calls of the message")
 
 
@@ -321,13 +325,9 @@ def _of_choice(choice: dict[str, Any], source: str) -> list[Message]:
         raise TreepackError(f"{source}: has the choice {shown(choice)}; expected a message")
     if messages:
         messages[-1] = messages[-1] | left_over(choice, _RESPONSE_FIELDS, "choice")
-    reason = next((choice[name] for name in _REASONS if choice.get(name) is not None), None)
-    if messages and isinstance(reason, str):
-        messages[-1].setdefault("finish_reason", reason if reason.islower() else reason.lower())
+    if messages and (reason := endings.raw_of(choice)) is not None:
+        messages[-1].setdefault("finish_reason", reason.lower() if isinstance(reason, str) else reason)
     return messages
-
-
-_REASONS = ("finish_reason", "finishReason", "stop_reason", "done_reason")
 
 
 def _responses_of_list(values: list[Message], source: str) -> list[list[Message]] | None:

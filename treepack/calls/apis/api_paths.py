@@ -21,13 +21,13 @@ _GEMINI = [
     for call in ("functionCall", "function_call", "functionResponse", "function_response")
     for name in ("id", "name", "args", "response")
 ]
-_ENDINGS = "finish_reason finishReason stop_reason done_reason".split()
+_ENDINGS = "finish_reason finishReason stop_reason done_reason stop_sequence matched_stop".split()
 # The items of the Responses API are among the messages: a call, and the result of one.
 _ITEM = "call_id arguments input output action status summary.text".split()
 
 
 _FIELDS = [
-    *"role type name content refusal reasoning_content reasoning tool_call_id is_error".split(),
+    *"prefix partial role type name content refusal reasoning_content reasoning tool_call_id is_error".split(),
     *("content{}", "parts{}", "tool_calls{}"),
     *below(["content", "parts"], [*_PART, *_GEMINI]),
     *below(["tool_calls"], _CALL),
@@ -44,7 +44,7 @@ _TOOLS = "tools functions".split()
 _REQUEST = [
     *_MESSAGE,
     *_TOOLS,
-    *"temperature prompt instructions input system args".split(),
+    *"temperature prompt instructions input system args continue_final_message echo".split(),
     *("messages{}", "prompt{}", "input{}", "contents{}", "system{}"),
     *below(["messages", "prompt", "input", "contents"], _MESSAGE),
     *below(["prompt"], ("messages", *below(["messages"], _MESSAGE))),

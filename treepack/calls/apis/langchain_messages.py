@@ -7,7 +7,9 @@ from typing import Any
 from treepack.calls.conversations import without
 from treepack.errors import TreepackError
 from treepack.files.input_files.json_text import parsed_json
+from treepack.ingest.readers.fields import endings
 from treepack.ingest.readers.fields.values import is_messages, object_or_empty, quoted, shown
+from treepack.ingest.readers.messages.content_blocks import split_blocks
 from treepack.ingest.readers.messages.normal_form import READ
 
 Message = dict[str, Any]
@@ -53,8 +55,8 @@ def chat_messages(message: Any, source: str) -> list[Message]:
     done = without(done, HARMLESS) | {"role": role}
     if fields.get("invalid_tool_calls"):
         raise TreepackError(f"{source}: has a tool call that is not JSON; remove the message")
-    reasons = (object_or_empty(fields.get("response_metadata")).get(name) for name in ("finish_reason", "stop_reason"))
-    if isinstance(reason := next((each for each in (*reasons, fields.get("stop_reason")) if each), None), str):
+    holders = (object_or_empty(fields.get("response_metadata")), fields)
+    if (reason := next((each for each in map(endings.raw_of, holders) if each), None)) is not None:
         done.setdefault("finish_reason", reason)
     return _by_parts(_with_calls(done, object_or_empty(fields.get("additional_kwargs"))))
 
@@ -81,31 +83,22 @@ def _with_calls(message: Message, more: dict[str, Any]) -> Message:
 
 
 def _by_parts(message: Message) -> list[Message]:
-    """Return `message` with thinking as reasoning and calls as tool calls, after the tool results that it contains."""
-    parts = message.get("content")
+    """Return `message` with its thoughts, calls and results in the form of chat; its parts may repeat its calls."""
+    parts, calls = message.get("content"), message.get("tool_calls")
     if not is_messages(parts):
         return [message]
-    # content [thinking, text, tool_use] -> {"thinking": [..], "text": [..], "tool_use": [..]}
-    kinds: dict[str, list[dict[str, Any]]] = {}
+    if not calls:
+        return split_blocks([message], between="")
+    # content [text, tool_use "c"], tool_calls [call "c"] -> the call in the place of the part
+    by_id = {str(call.get("id")): call for call in calls if isinstance(call, dict)}
+    placed = []
     for part in parts:
-        kinds.setdefault(str(part.get("type")), []).append(part)
-    done = [
-        {"role": "tool", "tool_call_id": part.get("tool_use_id"), "content": part.get("content")}
-        for part in kinds.pop("tool_result", [])
-    ]
-    thoughts = [
-        part[kind]
-        for kind in ("thinking", "reasoning")
-        for part in kinds.pop(kind, [])
-        if isinstance(part.get(kind), str)
-    ]
-    if thoughts:
-        message.setdefault("reasoning_content", "".join(thoughts))
-    if calls := kinds.pop("tool_use", []):
-        named = [{"id": part.get("id"), "name": part.get("name"), "arguments": part.get("input")} for part in calls]
-        message.setdefault("tool_calls", named)
-    # The parts repeat the calls of the message.
-    if message.get("tool_calls"):
-        kinds = without(kinds, ("tool_call", "function_call"))
-    message["content"] = [part for part in parts if str(part.get("type")) in kinds]
-    return [*done, message] if kinds or not done else done
+        call = by_id.pop(str(part.get("id")), None) if part.get("type") == "tool_use" else None
+        if call is not None:
+            function = object_or_empty(call.get("function", call))
+            part = {"type": "tool_use", "id": call.get("id"), "name": function.get("name")}
+            part["input"] = function.get("arguments")
+        if call is not None or part.get("type") not in ("tool_use", "tool_call", "function_call"):
+            placed.append(part)
+    message["tool_calls"] = list(by_id.values())
+    return split_blocks([message | {"content": placed}], between="")

@@ -25,6 +25,7 @@ from treepack.ingest.readers.fields.values import is_messages, shown
 from treepack.ingest.readers.kinds import TEXTS
 from treepack.ingest.readers.messages.containers import objects_of
 from treepack.ingest.readers.messages.content_blocks import split_blocks
+from treepack.ingest.readers.messages.prefills import is_prefill, mark_prefills
 
 Message = dict[str, Any]
 
@@ -84,7 +85,8 @@ def dialogue(value: Message, source: str) -> ChatDialogue:
         # With the prompt as messages too, the rest is the answer; otherwise earlier turns belong to this rollout as
         # well.
         return ChatDialogue(messages, prompt, used, notes)
-    if messages and _role(messages[-1]) in ("assistant", "model"):
+    messages = mark_prefills(messages, value, model=value.get("model"))
+    if messages and _role(messages[-1]) in ("assistant", "model") and not is_prefill(messages[-1]):
         raise TreepackError(
             f"{source}: messages end with an answer, and {name} is another one; say which one was sampled with "
             f"--columns answer={name}, or leave it out with --columns ignore={name}"

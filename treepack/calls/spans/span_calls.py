@@ -14,7 +14,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from treepack.calls.apis.api_forms import prompt_of, responses_of
@@ -27,6 +27,7 @@ from treepack.ingest.readers.fields.rollout_facts import temperature_of
 from treepack.ingest.readers.fields.values import as_objects, is_messages, shown
 from treepack.ingest.readers.messages.merged_turns import answered, left_over, merged_turns
 from treepack.ingest.readers.messages.message_trees import RENAMED_ROLES, message_of_tree
+from treepack.ingest.readers.messages.prefills import mark_prefills
 from treepack.trajectory import Skipped
 
 Message = dict[str, Any]
@@ -40,6 +41,12 @@ _TOOLS, _TEMPERATURE, REASONS = (
     "gen_ai.response.finish_reasons",
 )
 _LLM_INPUT, _LLM_OUTPUT = "llm.input_messages", "llm.output_messages"
+_SETTINGS = "llm.invocation_parameters"
+# Names of the model and its provider, of which Anthropic continues the last answer of a request.
+_MODELS = (
+    "gen_ai.request.model gen_ai.response.model gen_ai.system gen_ai.provider.name llm.model_name llm.provider "
+    "llm.system"
+).split()
 _PROMPT, _COMPLETION, _FUNCTIONS = "gen_ai.prompt", "gen_ai.completion", "llm.request.functions"
 _ADK_REQUEST, _ADK_RESPONSE = "gcp.vertex.agent.llm_request", "gcp.vertex.agent.llm_response"
 _SDK_PROMPT, _SDK_RESPONSE = "ai.prompt.messages", "ai.response"
@@ -101,7 +108,11 @@ def calls_of_span(span: TraceSpan) -> SpanCalls | Skipped:
             if span.failed:
                 return Skipped(span.source, FAILED_NOTE)
             notes: dict[str, None] = {}
-            calls = list(read(span, notes))
+            settings = parsed(get(attributes, _SETTINGS))
+            model = " ".join(str(get(attributes, name)) for name in _MODELS)
+            calls = [
+                replace(call, prompt=mark_prefills(call.prompt, settings, model=model)) for call in read(span, notes)
+            ]
             return SpanCalls(calls, tuple(notes))
     return _without_messages(span)
 
@@ -162,7 +173,7 @@ def _temperature(span: TraceSpan) -> float | None:
 
 def _openinference(span: TraceSpan, notes: dict[str, None]) -> Iterator[ChatCall]:
     """Yield the call of `span`, or one for each answer if several were asked for."""
-    settings = parsed(get(span.attributes, "llm.invocation_parameters"))
+    settings = parsed(get(span.attributes, _SETTINGS))
     settings = settings if isinstance(settings, dict) else {}
     prompt = [message_of_tree(each, span.source, notes) for each in _list(span, _LLM_INPUT)]
     said = [{"role": "assistant"} | message_of_tree(each, span.source, notes) for each in _list(span, _LLM_OUTPUT)]

@@ -26,7 +26,7 @@ from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.rollout_facts import describe
 from treepack.ingest.readers.format import LINEAGE, MASKS, Format
 from treepack.ingest.readers.messages.normal_form import normalise_messages
-from treepack.trajectory import Chat, Skipped, Trajectory
+from treepack.trajectory import Skipped, Trajectory
 
 # "conversation_round_12.json.gz" -> 12, and "sympy__sympy-1_2024-04-06_13-51-50" -> "sympy__sympy-1"
 _ROUND = re.compile(r"conversation_round_(\d+)\.json(\.gz|\.zst)?")
@@ -63,17 +63,15 @@ def _read_auto_code_rover(records: Iterator[Record], options: ReadOptions) -> It
         yield Skipped(path, f"beginning of {later.name}", is_rollout=False)
         return
     done = normalise_messages(messages, source=path)
-    weights = done.weights
+    num_shared = 0
     if this_round is None and rounds and messages[0].get("role") == "system":
         # The system prompts differ, so the comparison starts after them: [S', a, b, patch] and [S, a, b] -> 1 + 2.
         num_shared = 1 + _num_shared(messages[1:], rounds[-1][1], start=1)
-        weights = [0.0] * num_shared + weights[num_shared:]
     # <task>_<time>/conversation_round_3.json -> "<task>_<time>", other files -> "<task>_<time>/<file>"
     folder, stem = folder_and_document(record)
     name = "/".join(part for part in (folder, "" if this_round is not None and folder else stem) if part)
     value = {"trajectory_id": name, "group_id": _TIME.sub("", folder) or stem}
-    content = Chat(done.messages, weights, message_cuts=done.cuts)
-    yield describe(Record(path, path, value), content, used=(), options=options, notes=done.notes)
+    yield describe(Record(path, path, value), done.chat(num_shared), used=(), options=options, notes=done.notes)
 
 
 def _rounds(path: str) -> list[tuple[int, Path]]:

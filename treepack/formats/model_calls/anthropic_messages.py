@@ -15,11 +15,13 @@ from typing import Any
 from treepack.calls.apis.exchanges import ApiExchange, description, read_exchanges
 from treepack.calls.chat_calls import ChatCall, read_chats
 from treepack.files.input_files.records import Record
+from treepack.ingest.readers.fields import endings
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.rollout_facts import temperature_of
 from treepack.ingest.readers.format import LINEAGE, REWARDS, Format
 from treepack.ingest.readers.kinds import OBJECT, OBJECTS, one_of
-from treepack.ingest.readers.messages.content_blocks import skip_reason
+from treepack.ingest.readers.messages.content_blocks import skip_reason, split_blocks
+from treepack.ingest.readers.messages.prefills import mark_prefills
 from treepack.trajectory import Skipped, Trajectory
 
 # A response, in a field of its own or, as some proxies log it, in the "body" of that field.
@@ -57,8 +59,9 @@ def _call(exchange: ApiExchange) -> ChatCall:
     messages = request["messages"] if isinstance(request["messages"], list) else [request["messages"]]
     response = [{"role": "assistant", "content": exchange.response["content"]}]
     tools = request.get("tools") or None
-    ending = exchange.response.get("stop_reason")
-    return ChatCall([*system, *messages], response, tools, temperature=temperature_of(request), ending=ending)
+    ending = endings.raw_of(exchange.response)
+    prompt = [*system, *mark_prefills(split_blocks(messages), request, model="claude")]
+    return ChatCall(prompt, response, tools, temperature=temperature_of(request), ending=ending)
 
 
 FORMAT = Format(
@@ -80,6 +83,7 @@ FORMAT = Format(
         response.stop_reason response.id response.model
         session_id group_id reward
     """.split(),
+    also=("response.stop_sequence",),
     dropped=(
         "the other settings of request and response (usage)",
         "encrypted reasoning (a note counts it)",

@@ -36,6 +36,7 @@ from treepack.ingest.readers.fields.values import (
 from treepack.ingest.readers.format import LINEAGE, REWARDS, Format
 from treepack.ingest.readers.kinds import ANY, FILLED, TEXT, Fields, first, no
 from treepack.ingest.readers.messages.content_blocks import skip_reason
+from treepack.ingest.readers.messages.prefills import mark_prefills
 from treepack.ingest.readers.messages.response_items import messages_of_items
 from treepack.trajectory import Skipped, Trajectory
 
@@ -193,9 +194,11 @@ def _calls(run: dict[str, Any], source: str) -> Iterator[ChatCall]:
         prompt_messages = [each for message in prompt for each in chat_messages(message, source)]
         if isinstance(inputs.get("system"), str):
             prompt_messages.insert(0, {"role": "system", "content": inputs["system"]})
+        model = object_or_empty(extra.get("metadata")).get("ls_model_name")
+        prompt_messages = mark_prefills(prompt_messages, params, model=model)
         for response, ending in said_to_it:
             said = chat_messages(response, source)
-            response_messages = [each | {"role": "assistant"} for each in said]
+            response_messages = [each if each["role"] == "tool" else each | {"role": "assistant"} for each in said]
             yield ChatCall(prompt_messages, response_messages, tools, None, temperature, ending or _ending(response))
 
 

@@ -34,6 +34,7 @@ from treepack.ingest.readers.fields.values import as_id, is_messages, object_or_
 from treepack.ingest.readers.format import LOGPROBS, TOKEN_IDS, Format
 from treepack.ingest.readers.kinds import ANY, TEXT
 from treepack.ingest.readers.messages.content_blocks import skip_reason
+from treepack.ingest.readers.messages.prefills import mark_prefills
 from treepack.trajectory import Skipped, Trajectory
 
 _FAILED_NOTE = "LLM call that failed"
@@ -128,9 +129,11 @@ def _add(session: _SessionCalls, record: Record) -> str | None:
     responses = responses_of(value["response"], source=source)
     settings = object_or_empty(parsed(value.get("model_parameters")))
     temperature = temperature_of(settings)
+    model = f"{value.get('model')} {value.get('custom_llm_provider')}"
+    messages = mark_prefills(prompt.messages, settings, model=model)
     calls = [
         ChatCall(
-            prompt.messages,
+            messages,
             response,
             prompt.tools or settings.get("tools") or settings.get("functions") or None,
             temperature=prompt.temperature if temperature is None else temperature,
@@ -142,8 +145,8 @@ def _add(session: _SessionCalls, record: Record) -> str | None:
         return reason
     start = start_time(value, "startTime", source=source)
     session.calls.append((str(start or ""), _with_ids(session, calls, parsed(value["response"]))))
-    if isinstance(model := value.get("model"), str):
-        session.models[model] = None
+    if isinstance(name := value.get("model"), str):
+        session.models[name] = None
     metadata = parsed(value.get("metadata"))
     if isinstance(metadata, dict):
         kept = {name: each for name, each in metadata.items() if each not in (None, [], {})}

@@ -28,6 +28,7 @@ from treepack.ingest.readers.fields.values import is_messages, shown
 from treepack.ingest.readers.format import EVERYTHING, Format
 from treepack.ingest.readers.messages.content_blocks import skip_reason
 from treepack.ingest.readers.messages.normal_form import READ
+from treepack.ingest.readers.messages.prefills import mark_prefills
 from treepack.ingest.readers.tokens.kept_fields import cut_note
 from treepack.trajectory import Skipped, Trajectory
 
@@ -116,7 +117,9 @@ def _calls(exchange: ApiExchange) -> list[_ChoiceCall]:
         said = {"role": "assistant"} | {name: field for name, field in message.items() if name in READ}
         tools, temperature = request.get("tools") or request.get("functions") or None, temperature_of(request)
         ending = endings.raw_of(choice)
-        chat = ChatCall(request["messages"], [said], tools, temperature=temperature, ending=ending)
+        model = request.get("model") or exchange.response.get("model")
+        prompt = mark_prefills(request["messages"], request, model=model)
+        chat = ChatCall(prompt, [said], tools, temperature=temperature, ending=ending)
         tokens = token_call(exchange.response, choice, temperature)
         notes = cut_note(request) if tokens is not None and tokens.kept is None else ()
         calls.append(_ChoiceCall(chat, tokens, bool(token_parts(choice)), notes))
@@ -130,6 +133,10 @@ _USED = """
     response.model session_id group_id reward response.body.model response.body.choices.message
     response.choices.finish_reason request.messages.* messages.* choices.*
 """.split()
+_SOMETIMES = (
+    *("response.choices.stop_reason", "response.choices.matched_stop"),
+    *("request.continue_final_message", "request.echo"),
+)
 FORMAT = Format(
     name="openai-chat",
     rank=540,
@@ -138,7 +145,8 @@ FORMAT = Format(
     requires=_is_chat_exchange,
     checked="none",
     used=_USED,
-    also=[path.removeprefix("request.").removeprefix("response.") for path in _USED],  # both in one object
+    # Both in one object.
+    also=[*_SOMETIMES, *(path.removeprefix("request.").removeprefix("response.") for path in (*_USED, *_SOMETIMES))],
     dropped=(
         "the other settings of request and response (usage)",
         "top_logprobs",

@@ -1,6 +1,8 @@
-r"""The end of the trained text of a turn: no end token after a cut answer, else the token that stops a sampler.
+r"""The bounds of the trained text of a turn: no prefill, and no end token that the sampler did not write.
 
     cut        <|assistant|>There are sev<|end|>\n       trained "There are sev", and nothing after it
+    stop text  <|assistant|>Action: count<|end|>\n       the same after a stop string such as "Observation:"
+    prefill    <|assistant|>{"count": 7}<|end|>\n        {"count": of the request is not trained
     marker     <|assistant|>Seven.<|user|>\nNuts?        trained "Seven.<|user|>": the next role is the stop token
     last turn  <|assistant|>Seven.                       "<|user|>" is appended, as a sampler would have ended there
 
@@ -23,6 +25,9 @@ from treepack.tokenise.template.reasoning_tags import inner_thought
 from treepack.tokenise.template.rendering import GENERATION_MARK, Message, UnfaithfulError, is_json_object, render
 
 CUT_NOTE = "answer cut by a limit or a filter, its end token is not trained"
+STOP_NOTE = "answer ended by a stop string, its end token is not trained"
+PREFILL_NOTE = "prefilled beginning of an answer, not trained"
+_PREFILL_CHANGED = "the chat template changes the prefilled beginning of an answer"
 # "<|user|>" of a tokenizer that lacks it as a special token.
 _CONTROL = r"<[|\uff5c][^<>|\uff5c\s]{1,40}[|\uff5c]?>"
 # Special tokens inside a turn, which end none: </tool_call>, <|tool_call_end|>, </think>. <|call|> ends one.
@@ -45,6 +50,28 @@ def _end_of_text(printed: str, turn: Message, ends: tuple[str, ...]) -> int:
     stem = printed.rstrip()
     end = max((token for token in ends if stem.endswith(token)), key=len, default="")
     return len(stem) - len(end)
+
+
+def after_prefill(answer: TurnAnswer, turn: Message, prefill: int, source: str) -> int:
+    """Return the place in the text of `answer` after the first `prefill` characters of the content of `turn`.
+
+    Raises:
+        UnfaithfulError: the template prints the content in another form.
+    """
+    start, end = answer.spans[0][0], answer.spans[-1][1]
+    printed, content = answer.text.slice(start, end), str(turn["content"])
+    for whole in dict.fromkeys((content, content.rstrip(), content.lstrip(), content.strip())):
+        stripped = 0 if whole[:1] == content[:1] else len(content) - len(content.lstrip())
+        for form, begun in zip(text_forms(whole), text_forms(content[stripped:prefill]), strict=True):
+            if (index := printed.rfind(form)) >= 0:
+                return start + index + len(begun)
+    # A thought in the content, which a template prints in its own form; the generation prompt may contain its tag.
+    head = content[:prefill].strip()
+    first = max(0, start - prefill)
+    if (index := answer.text.slice(first, end).find(head)) >= 0:
+        return max(start, first + index + len(head))
+    remedy = "use another template (--chat-template FILE)"
+    raise UnfaithfulError(f"{source}: {_PREFILL_CHANGED}; {remedy}", _PREFILL_CHANGED)
 
 
 def _last_texts(turn: Message) -> Iterator[str]:
@@ -80,6 +107,10 @@ class StopTokens:
     def is_stopped(self, trained: str) -> bool:
         """Return True if the trained text of a turn ends with a token that stops a sampler."""
         return trained.rstrip().endswith(self._ends) if self._ends else False
+
+    def is_end(self, stop: str, trained: str) -> bool:
+        """Return True if the stop string `stop` is an end token, or ends the `trained` text of a turn."""
+        return bool(text := stop.strip()) and (text in self._ends or trained.rstrip().endswith(text))
 
     def marker(self, turn: Message, following: Message | None) -> str:
         """Return the marker that the template prints directly after `turn`, before the message `following` if any.

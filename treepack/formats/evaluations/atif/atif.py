@@ -51,7 +51,7 @@ from treepack.ingest.readers.kinds import ANY, LIST, Fields, has_fields, startin
 from treepack.ingest.readers.messages.conversation_settings import normalise_tools
 from treepack.ingest.readers.messages.normal_form import normalise_messages
 from treepack.ingest.readers.messages.turn_weights import as_flag
-from treepack.trajectory import Chat, Skipped, Trajectory
+from treepack.trajectory import Skipped, Trajectory
 
 # The sources of ATIF -> the roles of chat.
 _ROLES = {"system": "system", "user": "user", "agent": "assistant"}
@@ -274,8 +274,7 @@ def _read_steps(
     if not any(done.weights):
         yield Skipped(record.source, "no step of a model that can be trained")
         return
-    content = Chat(done.messages, done.weights, schemas, message_cuts=done.cuts)
-    yield describe(record, content, used=(), options=options, notes=done.notes + notes)
+    yield describe(record, done.chat(tools=schemas), used=(), options=options, notes=done.notes + notes)
 
 
 def _messages(step: dict[str, Any], source: str) -> list[dict[str, Any]]:

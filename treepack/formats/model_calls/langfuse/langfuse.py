@@ -39,6 +39,7 @@ from treepack.ingest.readers.format import REWARDS, Format
 from treepack.ingest.readers.kinds import TEXT, Fields, ValueKind, first, some
 from treepack.ingest.readers.messages.content_blocks import skip_reason
 from treepack.ingest.readers.messages.conversation_settings import normalise_tools
+from treepack.ingest.readers.messages.prefills import mark_prefills
 from treepack.trajectory import Skipped, Trajectory
 
 _NO_CALL_NOTE = "observation without an LLM call"
@@ -257,7 +258,9 @@ def _calls(value: dict[str, Any], source: str, notes: dict[str, None]) -> list[C
     if prompt.tools and defined and not _are_same(prompt.tools, defined, where):
         notes[_OTHER_TOOLS_NOTE] = None
     tools = prompt.tools or defined or _schemas(metadata, attributes)
-    return [ChatCall(prompt.messages, response, tools, temperature=temperature) for response in responses]
+    model = _either(value, "model", "providedModelName", "provided_model_name")
+    messages = mark_prefills(prompt.messages, settings, model=model)
+    return [ChatCall(messages, response, tools, temperature=temperature) for response in responses]
 
 
 def _are_same(tools: Any, defined: list[dict[str, Any]], source: str) -> bool:

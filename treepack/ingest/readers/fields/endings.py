@@ -1,10 +1,13 @@
-"""The end of a sampled answer as logs record it: complete, cut by a limit, or stopped by a filter.
+"""The end of a sampled answer as logs record it: complete, cut by a limit, stopped by a filter or by a stop string.
 
     finish_reason "stop", stop_reason "end_turn", status "completed", is_truncated false       ENDED
     finish_reason "length", stop_reason "max_tokens", status "incomplete", is_truncated true   CUT
     finish_reason "content_filter", stop_reason "refusal", "SAFETY"                            FILTERED
+    stop_sequence "</answer>", finish_reason "stop" with stop_reason or matched "Observation:" STOPPED
+    finish_reason "stop" with stop_reason or matched_stop 151645 or null                       ENDED
 
-A cut or filtered answer trains its text and no end token, because the model wrote none. The fields may be in a message
+An answer that did not end by its end token trains its text and no end token, because the model wrote none. (A stop
+string may be the end token itself, which only the chat template tells.) The fields may be in a message
 (`normalise_messages` reads them), next to the message in a call (`calls.ChatCall.ending`), or in the record of a
 rollout (`rollout_facts.describe`); in a message and a record also inside of an object such as `metadata`. A limit on
 turns, steps or time between two answers cuts no answer: readers pass on only the limits that end an answer itself. A
@@ -19,9 +22,12 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from treepack.trajectory import Chat, PromptCompletion, Trajectory
+from treepack.trajectory import AnswerBounds, Chat, PromptCompletion, Trajectory
 
-ENDED, CUT, FILTERED = "complete", "cut by a limit", "stopped by a filter"
+ENDED, CUT, FILTERED, STOPPED = "complete", "cut by a limit", "stopped by a filter", "ended by a stop string"
+# Fields that readers add to a message: the characters of its content that the request contained, and a mark that the
+# next message continues the same answer.
+PREFILL, OPEN = "num_prefilled_characters", "continues_in_next_message"
 # Fields of a message, a choice, a response or a record; of several, a cut counts first, then a filter.
 FIELDS = tuple(
     """
@@ -31,6 +37,7 @@ FIELDS = tuple(
 )
 # Names in snake case: reasons, which may have a prefix as in `completion_finish_reason`, and flags.
 _REASONS = ("finish_reason", "stop_reason", "done_reason", "finish_details", "incomplete_details")
+_STOPS = frozenset("stop_sequence stop_string stop_str stop_word matched_stop".split())
 FLAGS = frozenset(
     """
     is_truncated truncated was_truncated response_truncated completion_truncated output_truncated answer_truncated
@@ -44,19 +51,23 @@ _CUT_STATES = frozenset(
 )
 # Objects in which loggers keep the fields of a response.
 _HOLDERS = frozenset(
-    "metadata info extra extra_info response_metadata generation_info provider_specific_fields usage".split()
+    "metadata info extra extra_info response_metadata generation_info provider_specific_fields usage meta_info".split()
 )
-REASON, FLAG, STATE = "reason", "flag", "state"
+REASON, FLAG, STATE, STOP = "reason", "flag", "state", "stop"
 _FINISH = "finish"  # the field of treepack's own rollouts, which has other reasons too, such as repetition
 EMPTY_NOTE = "answer without text, cut by a limit or stopped by a filter, not trained"
 
 _ENDED = frozenset(
     """
-    stop stopped stop_sequence stop_token stop_str stop_string stop_word end end_turn end_of_turn eos eos_token eot done
+    stop stopped stop_token end end_turn end_of_turn eos eos_token eot done
     complete completed finish finished success succeeded tool_call tool_calls tool_use tooluse function_call
     function_calls stop_criteria_met matched normal ok true_stop compaction
     """.split()
 )
+# Reasons that no stop string explains, although a field beside them names one that the request had.
+_OWN_ENDS = frozenset("end_turn end_of_turn eos eos_token eot stop_token".split())
+# A reason in words, such as "agent_done" or "out of turns"; a stop string has other characters: "Observation:", "\n\n".
+_WORDS = re.compile(r"[A-Za-z][\w.\- ]*|.{41,}", re.DOTALL)
 _CUT = frozenset(
     """
     length max_length max_len max_tokens max_token max_output_tokens max_output_reached max_new_tokens
@@ -79,53 +90,77 @@ _FILTERED = frozenset(
 
 @lru_cache(maxsize=4096)
 def kind_of(name: str) -> str | None:
-    """Return REASON, FLAG or STATE for the name of a field about the end of an answer, None for any other name."""
+    """Return REASON, FLAG, STATE or STOP for the name of a field about the end of an answer, None for another name."""
     # "finishReason" -> "finish_reason", "stop_reasons" -> "stop_reason"
     snake = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", str(name)).lower()  # YAML has names that are numbers
     if snake in FLAGS:
         return FLAG
-    if snake in _STATES:
-        return STATE
+    if snake in _STATES or snake in _STOPS:
+        return STATE if snake in _STATES else STOP
     # A reason of one side of a pair is not a reason of the other side.
     is_reason = snake.removesuffix("s").endswith(_REASONS) or snake in _REASONS
     return REASON if is_reason and not snake.startswith(("chosen_", "rejected_", "prompt_")) else None
 
 
 def classify(value: Any) -> str | None:
-    """Return ENDED, CUT or FILTERED for the raw `value` of a field; None for null and for unknown values."""
+    """Return ENDED, CUT, FILTERED or STOPPED for the raw `value` of a field; None for null and for unknown values."""
     if isinstance(value, list) and len(value) == 1:
         value = value[0]
     if isinstance(value, Mapping):
+        if isinstance(value.get("matched"), str):
+            return STOPPED
         # SGLang {"type": "length", "length": 100}; Responses {"reason": "max_output_tokens"}
         return classify(next((value[name] for name in ("type", "reason") if value.get(name) is not None), None))
     if not isinstance(value, str):
         return None
     # "FinishReason.MAX_TOKENS", "content-filter" -> "max_tokens", "content_filter"
     name = value.strip().rpartition(".")[2].casefold().replace("-", "_").replace(" ", "_")
-    for names, outcome in ((_CUT, CUT), (_FILTERED, FILTERED), (_ENDED, ENDED)):
+    for names, outcome in ((_CUT, CUT), (_FILTERED, FILTERED), (_ENDED, ENDED), (_STOPS, STOPPED)):
         if name in names or name.removeprefix("finish_reason_") in names:
             return outcome
     return None
 
 
-def ending_of(fields: Mapping[str, Any]) -> tuple[str, tuple[str, ...]]:
-    """Return the ending that the fields of an object record, and notes on values that are not known."""
+def ending_of(fields: Mapping[str, Any]) -> tuple[str, tuple[str, ...], str]:
+    """Return the ending that the fields of an object record, notes on values that are not known, and the stop string.
+
+    The stop string is "" if it is not known.
+    """
     outcomes: list[str] = []
     notes: list[str] = []
-    for name, value, is_own in _about_end(fields):
+    stops: list[str] = []
+    about = list(_about_end(fields))
+    finished = [value for name, value, _ in about if kind_of(name) == REASON and "stop" not in name.lower()]
+    for name, value, is_own in about:
         kind = kind_of(name)
-        if kind == FLAG:
+        if kind == STOP or _is_stop_string(name, value, finished):
+            stops += [value] if isinstance(value, str) else []
+        elif kind == FLAG:
             outcomes += [CUT] if is_set(value) else []
         elif kind == STATE:
             outcomes += [CUT] if is_cut_state(value) else []
         elif value is not None and value != "":
             outcome = classify(value)
             outcomes += [outcome] if outcome else []
-            is_noted = is_own and not outcome and not isinstance(value, bool)
+            stops += [value["matched"]] if isinstance(value, Mapping) and outcome == STOPPED else []
+            is_noted = is_own and not outcome and not isinstance(value, int)  # an id of a token, or a flag
             notes += [_unknown_note(name, value)] if is_noted else []
     if classify(fields.get(_FINISH)) == CUT:
         outcomes.append(CUT)
-    return next((each for each in (CUT, FILTERED) if each in outcomes), ENDED), tuple(notes)
+    if stops and not any(value in _OWN_ENDS for _, value, _ in about if isinstance(value, str)):
+        outcomes.append(STOPPED)
+    ending = next((each for each in (CUT, FILTERED, STOPPED) if each in outcomes), ENDED)
+    return ending, tuple(notes), next(iter(stops), "")
+
+
+def _is_stop_string(name: str, value: Any, finished: Sequence[Any]) -> bool:
+    """Return True if `value`, the reason in the field `name`, is a stop string; `finished` are reasons beside it."""
+    if kind_of(name) != REASON or not isinstance(value, str) or not value or "stop" not in name.lower():
+        return False
+    if any(isinstance(each, str | Mapping) for each in finished):
+        # vLLM writes the string, an id or null into stop_reason, beside the reason of the API.
+        return value not in finished and (value != value.lower() or classify(value) is None)
+    return classify(value) is None and _WORDS.fullmatch(value) is None
 
 
 def _about_end(fields: Mapping[str, Any]) -> Iterator[tuple[str, Any, bool]]:
@@ -162,10 +197,11 @@ def _unknown_note(name: str, value: Any) -> str:
 
 
 def without_fields(message: Any) -> Any:
-    """Return a message without `FIELDS`; a prompt repeats an answer without them."""
-    if not isinstance(message, dict) or not any(kind_of(name) for name in message):
+    """Return a message without `FIELDS` and the bounds of an answer; a prompt repeats an answer without them."""
+    if not isinstance(message, dict) or not any(kind_of(name) or name in (PREFILL, OPEN) for name in message):
         return message
-    return {name: value for name, value in message.items() if kind_of(name) in (None, STATE)}
+    rest = {name: value for name, value in message.items() if kind_of(name) in (None, STATE)}
+    return {name: value for name, value in rest.items() if name not in (PREFILL, OPEN)}
 
 
 def mark(messages: Sequence[Any], ending: Any) -> list[Any]:
@@ -185,6 +221,19 @@ def last_is_cut(chat: Chat) -> bool:
         return False
     indices = [index for index, message in enumerate(chat.messages) if message["role"] == "assistant"]
     return bool(indices) and chat.message_cuts[indices[-1]]
+
+
+def stopped(item: Trajectory, stop: str) -> Trajectory:
+    """Return `item` with its last answer ended by the stop string `stop`; token ids stay as they are."""
+    content: Any = item.content
+    if isinstance(content, PromptCompletion):
+        content = replace(content, stop=stop)
+    elif isinstance(content, Chat):
+        bounds = list(content.message_bounds or [None] * len(content.messages))
+        for index in [i for i, message in enumerate(content.messages) if message["role"] == "assistant"][-1:]:
+            bounds[index] = replace(bounds[index] or AnswerBounds(), stop=stop)
+        content = replace(content, message_bounds=bounds)
+    return replace(item, content=content)
 
 
 def cut(item: Trajectory) -> Trajectory:
@@ -210,9 +259,15 @@ def has_text(message: Mapping[str, Any]) -> bool:
 
 
 def raw_of(fields: Mapping[str, Any]) -> Any:
-    """Return the raw value of the field of a choice, node or step with the reason of its end, None if there is none."""
+    """Return the raw value of the field of a choice, node or step with the reason of its end, None if there is none.
+
+    An answer that a stop string ended has the form of SGLang: {"type": "stop", "matched": "Observation:"}.
+    """
     if any(is_set(fields.get(name)) for name in FLAGS):
         return "truncated"
+    ending, _, stop = ending_of(fields)
+    if ending == STOPPED:
+        return {"type": "stop", "matched": stop}
     return next((fields[name] for name in FIELDS if name not in FLAGS and fields.get(name) is not None), None)
 
 

@@ -92,7 +92,7 @@ def describe(
     dropped += _other_rewards(rest, reward, reward_field) + tuple(
         f"field '{name}' not used, because it repeats the messages" for name in repeated
     )
-    ending, remarks = endings.ending_of({key: field for key, field in value.items() if key not in used})
+    ending, remarks, stop = endings.ending_of({key: field for key, field in value.items() if key not in used})
     item = check_scalars(
         Trajectory(
             trajectory_id=record.label if name is None else name,
@@ -109,8 +109,10 @@ def describe(
             is_truncated=isinstance(content, Chat) and endings.last_is_cut(content),
         )
     )
-    if ending == endings.ENDED:
+    if ending == endings.ENDED or (ending == endings.STOPPED and not has_end):
         return item
+    if ending == endings.STOPPED:
+        return endings.stopped(item, stop)
     return endings.cut(item) if has_end else replace(item, is_truncated=True)
 
 

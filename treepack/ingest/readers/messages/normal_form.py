@@ -33,6 +33,7 @@ from treepack.ingest.readers.messages.tool_calls import (
     note_rest,
 )
 from treepack.ingest.readers.messages.turn_weights import WEIGHT_FIELDS, as_flag, weight_of
+from treepack.trajectory import AnswerBounds, Chat
 
 ROLES = frozenset({"system", "user", "assistant", "tool"})
 RENAMED_ROLES = {"developer": "system", "function": "tool", "human": "user", "model": "assistant", "ai": "assistant"}
@@ -44,6 +45,8 @@ READ = frozenset(
         *REASONING,
         *"role content refusal tool_calls function_call".split(),
         *WEIGHT_FIELDS,
+        endings.PREFILL,
+        endings.OPEN,
     ]
 )
 _READ_ALWAYS = READ - {"refusal"}  # a refusal is read only in place of the content
@@ -60,6 +63,7 @@ _NUMBERED = frozenset(
     "advantage value return tokens cost".split()
 )
 _NO_CONTENT = "message without content"
+_OPEN_NOTE = "answer in several turns, because its blocks are not in the order thought, text, calls"
 MEDIA = ("images", "videos", "audios")
 
 
@@ -67,13 +71,24 @@ MEDIA = ("images", "videos", "audios")
 class NormalMessages:
     """Normalised messages, the loss weight of each (0 for every role but assistant), and remarks to be counted.
 
-    `cuts[i]` is True if message i is an answer that a limit or a filter cut.
+    `cuts` and `bounds` become `Chat.message_cuts` and `Chat.message_bounds`.
     """
 
     messages: list[dict[str, Any]]
     weights: list[float]
     notes: tuple[str, ...]
     cuts: list[bool]
+    bounds: list[AnswerBounds | None]
+
+    def chat(self, num_prompt: int = 0, tools: Any = None, variables: Any = None) -> Chat:
+        """Return the conversation with schemas of tools and variables of the chat template.
+
+        Its first `num_prompt` messages are not trained.
+        """
+        # num_prompt 2: weights [1, 0, 1] -> [0, 0, 1]
+        weights = [0.0] * num_prompt + self.weights[num_prompt:]
+        bounds = self.bounds if any(self.bounds) else None
+        return Chat(self.messages, weights, tools, variables, message_cuts=self.cuts, message_bounds=bounds)
 
 
 def has_media(record: dict[str, Any]) -> bool:
@@ -99,6 +114,7 @@ def normalise_messages(messages: Sequence[Any], *, source: str, before: NormalMe
     done: list[dict[str, Any]] = list(before.messages) if before else []
     weights: list[float] = list(before.weights) if before else []
     cuts: list[bool] = list(before.cuts) if before else []
+    bounds = list(before.bounds) if before else []
     # A dict without values is an ordered set: each note once, in the order of the messages.
     notes: dict[str, None] = dict.fromkeys(before.notes if before else ())
     flags: dict[str, set[bool]] = {}
@@ -133,7 +149,7 @@ def normalise_messages(messages: Sequence[Any], *, source: str, before: NormalMe
         if message.get("content") is None and isinstance(message.get("refusal"), str):
             normal["content"] = message["refusal"]
             used |= {"refusal"}
-        is_cut, more = _ending(message, normal) if role == "assistant" else (False, ())
+        is_cut, bound, more = _ending(message, normal) if role == "assistant" else (False, None, ())
         if not is_cut:  # a filter may leave nothing
             _check_content(message, normal, where, notes)
         normal.update({key: checked_name(message[key], key, where) for key in _KEPT if message.get(key) is not None})
@@ -144,6 +160,7 @@ def normalise_messages(messages: Sequence[Any], *, source: str, before: NormalMe
         weight, remarks = weight_of(message, where) if role == "assistant" else (0.0, ())
         weights.append(0.0 if endings.EMPTY_NOTE in more else weight)
         cuts.append(is_cut)
+        bounds.append(bound)
         notes |= dict.fromkeys((*remarks, *more))
         if role != "assistant" and any(message.get(name) is True for name in ("loss", "trainable", "train")):
             notes[f"role '{role}' marked as trained, not trained"] = None
@@ -164,7 +181,7 @@ def normalise_messages(messages: Sequence[Any], *, source: str, before: NormalMe
             f"{source}: the field '{key}' is true for some messages of the assistant and false for others, so it may "
             f"be a mask; {_choose(key)}"
         )
-    return NormalMessages(done, weights, tuple(notes), cuts)
+    return NormalMessages(done, weights, tuple(notes), cuts, bounds)
 
 
 def _choose(key: str, *, is_flag: bool = True) -> str:
@@ -205,15 +222,21 @@ def _repeats(texts: list[str], normal: dict[str, Any]) -> bool:
 
 def _is_ending(key: str, value: Any) -> bool:
     kind = endings.kind_of(key)
-    return kind in (endings.REASON, endings.FLAG) or (kind == endings.STATE and endings.is_cut_state(value))
+    return kind in (endings.REASON, endings.FLAG, endings.STOP) or (
+        kind == endings.STATE and endings.is_cut_state(value)
+    )
 
 
-def _ending(message: dict[str, Any], normal: dict[str, Any]) -> tuple[bool, tuple[str, ...]]:
-    """Return whether the answer `message` was cut, and notes; `normal` is its normal form."""
-    ending, notes = endings.ending_of(message)
-    if ending == endings.ENDED:
-        return False, notes
-    return True, notes if endings.has_text(normal) else (*notes, endings.EMPTY_NOTE)
+def _ending(message: dict[str, Any], normal: dict[str, Any]) -> tuple[bool, AnswerBounds | None, tuple[str, ...]]:
+    """Return whether the answer `message` was cut, its other bounds, and notes; `normal` is its normal form."""
+    ending, notes, stop = endings.ending_of(message)
+    is_open = bool(message.get(endings.OPEN))
+    bounds = AnswerBounds(message.get(endings.PREFILL, 0), stop if ending == endings.STOPPED else None, is_open)
+    if is_open:
+        notes = (*notes, _OPEN_NOTE)
+    if ending != endings.ENDED and not endings.has_text(normal):
+        notes = (*notes, endings.EMPTY_NOTE)
+    return ending in (endings.CUT, endings.FILTERED), bounds if bounds != AnswerBounds() else None, notes
 
 
 def _check_content(message: dict[str, Any], normal: dict[str, Any], where: str, notes: dict[str, None]) -> None:
@@ -234,7 +257,7 @@ def _check_content(message: dict[str, Any], normal: dict[str, Any], where: str, 
             )
         raise BadValueError(f"{where} has no content; expected text, or the calls of a turn", _NO_CONTENT)
     # The result of a tool may be empty; an empty turn of the model trains the end of a turn only.
-    if normal["role"] == "assistant" or message.get("content") is None:
+    if normal["role"] in ("assistant", "tool") or message.get("content") is None:
         notes[f"message of role '{normal['role']}' without text"] = None
 
 

@@ -23,8 +23,9 @@ from treepack.ingest.readers.fields.values import as_text, is_messages, shown
 from treepack.ingest.readers.messages.content_blocks import MEDIA_REASON, skip_reason, split_blocks
 from treepack.ingest.readers.messages.conversation_settings import normalise_tools
 from treepack.ingest.readers.messages.normal_form import has_media, normalise_messages
+from treepack.ingest.readers.messages.prefills import with_prefills
 from treepack.ingest.readers.messages.turn_weights import as_flag
-from treepack.trajectory import Chat, Skipped, Trajectory
+from treepack.trajectory import Skipped, Trajectory
 
 Message = dict[str, Any]
 LABELS = ("label", "kto_tag")
@@ -82,16 +83,15 @@ def read_conversation(
     done = normalise_messages(split_blocks(messages), source=record.source)
     tools = normalise_tools(record.value.get("tools"), source=record.source)
     marks = [name for name in LABELS if as_flag(record.value.get(name)) is not None]
-    weights = _of_last_answer(done.messages, done.weights) if marks else done.weights
-    content = Chat(done.messages, weights, tools, message_cuts=done.cuts)
+    content = done.chat(_last_answer(done.messages) if marks else 0, tools)
     item = describe(record, content, used={*used, "tools", *marks}, options=options, notes=done.notes)
     return replace(item, reward=float(bool(as_flag(record.value[marks[0]])))) if marks and item.reward is None else item
 
 
-def _of_last_answer(messages: Sequence[Message], weights: Sequence[float]) -> list[float]:
-    # roles [user, assistant, user, assistant], weights [0, 1, 0, 1] -> [0, 0, 0, 1]
-    last = max((index for index, message in enumerate(messages) if message["role"] == "assistant"), default=-1)
-    return [weight if index == last else 0.0 for index, weight in enumerate(weights)]
+def _last_answer(messages: Sequence[Message]) -> int:
+    """Return the place of the last answer, before which nothing is trained."""
+    # roles [user, assistant, user, assistant] -> 3
+    return max((index for index, message in enumerate(messages) if message["role"] == "assistant"), default=0)
 
 
 def read_pair(
@@ -120,9 +120,9 @@ def read_pair(
     tools = normalise_tools(record.value.get("tools"), source=record.source)
     told = set[str]()
     for side, answer, reward in (("chosen", chosen, 1.0), ("rejected", rejected, 0.0)):
-        done = normalise_messages([*prompt, *split_blocks(answer)], source=f"{record.source}: {side}")
-        weights = [0.0] * len(prompt) + done.weights[len(prompt) :]
-        content = Chat(done.messages, weights, tools, message_cuts=done.cuts)
+        listed, num_prompt = with_prefills([*prompt, *split_blocks(answer)], len(prompt))
+        done = normalise_messages(listed, source=f"{record.source}: {side}")
+        content = done.chat(num_prompt, tools)
         notes = tuple(note for note in done.notes if note not in told)  # once per record
         told.update(notes)
         item = describe(record, content, used={*used, "tools"}, options=options, notes=notes)
