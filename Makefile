@@ -204,8 +204,8 @@ test-fla: $(RECURRENT)/stamp  ## recurrent layers with flash-linear-attention in
 	$(RECURRENT)/bin/python -m pytest -n 0 -m fla tests/recurrent/test_with_packages.py
 
 # Starts two real servers of a tiny model; the tests themselves run in the usual environment.
-test-vllm: $(VENV)/dev.stamp $(SERVER)/stamp  ## rollouts from a real vLLM server on the CPU
-	$(BIN)/python -m pytest -n 0 -m vllm tests/rollout
+test-vllm: $(VENV)/dev.stamp $(SERVER)/stamp  ## rollouts from a real vLLM server on the CPU, and saved models read by vLLM
+	$(BIN)/python -m pytest -n 0 -m vllm tests/rollout tests/train/test_vllm_copies.py
 
 # The tests run in the usual environment, and ask the older transformers for the log-probabilities of saved models.
 test-served: $(VENV)/dev.stamp $(SERVED)/stamp  ## saved models of all families, read by an older transformers
