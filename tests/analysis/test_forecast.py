@@ -283,8 +283,8 @@ def test_stats_says_what_tool_schemas_beside_the_logs_would_change(
     records = [{"messages": [*turns, {"role": "assistant", "content": f"{i} is here. " * 40}]} for i in range(6)]
     (folder / "logs.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     reading = ("--tokenizer", SAMPLE_DATA / "tokenizer")
-    without = treepack("stats", folder, *reading, "--json").json
-    given = treepack("stats", folder / "logs.jsonl", "--tools", tools, *reading, "--json").json
+    without: Any = treepack("stats", folder, *reading, "--json").json
+    given: Any = treepack("stats", folder / "logs.jsonl", "--tools", tools, *reading, "--json").json
     assert without["counts"]["skipped: tool schemas, to give with --tools FILE"] == 1
     assert without["tools"] == {"file": str(tools), "gain": given["forecast"]["gain"]}
     assert given["forecast"]["gain"]["speedup"] > 1.1 * without["forecast"]["gain"]["speedup"]

@@ -34,8 +34,9 @@ def number(word: str) -> float | None:
 
 def site_of_demo(folder: Path) -> Path:
     """Fill a folder with links to the packages that `make demo` installs, and to no others."""
-    demo = re.search(r"'\.\[([\w,]+)\]'", re.search(r"run\.stamp:.*?\n\n", MAKEFILE, re.DOTALL)[0])
-    waiting, known = [("treepack", extra) for extra in demo[1].split(",")], set()
+    rule = re.findall(r"run\.stamp:.*?\n\n", MAKEFILE, re.DOTALL)[0]
+    extras = re.findall(r"'\.\[([\w,]+)\]'", rule)[0]
+    waiting, known = [("treepack", extra) for extra in extras.split(",")], set()
     while waiting:
         name, extra = waiting.pop()
         if (name, extra) in known:
@@ -45,7 +46,7 @@ def site_of_demo(folder: Path) -> Path:
         for entry in {file.parts[0] for file in package.files or [] if file.parts[0] not in ("..", "__pycache__")}:
             link = folder / entry
             if not link.exists() and not entry.startswith("__editable__") and not entry.endswith(".pth"):
-                link.symlink_to(package.locate_file(entry))
+                link.symlink_to(str(package.locate_file(entry)))
         for line in package.requires or []:
             requirement = Requirement(line)
             if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):

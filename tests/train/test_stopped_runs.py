@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -153,7 +154,12 @@ def test_every_rank_ends_with_the_status_of_a_stopped_run(
     arguments: list[str], tmp_path: Path, number: signal.Signals, to_all: bool
 ) -> None:
     out = tmp_path / "out"
-    place = {"WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    place: dict[str, Any] = {
+        "WORLD_SIZE": 2,
+        "LOCAL_WORLD_SIZE": 2,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": free_port(),
+    }
     ranks = [start(arguments, RANK=rank, LOCAL_RANK=rank, **place) for rank in range(2)]
     wait_until(lambda: len(steps_of(out)) >= 2, *ranks)
     for rank in ranks[not to_all :]:  # all of them, or the second alone

@@ -28,7 +28,7 @@ def packed(tmp_path: Path) -> Path:
     rollouts.write_text("".join(json.dumps(each) + "\n" for each in CHATS))
     template.write_text(NEW)
     build_trie_directory(rollouts, tmp_path / "trie", BuildOptions(tokenizer=tokenizer, chat_template=str(template)))
-    return Path(pack_trie(tmp_path / "trie", tmp_path / "packed").path)
+    return Path(str(pack_trie(tmp_path / "trie", tmp_path / "packed").path))
 
 
 @pytest.fixture

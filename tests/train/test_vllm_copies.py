@@ -46,7 +46,8 @@ def log_probabilities(model: Any) -> torch.Tensor:
     """The log-probability of each of IDS but the first, in float32."""
     with torch.no_grad():
         values = model(torch.tensor([IDS]), use_cache=False).logits[0, :-1].log_softmax(-1)
-    return values.gather(1, torch.tensor(IDS[1:])[:, None])[:, 0]
+    found: torch.Tensor = values.gather(1, torch.tensor(IDS[1:])[:, None])[:, 0]
+    return found
 
 
 @pytest.fixture(scope="module")

@@ -32,6 +32,6 @@ def _has_schemas(path: str) -> bool:
         schemas = BuildOptions(tools=path).tool_schemas()
     except TreepackError:  # not a list of objects
         return False
-    return bool(schemas) and isinstance(
-        unread_program(Record(path, path, schemas[0]), particular=False), ToolSchemasError
-    )
+    if not schemas:
+        return False
+    return isinstance(unread_program(Record(path, path, schemas[0]), particular=False), ToolSchemasError)
