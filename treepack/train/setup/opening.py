@@ -44,7 +44,7 @@ from treepack.train.setup.memory_input import MemoryInput
 from treepack.train.setup.rank_choice import choose_ranks
 from treepack.train.setup.run_data import RunData, open_data, open_held_out
 from treepack.train.setup.run_memory import choose_memory
-from treepack.train.setup.run_model import NO_ROOM, check_fit, check_trained, load_run_model
+from treepack.train.setup.run_model import NO_ROOM, check_fit, check_stored_use, load_run_model
 from treepack.train.setup.run_teacher import load_teacher
 
 
@@ -74,7 +74,7 @@ def open_run(
             model, or memory is too small.
     """
     ranks, compute = (ranks or Ranks()).sharing(options.ranks_of_row), choose_compute(options)
-    check_trained(model, options, compute.device)
+    check_stored_use(model, options, compute.device)
     check_expert_ranks(options.ranks_of_experts, ranks.size, grouped=ranks.grouped)
     data = open_data(packed, options, ranks)
     evaluated = None if held_out is None else open_held_out(held_out, options, ranks, blocks=data.blocks)
@@ -148,7 +148,7 @@ def open_verification(packed: Packed, model: str | Path, options: TrainOptions) 
     """
     check_expert_ranks(options.ranks_of_experts, 1, grouped=False)
     device = find_device(options.device)
-    is_stored = check_trained(model, options, device)
+    is_stored = check_stored_use(model, options, device)
     # Only the reference implementation, and FlexAttention on a CPU, compute in float64; "auto" is one of them there.
     exact = options.attention == "reference" or (device.type == "cpu" and options.attention in ("auto", "flex"))
     exact = exact and not is_stored and not (options.lora is not None and options.lora.quantize)  # no float64 products

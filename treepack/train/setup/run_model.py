@@ -57,7 +57,7 @@ class RunFit:
     notes: tuple[str, ...]
 
 
-def check_trained(model: str | Path, options: TrainOptions, device: torch.device) -> bool:
+def check_stored_use(model: str | Path, options: TrainOptions, device: torch.device) -> bool:
     """Refuse a model that the options cannot train, by its configuration; return True if it stays quantised.
 
     Raises:
