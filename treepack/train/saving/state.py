@@ -165,8 +165,9 @@ def _is_whole(entry: Any) -> bool:
         if not all(start >= 0 and num >= 0 and start + num <= size for start, num, size in places):
             return False
     # Shape [4, 3] in chunks of [2, 3] and [2, 3] -> 6 + 6 = 12
-    num_stored = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
-    return num_stored == math.prod(entry.size)
+    num_stored: int = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
+    num_numbers: int = math.prod(entry.size)
+    return num_stored == num_numbers
 
 
 def _check_state_types(path: Path, states: dict[str, tuple[Tensor, Any]]) -> None:
