@@ -1,4 +1,4 @@
-"""Directories that treepack 0.2.0 wrote, in tests/earlier: each is read, and gives what it gave then.
+"""Directories that treepack 0.2.0 wrote, in tests/earlier: each is read, and has the same result as in that version.
 
 trie      four rollouts with values in every column        packed    its rows
 run       two steps of grpo on these rows, from random weights of model.json; without its checkpoints

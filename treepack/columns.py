@@ -28,14 +28,14 @@ Bools = NDArray[np.bool_]
 
 
 class Axis(Enum):
-    """What a column has one entry for."""
+    """The unit that has one entry in a column."""
 
     TRAINED = "trained token"
     TRAJECTORY = "trajectory"
 
 
 class Sharing(Enum):
-    """What happens where several trajectories train the same token of the tree."""
+    """How entries of several trajectories relate at a token that they share."""
 
     TERM = "each pair of trajectory and trained token has its own entry"
     LAW = "the entry changes the distribution of the token, which is computed once for each distinct entry"

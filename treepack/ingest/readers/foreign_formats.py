@@ -75,7 +75,7 @@ def _guarded_reader(read: Callable[..., Any], source: str) -> Callable[..., Iter
 
 
 def _fault(item: Any) -> str | None:
-    """Return the first fault of what a reader yields, or None."""
+    """Return the first fault of a value that a reader yielded, or None."""
     if not isinstance(item, Trajectory | Skipped):
         return f"{quoted_value(item)}; expected a Trajectory or a Skipped of treepack.trajectory"
     wrong = _wrong_field(item)
