@@ -15,11 +15,10 @@ Trajectories without weight are in no sum and no number, and have f = 0 unless a
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-import numpy as np
-
-from treepack.trajectory import Float64, Int64
+if TYPE_CHECKING:
+    from treepack.trajectory import Float64, Int64
 
 
 class Denominator(NamedTuple):
@@ -65,6 +64,8 @@ def denominator_factors(
         total_weight: the sum of the weights of the whole step; None if these are all of its trajectories.
         total_own: the sum of v over the trajectories with weight of the whole step; None for the same.
     """
+    import numpy as np  # not for the names of denominators, which the help of commands lists
+
     own = np.where(weight > 0, own, 0.0)
     if denominator.has_length:
         sums = np.full(len(weight), (own.sum() if total_own is None else total_own) * response_length)

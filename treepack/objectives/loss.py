@@ -19,7 +19,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from treepack.columns import BY_PACKED
 from treepack.errors import TreepackError
 
 # Options that a loss has without naming them, by `over`.
@@ -36,8 +35,13 @@ _COMMON: dict[str, frozenset[str]] = {
 # Options that only some losses read, and name in `Loss.options`.
 CLIPS = frozenset({"clip_low", "clip_high"})
 _OWN = CLIPS | {"dual_clip", "beta"}
-# Columns that a loss may require: a number for each term or trajectory.
-_READABLE = frozenset(name for name, column in BY_PACKED.items() if column.remedy and column.is_in_batches)
+
+
+def _readable() -> frozenset[str]:
+    """Return the columns that a loss may require: a number for each term or trajectory."""
+    from treepack.columns import BY_PACKED  # needs numpy, which the help of commands does not import
+
+    return frozenset(name for name, column in BY_PACKED.items() if column.remedy and column.is_in_batches)
 
 
 @dataclass(frozen=True)
@@ -102,7 +106,8 @@ class Loss:
     def __post_init__(self) -> None:
         """Refuse a loss whose parts contradict each other."""
         needs_surrogate = self.over in ("terms", "pairs")
-        known, unreadable = self.available_options | {"rewarded"}, {*self.reads} - _READABLE
+        known, readable = self.available_options | {"rewarded"}, _readable() if self.reads else frozenset[str]()
+        unreadable = {*self.reads} - readable
         faults = {
             f"over is {self.over!r}; expected one of {', '.join(_COMMON)}": self.over not in _COMMON,
             "its name is not in presets; add it": self.name not in self.presets,
@@ -112,7 +117,7 @@ class Loss:
             and (self.surrogate or self.whole),
             "it is over pairs, which reads no whole; give none": self.over == "pairs" and self.whole is not None,
             f"options has {_listed(self.options - _OWN)}; expected some of {_listed(_OWN)}": self.options - _OWN,
-            f"reads has {_listed(unreadable)}; expected some of {_listed(_READABLE)}": unreadable,
+            f"reads has {_listed(unreadable)}; expected some of {_listed(readable)}": unreadable,
             "bounds names a constant that is not there; add it to constants": {*self.bounds} - {*self.constants},
         }
         for preset in self.presets.values():

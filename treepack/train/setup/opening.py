@@ -74,10 +74,10 @@ def open_run(
             model, or memory is too small.
     """
     ranks, compute = (ranks or Ranks()).sharing(options.ranks_of_row), choose_compute(options)
-    check_stored_use(model, options, compute.device)
     check_expert_ranks(options.ranks_of_experts, ranks.size, grouped=ranks.grouped)
     data = open_data(packed, options, ranks)
     evaluated = None if held_out is None else open_held_out(held_out, options, ranks, blocks=data.blocks)
+    check_stored_use(model, options, compute.device)
     # A machine that has opened the data before waits here for one that has not, by gloo, which waits 30 minutes. The
     # first collective of NCCL would wait 10 minutes. Each rank may name its own device.
     same = {name: value for name, value in options.as_record().items() if name != "device"}
