@@ -23,6 +23,7 @@ from treepack.errors import TreepackError
 from treepack.model.accept.compatibility import position_limit
 from treepack.model.accept.probe import use_attention
 from treepack.model.adapters.adapter import initial_weights
+from treepack.model.experts.replay import use_routes
 from treepack.model.foreign_errors import translate_errors
 from treepack.model.loaded import LoadedModel
 from treepack.model.stored_weights import prepare_products, stored_kind
@@ -53,6 +54,7 @@ def check_slope(loaded: LoadedModel, *, seed: int = 0) -> float | None:
     is_dora = any(getattr(each, "lora_magnitude_vector", None) for each in model.modules())
     if is_dora or dtype not in _RULES:
         return None
+    use_routes(loaded.causal, loaded.source, None)  # the check runs a row of its own
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     with _restored(trained), use_attention(loaded.causal, "eager"), KeepFloat64():
         for name, weight in initial_weights(model, seed, random_b=True).items():
