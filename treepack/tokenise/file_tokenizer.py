@@ -20,6 +20,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
+from treepack.tokenise.template.rendering import templates_in
 from treepack.tokenise.tokenizer_classes import DEFAULT_TOKENS, built, class_of
 
 # Files that `read_folder` reads; all else in a folder changes nothing.
@@ -190,17 +191,6 @@ def _add_tokens(
             token.special = True
     if tokens:
         backend.add_tokens(tokens)
-
-
-def templates_in(folder: Path, config: Mapping[str, Any]) -> str | dict[str, str] | None:
-    """Return the chat template, or several by name; files count before tokenizer_config.json."""
-    paths = {"default": folder / "chat_template.jinja"} if (folder / "chat_template.jinja").is_file() else {}
-    paths |= {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
-    texts = {name: path.read_text(encoding="utf-8") for name, path in paths.items()}
-    if texts:
-        return texts["default"] if texts.keys() == {"default"} else texts
-    given: Any = config.get("chat_template")
-    return {each["name"]: each["template"] for each in given} if isinstance(given, list) else given
 
 
 def _is_role(key: str) -> bool:

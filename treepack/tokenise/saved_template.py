@@ -18,8 +18,7 @@ from typing import Any
 from treepack.errors import TreepackError
 from treepack.files.manifest import Manifest, TemplateEntry
 from treepack.tokenise.chat_template import ChatTemplate
-from treepack.tokenise.file_tokenizer import templates_in
-from treepack.tokenise.template.rendering import TemplateFile
+from treepack.tokenise.template.rendering import TemplateFile, templates_in
 from treepack.tokenise.tokenization import fingerprint, read_tokenizer
 
 _USED = ("default", "tool_use")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,17 @@ def read_template(path: str) -> TemplateFile:
         raise TreepackError(f"{path}: is empty; give a chat template in Jinja")
     check_syntax(text, path)
     return TemplateFile(path, text)
+
+
+def templates_in(folder: Path, config: Mapping[str, Any]) -> str | dict[str, str] | None:
+    """Return the chat template of a tokenizer's folder, or several by name; files count before its `config`."""
+    paths = {"default": folder / "chat_template.jinja"} if (folder / "chat_template.jinja").is_file() else {}
+    paths |= {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
+    texts = {name: path.read_text(encoding="utf-8") for name, path in paths.items()}
+    if texts:
+        return texts["default"] if texts.keys() == {"default"} else texts
+    given: Any = config.get("chat_template")
+    return {each["name"]: each["template"] for each in given} if isinstance(given, list) else given
 
 
 def check_syntax(template: str, name: str) -> None:
