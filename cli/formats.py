@@ -14,7 +14,7 @@ from .record import show_record
     "--record",
     type=click.Path(exists=True, dir_okay=False),
     metavar="FILE",
-    help="Show the first record of this file as a tree of fields, with the use that is made of each.",
+    help="Show the first record of this file that has an answer as a tree of fields, with the use of each.",
 )
 @click.option("--columns", metavar="FILE|KEY=PATH,...", help="With --record: the same as in treepack build-trie.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
@@ -22,8 +22,9 @@ from .record import show_record
 def formats(name: str | None, record: str | None, columns: str | None, as_json: bool) -> None:
     """List the formats of rollouts and the information that each keeps. With NAME, print all facts of one format.
 
-    With --record, show the first record of a file: its format, why others do not fit, and for each field if it is
-    trained, in the prompt, a reward, a group, metadata or not used. NAME is then the format that the file must have.
+    With --record, show the first record of a file with an answer: its format, why others do not fit, and for each field
+    if it is trained, in the prompt, a reward, a group, metadata or not used. NAME is then the format that the file must
+    have.
 
     The content of a file decides its format. With --format NAME, build-trie, stats, show and report accept
     only that format.

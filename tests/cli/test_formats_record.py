@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +13,14 @@ import pytest
 from support.command_line import Run
 from support.paths import ROLLOUTS
 from treepack.files.input_files.inputs import list_inputs
+from treepack.files.input_files.records import Record
+from treepack.ingest.readers import record_use
 from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.reading import recognised_file
+from treepack.ingest.readers.recognition import RecognisedFile
 from treepack.ingest.readers.record_use import explain
 from treepack.ingest.readers.registry import formats_by_name
+from treepack.trajectory import Skipped, Trajectory
 
 CHAT = {
     "messages": [
@@ -69,6 +76,34 @@ def test_only_some_of_many_equal_fields_are_tried_and_all_are_counted(tmp_path: 
     turns = [{"role": ("user", "assistant")[i % 2], "content": f"turn {i}"} for i in range(60)]
     (_, content) = explain(write(tmp_path, {"messages": turns}), ReadOptions()).fields
     assert (content.num_values, content.uses) == (60, {"prompt": 10, "trained": 10})
+
+
+@pytest.mark.parametrize("field", ["x", [["x"]]])
+def test_the_number_of_readings_does_not_grow_with_the_fields(tmp_path: Path, field: Any, monkeypatch: Any) -> None:
+    form, num_read = formats_by_name()["chat"], [0]
+
+    def counted(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+        num_read[0] += 1
+        assert form.read is not None
+        return form.read(record, options)
+
+    def recognised(*arguments: Any) -> RecognisedFile:
+        return replace(recognised_file(*arguments), format=replace(form, read=counted))
+
+    monkeypatch.setattr(record_use, "recognised_file", recognised)
+    path = write(tmp_path, CHAT | {f"field{number}": field for number in range(2000)})
+    found = uses(path)
+    assert {found[name] == {"metadata": 1} for name in found if name.startswith("field")} == {isinstance(field, str)}
+    assert found["messages[].content"] == {"prompt": 1, "trained": 1}
+    assert num_read[0] < 300
+
+
+def test_the_first_record_with_an_answer_is_shown(tmp_path: Path) -> None:
+    asked = {"messages": [{"role": "user", "content": "Bolts?"}]}
+    assert explain(write(tmp_path, asked, asked, CHAT), ReadOptions()).source.endswith("r.jsonl:3")
+    assert explain(write(tmp_path, asked, asked), ReadOptions()).source.endswith("r.jsonl:1")
+    session = explain(str(ROLLOUTS / "claude-code" / "session.jsonl"), ReadOptions())
+    assert any("trained" in field.uses for field in session.fields)
 
 
 @pytest.mark.parametrize("name", formats_by_name())

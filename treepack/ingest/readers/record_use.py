@@ -1,18 +1,21 @@
-"""The reading of the first record of a file: each of its fields with the use that its reader makes of it.
+"""The reading of the first record of a file with an answer: each field with the use that its reader makes of it.
 
     {"messages": [{"role": "user", "content": "Bolts?"}, {"role": "assistant", "content": "Seven."}], "shelf": "A"}
     --explain-->  messages[].role structure (2)   messages[].content prompt (1), trained (1)   shelf metadata (1)
 
-The use is found by experiment: a value is changed, the record is read again, and the trajectories are compared with
-those before. So it is true for every format. Elements of lists count together.
+The use is found by experiment: values are changed, the record is read again, and the trajectories are compared with
+those before. So it is true for every format. Elements of lists count together. Many values are changed at once, and
+halves of them only if the trajectories differ; the number of readings has a limit, whatever the number of fields.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from functools import reduce
+from itertools import islice, zip_longest
 from typing import Any
 
 import numpy as np
@@ -20,8 +23,8 @@ import numpy as np
 from treepack.errors import TreepackError
 from treepack.files.input_files.record_files import read_blocks, read_records
 from treepack.files.input_files.records import Record
-from treepack.ingest.column_map import ColumnMap
 from treepack.ingest.readers.columns import aliases
+from treepack.ingest.readers.columns.edits import edited
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.unread import is_empty
 from treepack.ingest.readers.fields.values import shown
@@ -32,15 +35,23 @@ from treepack.ingest.readers.registry import all_formats
 from treepack.trajectory import Chat, PromptCompletion, Skipped, Tokens, Trajectory
 
 _MAX_TRIED = 20  # values of one field, in elements of lists, that are changed
-_MAX_READ = 64  # records of a file whose records belong together
-_TRAINED, _PROMPT, _STRUCTURE, _METADATA, _UNUSED = "trained", "prompt", "structure", "metadata", "not used"
+_MAX_READ = 64  # records of a file that are read: all of a session, or those before the first with an answer
+_MAX_TRIALS = 600  # readings of changed records
+_TRAINED, _PROMPT, _MASK, _STRUCTURE, _METADATA = "trained prompt mask structure metadata".split()
+_UNUSED = "not used"
 # Facts of a trajectory that a field may set.
 _FACTS = tuple("trajectory_id group_id step weight reward advantage temperature rollout_id".split())
+# Values of trained tokens, and the names of their fields in `Tokens`.
+_LISTS = {
+    name.replace("_", " "): name
+    for name in "advantages sampling_logprobs old_logprobs ref_logprobs teacher_logprobs temperatures".split()
+}
 _SHORT = {"trajectory_id": "id", "group_id": "group", "rollout_id": "rollout"}
 
 _Steps = tuple[str | int, ...]
 _Items = list[Trajectory | Skipped]
-_UsesOf = Callable[[_Steps, Any], set[str]]
+_Leaf = tuple[_Steps, Any]
+_Trial = Callable[[list[_Leaf]], set[str]]  # the uses of several values that are changed together
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +66,7 @@ class FieldUse:
 
 @dataclass(frozen=True, slots=True)
 class RecordUse:
-    """The first record of a file. `error` is its refusal, and `others` are the formats that it does not have."""
+    """The first record of a file with an answer. `error` is its refusal, `others` are the formats that it lacks."""
 
     source: str
     format: str | None
@@ -69,82 +80,115 @@ class RecordUse:
 
 
 def explain(path: str, options: ReadOptions) -> RecordUse:
-    """Return the use of each field of the first record of the file `path`.
+    """Return the use of each field of the first record with an answer, or of the first record, of the file `path`.
 
     Raises:
         TreepackError: the file cannot be read, or is not a file of records.
     """
-    blocks = read_blocks(path, options.limits)
-    error: str | None = None
-    found: Format | None = None
+    error = columns = found = None
+    items: _Items = []
+    kept: list[Record] = []
     try:
-        recognised = recognised_file(blocks, options)
+        recognised = recognised_file(read_blocks(path, options.limits), options)
         found = recognised.format
         assert found is not None  # only damaged records that were skipped have no format
-        num = 1 if found.read_file is None else _MAX_READ
-        records = list(islice((record for block in recognised.blocks for record in block.records()), num))
+        edits = options.columns if options.columns and options.columns.is_edit else None
+        options = replace(options, columns=None) if edits else options
+        stream = (record for block in recognised.blocks for record in block.records())
+        stream = (edited(each, edits)[0] if edits else each for each in islice(stream, _MAX_READ))
+        records = (with_containers(each.with_lists()) for each in stream)
+        for together in [list(records)] if found.read_file else ([each] for each in records):
+            kept = kept or together
+            items = list(found.trajectories(together, options))
+            if any(map(_has_answer, items)):
+                kept = together
+                break
+        if found.name == "columns":
+            columns = (options.columns or aliases.columns_of(kept[0])).line
     except TreepackError as refusal:
         error = str(refusal)
-        records = list(islice(read_records(path), 1))
-    first = with_containers(records[0].with_lists())
-    records[0] = first
-    items: _Items = []
-    if found is not None:
-        try:
-            items = list(found.trajectories(records, options))
-        except TreepackError as refusal:
-            error = str(refusal)
+        kept = kept or [with_containers(each.with_lists()) for each in islice(read_records(path), 1)]
+    place = _place_of_answer(kept, items)
     others = [each for each in all_formats() if each is not found]
-    uses_of = None if found is None or error is not None else _trial(found, records, options, items)
+    trial = None if found is None or error is not None else _trial(found, kept, place, options, items)
+    metadata = {name for item in items if isinstance(item, Trajectory) for name in item.metadata}
     return RecordUse(
-        source=first.source,
+        source=kept[place].source,
         format=None if found is None else found.name,
-        columns=_columns(found, first, options),
-        fields=list(_fields(first.value, uses_of)),
-        outcome=_outcome(items),
+        columns=columns,
+        fields=list(_fields(kept[place].value, trial, metadata)),
+        outcome=[f"{kind}: {number}" for kind, number in Counter(map(_kind, items)).items()],
         error=error,
         notes=sorted({note for item in items if isinstance(item, Trajectory) for note in item.notes}),
-        others={each.name: each.why_not(first.value) for each in others},
-        close={each.name: number for each in others if (number := each.num_present(first.value))},
+        others={each.name: each.why_not(kept[place].value) for each in others},
+        close={each.name: number for each in others if (number := each.num_present(kept[place].value))},
     )
 
 
-def _columns(found: Format | None, record: Record, options: ReadOptions) -> str | None:
-    if found is None or found.name != "columns":
-        return None
-    try:
-        columns: ColumnMap = options.columns or aliases.columns_of(record)
-    except TreepackError:
-        return None
-    return columns.line
+def _has_answer(item: Trajectory | Skipped) -> bool:
+    content = item.content if isinstance(item, Trajectory) else None
+    return any(content.message_weights) if isinstance(content, Chat) else content is not None
 
 
-def _outcome(items: _Items) -> list[str]:
-    """Return one line for each kind of trajectory, and each reason for skipping."""
-    kinds = Counter(f"skipped: {item.reason}" if isinstance(item, Skipped) else _kind(item) for item in items)
-    return [f"{kind}: {number}" for kind, number in kinds.items()]
-
-
-def _kind(item: Trajectory) -> str:
+def _kind(item: Trajectory | Skipped) -> str:
+    if isinstance(item, Skipped):
+        return f"skipped: {item.reason}"
     names = {Chat: "conversation", PromptCompletion: "prompt and completion as text", Tokens: "token ids"}
     return names[type(item.content)]
 
 
-def _trial(found: Format, records: Sequence[Record], options: ReadOptions, before: _Items) -> _UsesOf:
-    """Return the function that finds the uses of a value of the first record by reading changed records."""
+def _place_of_answer(records: Sequence[Record], items: _Items) -> int:
+    """Return the index of the first record that contains a whole text that is trained, 0 if none does."""
+    trained: set[str] = set()
+    for content in (item.content for item in items if isinstance(item, Trajectory)):
+        if isinstance(content, Chat):
+            for message, weight in zip(content.messages, content.message_weights, strict=True):
+                trained |= {str(message.get(name)).strip() for name in ("content", "reasoning_content") if weight}
+    trained -= {"", "None"}
+    texts = ({each.strip() for _, each in _leaves(record.value, ()) if isinstance(each, str)} for record in records)
+    return next((place for place, found in enumerate(texts) if found & trained), 0)
 
-    def uses_of(steps: _Steps, value: Any) -> set[str]:
+
+def _trial(found: Format, records: Sequence[Record], place: int, options: ReadOptions, before: _Items) -> _Trial:
+    """Return the function that finds the uses of values of the record at `place` by reading changed records."""
+
+    def trial(leaves: list[_Leaf]) -> set[str]:
         uses: set[str] = set()
-        for changed in _changes(value):
-            first = replace(records[0], value=_with(records[0].value, steps, changed), line=None)
+        choices = [(steps, _changes(value)) for steps, value in leaves]
+        for number in range(max(len(each) for _, each in choices)):
+            value: Any = deepcopy(records[place].value)
+            for steps, each in choices:
+                holder = reduce(lambda holder, step: holder[step], steps[:-1], value)
+                holder[steps[-1]] = each[min(number, len(each) - 1)]
+            changed = replace(records[place], value=value, line=None)
             try:
-                uses |= _differences(before, list(found.trajectories([first, *records[1:]], options)))
+                after = list(found.trajectories([*records[:place], changed, *records[place + 1 :]], options))
+                uses |= _differences(before, after)
             except TreepackError:
                 uses.add(_STRUCTURE)
         # A change that breaks the record shows less than one that does not.
-        return uses - {_STRUCTURE} or uses or {_UNUSED}
+        return uses - {_STRUCTURE} or uses
 
-    return uses_of
+    return trial
+
+
+def _uses(leaves: list[_Leaf], trial: _Trial, metadata: set[str]) -> list[set[str]]:
+    """Return the uses of each of `leaves`; of values that are metadata alone, one trial for all of them."""
+    uses: list[set[str]] = [set() for _ in leaves]
+    groups = [range(len(leaves))] if leaves else []
+    for _ in range(_MAX_TRIALS):
+        if not groups:
+            break
+        group = groups.pop()
+        found = trial([leaves[number] for number in group])
+        is_metadata = found == {_METADATA} and all(leaves[number][0][0] in metadata for number in group)
+        if not found or is_metadata or len(group) == 1:
+            for number in group:
+                uses[number] = found or {_UNUSED}
+        else:
+            half = len(group) // 2
+            groups += [group[half:], group[:half]]
+    return uses
 
 
 def _changes(value: Any) -> list[Any]:
@@ -161,94 +205,74 @@ def _changes(value: Any) -> list[Any]:
     return [[each if each is None else each + 1 for each in numbers]]
 
 
-def _with(value: Any, steps: _Steps, changed: Any) -> Any:
-    """Return `value` with `changed` at `steps`."""
-    if not steps:
-        return changed
-    inner = _with(value[steps[0]], steps[1:], changed)
-    if isinstance(value, dict):
-        return {**value, steps[0]: inner}
-    return [inner if index == steps[0] else each for index, each in enumerate(value)]
-
-
 def _differences(before: _Items, after: _Items) -> set[str]:
-    """Return the uses of a value by which the reading changed from `before` to `after`."""
-    if [type(item) for item in before] != [type(item) for item in after]:
-        return {_STRUCTURE}
+    """Return the uses of values by which the reading changed from `before` to `after`."""
     uses: set[str] = set()
-    for old, new in zip(before, after, strict=True):
-        if isinstance(old, Skipped) or isinstance(new, Skipped):
-            uses |= {_STRUCTURE} if old != new else set()
-            continue
-        uses |= {_SHORT.get(name, name) for name in _FACTS if getattr(old, name) != getattr(new, name)}
-        if old.metadata != new.metadata:
-            uses.add(_METADATA)
-        uses |= _in_content(old.content, new.content)
+    for old, new in zip_longest(before, after):
+        ways = _ways(old, old), _ways(new, old)
+        names = {name for name in ways[0] | ways[1] if not _is_equal(ways[0].get(name), ways[1].get(name))}
+        if _STRUCTURE in names:
+            names = {_STRUCTURE}
+        elif _MASK in names:  # other marks are other trained tokens, and other values of them
+            names -= {_TRAINED, _PROMPT, *_LISTS}
+        uses |= names
     return uses
 
 
-def _in_content(old: Chat | PromptCompletion | Tokens, new: Chat | PromptCompletion | Tokens) -> set[str]:
-    if isinstance(old, PromptCompletion) and isinstance(new, PromptCompletion):
-        uses = {_TRAINED} if old.completion != new.completion else set()
-        return uses | ({_PROMPT} if old.prompt != new.prompt else set())
-    if isinstance(old, Chat) and isinstance(new, Chat):
-        return _in_chat(old, new)
-    if isinstance(old, Tokens) and isinstance(new, Tokens):
-        return _in_tokens(old, new)
-    return {_STRUCTURE}
-
-
-def _in_chat(old: Chat, new: Chat) -> set[str]:
-    if [each["role"] for each in old.messages] != [each["role"] for each in new.messages]:
-        return {_STRUCTURE}
-    uses = {"mask"} if old.message_weights != new.message_weights else set()
-    for one, other, weight in zip(old.messages, new.messages, old.message_weights, strict=True):
-        if one != other:
-            uses.add(_TRAINED if weight else _PROMPT)
-    if old.tools != new.tools or old.chat_template_kwargs != new.chat_template_kwargs:
-        uses.add(_PROMPT)
-    return uses | ({"temperature"} if old.message_temperatures != new.message_temperatures else set())
-
-
-def _in_tokens(old: Tokens, new: Tokens) -> set[str]:
-    if len(old.tokens) != len(new.tokens):
-        return {_STRUCTURE}
-    trained = np.zeros(len(old.tokens), np.bool_)
-    for start, end in zip(old.starts, old.ends, strict=True):
-        trained[start:end] = True
-    changed = old.tokens != new.tokens
-    uses = {_TRAINED} if (changed & trained).any() else set()
-    uses |= {_PROMPT} if (changed & ~trained).any() else set()
-    for name in ("starts", "ends", "span_weights"):
-        if not np.array_equal(getattr(old, name), getattr(new, name)):
-            uses.add("mask")
-    for name in ("advantages", "sampling_logprobs", "old_logprobs", "ref_logprobs", "teacher_logprobs", "temperatures"):
-        if not _is_equal(getattr(old, name), getattr(new, name)) and "mask" not in uses:
-            uses.add(name.replace("_", " "))
-    return uses
+def _ways(item: Trajectory | Skipped | None, old: Trajectory | Skipped | None) -> dict[str, Any]:
+    """Return the values of `item` by their use; the marks of `old`, the item before a change, say what is trained."""
+    if not isinstance(item, Trajectory) or not isinstance(old, Trajectory):
+        return {_STRUCTURE: item}
+    one, marks = item.content, old.content
+    ways = {_SHORT.get(name, name): getattr(item, name) for name in _FACTS} | {_METADATA: item.metadata}
+    if isinstance(one, PromptCompletion):
+        return ways | {_TRAINED: one.completion, _PROMPT: one.prompt, _STRUCTURE: type(one)}
+    if isinstance(one, Chat) and isinstance(marks, Chat):
+        split = list(zip(one.messages, marks.message_weights, strict=False))
+        ways |= {_STRUCTURE: [each["role"] for each in one.messages], _MASK: one.message_weights}
+        ways |= {_TRAINED: [each for each, weight in split if weight], "temperature": one.message_temperatures}
+        return ways | {_PROMPT: ([each for each, weight in split if not weight], one.tools, one.chat_template_kwargs)}
+    if isinstance(one, Tokens) and isinstance(marks, Tokens) and len(one.tokens) == len(marks.tokens):
+        trained = np.zeros(len(one.tokens), np.bool_)
+        for start, end in zip(marks.starts, marks.ends, strict=True):
+            trained[start:end] = True
+        mask = [np.asarray(each).tolist() for each in (one.starts, one.ends, one.span_weights)]
+        ways |= {_TRAINED: one.tokens[trained], _PROMPT: one.tokens[~trained], _MASK: mask}
+        return ways | {name: getattr(one, field) for name, field in _LISTS.items()}
+    return {_STRUCTURE: item is old}
 
 
 def _is_equal(old: Any, new: Any) -> bool:
-    return (old is None) == (new is None) and (old is None or np.array_equal(old, new, equal_nan=True))
+    is_array = isinstance(old, np.ndarray) and isinstance(new, np.ndarray)
+    return bool(np.array_equal(old, new, equal_nan=True)) if is_array else old is new or bool(np.all(old == new))
 
 
-def _fields(value: dict[str, Any], uses_of: _UsesOf | None) -> Iterator[FieldUse]:
+def _fields(value: dict[str, Any], trial: _Trial | None, metadata: set[str]) -> Iterator[FieldUse]:
     """Yield each field in the order of the record; the same field of elements of a list is one."""
-    by_path: dict[str, list[tuple[_Steps, Any]]] = {}
+    by_path: dict[str, list[_Leaf]] = {}
     for steps, leaf in _leaves(value, ()):
         path = "".join("[]" if isinstance(step, int) else f".{step}" for step in steps).removeprefix(".")
         by_path.setdefault(path, []).append((steps, leaf))
+    half = _MAX_TRIED // 2
+    tried: list[tuple[int, str, _Leaf]] = []
     for path, leaves in by_path.items():
-        filled = [(steps, leaf) for steps, leaf in leaves if not is_empty(leaf)]
+        filled = [each for each in leaves if not is_empty(each[1])]
         # The first values and the last: 3 of [a b c d e] -> a b e
-        half = _MAX_TRIED // 2
-        tried = filled if len(filled) <= _MAX_TRIED else [*filled[:half], *filled[-half:]]
-        uses: Counter[str] = Counter()
-        for steps, leaf in tried:
-            uses.update(("not read",) if uses_of is None else sorted(uses_of(steps, leaf)))
-        sample = (filled or leaves)[0][1]
+        filled = filled if len(filled) <= _MAX_TRIED else [*filled[:half], *filled[-half:]]
+        tried += [(number, path, leaf) for number, leaf in enumerate(filled)]
+    # The first value of each field comes before the second one of any, as the number of trials has a limit.
+    tried.sort(key=lambda each: each[0])
+    uses: dict[str, Counter[str]] = {path: Counter() for path in by_path}
+    found = None if trial is None else _uses([leaf for _, _, leaf in tried], trial, metadata)
+    for number, (_, path, _) in enumerate(tried):
+        uses[path].update(("not read",) if found is None else sorted(found[number]))
+    for path, leaves in by_path.items():
+        sample = next((leaf for _, leaf in leaves if not is_empty(leaf)), leaves[0][1])
         plain = sample.tolist() if isinstance(sample, np.ndarray) else sample
-        yield FieldUse(path, shown(plain), dict(uses) or {"empty": len(leaves)}, len(leaves))
+        is_tried = not all(is_empty(leaf) for _, leaf in leaves)
+        yield FieldUse(
+            path, shown(plain), dict(uses[path]) or {"not tried" if is_tried else "empty": len(leaves)}, len(leaves)
+        )
 
 
 def _leaves(value: Any, steps: _Steps) -> Iterator[tuple[_Steps, Any]]:
