@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from support.paths import ROLLOUTS
 from support.read_rollouts import read_trajectories
-from support.readings import Items, chats, read_whole, reasons, said_in, turns
+from support.readings import Items, chat_of, chats, read_whole, reasons, said_in, turns
 from treepack.calls import stream_lines
-from treepack.calls.call_logs import NO_CALL
+from treepack.calls.call_logs import COPIED_NOTE, NO_CALL
 from treepack.errors import TreepackError
 from treepack.formats.agents import claude_code
 from treepack.ingest.readers.messages.content_blocks import MEDIA_REASON
@@ -394,3 +394,99 @@ def test_an_api_error_in_a_stream_is_neither_trained_nor_in_a_prompt() -> None:
     failed["message"]["model"] = claude_code.SYNTHETIC
     lines = [streamed("user", "u"), failed, streamed("user", "again"), streamed("assistant", [text("B")], id="m2")]
     assert told(*lines) == [[("u", 0.0), ("again", 0.0), ("B", 1.0)]]
+
+
+def said(line: str, parent: str, name: str, *parts: Any, **more: Any) -> Line:
+    return block(line, parent, name, None, **more) | {
+        "message": {"id": name, "role": "assistant", "model": "m", "content": list(parts)} | more
+    }
+
+
+THERE = ["There are", "There are seven", "There are seven bolts."]
+
+
+@pytest.mark.parametrize("parents", [["u", "a0", "a1"], ["u", "u", "u"]], ids=["chain", "siblings"])
+def test_snapshots_of_a_stream_are_one_answer(parents: list[str]) -> None:
+    lines = [said(f"a{i}", parents[i], "m1", text(words)) for i, words in enumerate(THERE)]
+    (item,) = read([entry("u", None, content="Bolts?"), *lines, entry("v", "a2", content="And?")])
+    assert [message["content"] for message in chat_of(item).messages] == ["Bolts?", "There are seven bolts."]
+
+
+def test_snapshots_of_two_messages_may_alternate() -> None:
+    one = [said(f"a{i}", "u", "m1", text(words)) for i, words in enumerate(THERE)]
+    two = [said(f"b{i}", "v", "m2", text(words)) for i, words in enumerate(["No", "No nuts."])]
+    lines = [
+        entry("u", None, content="Bolts?"),
+        one[0],
+        entry("v", None, content="Nuts?"),
+        two[0],
+        one[1],
+        two[1],
+        one[2],
+    ]
+    assert [chat.messages[-1]["content"] for _, chat in chats(read(lines))] == ["There are seven bolts.", "No nuts."]
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        ([[text("I look.")], [text("I")]], "I look.I"),  # a shorter text is a block of its own
+        ([[text("I look.")], [text("I look.")]], "I look."),
+        ([[text("I look.")], [text("Seven.")]], "I look.Seven."),
+        ([[text("I")], [text("I look."), {"type": "tool_use", "id": "c", "name": "f", "input": {}}]], "I look."),
+    ],
+)
+def test_only_a_line_that_continues_the_text_before_replaces_it(lines: list[list[Any]], expected: str) -> None:
+    rows = [said(f"a{i}", f"a{i - 1}" if i else "u", "m1", *parts) for i, parts in enumerate(lines)]
+    ((_, chat),) = chats(read([entry("u", None, content="Bolts?"), *rows]))
+    assert chat.messages[-1]["content"] == expected
+
+
+COMMON = [entry("u1", None, content="Bolts?"), said("a1", "u1", "m1", text("Seven."))]
+NUTS = [entry("u2", "a1", content="Nuts?"), said("a2", "u2", "m2", text("None."))]
+RINGS = [entry("u3", "a1", content="Rings?"), said("a3", "u3", "m3", text("Nine."))]
+
+
+def _copied(lines: list[Line], **more: Any) -> list[Line]:
+    return [line | {"sessionId": "T"} | more for line in lines]
+
+
+def _forked(lines: list[Line]) -> list[Line]:
+    """A fork whose lines have new uuids, and name the lines that they are copies of."""
+    new = {line["uuid"]: f"new-{line['uuid']}" for line in lines}
+    origins = ({"forkedFrom": {"sessionId": "S", "messageUuid": line["uuid"]}} for line in lines)
+    links = ({"uuid": new[line["uuid"]], "parentUuid": new.get(line["parentUuid"])} for line in lines)
+    return [line | {"sessionId": "T"} | link | origin for line, link, origin in zip(lines, links, origins, strict=True)]
+
+
+@pytest.mark.parametrize("names", [("s/s.jsonl", "s/t.jsonl"), ("s/t.jsonl", "s/s.jsonl"), ("a/s.jsonl", "b/t.jsonl")])
+@pytest.mark.parametrize(
+    "copy",
+    [_copied(COMMON, sessionKind="bg") + _copied(RINGS), _forked(COMMON + RINGS)],
+    ids=["background", "fork"],
+)
+def test_a_turn_of_several_files_is_trained_once(tmp_path: Path, names: tuple[str, str], copy: list[Line]) -> None:
+    for name, lines in zip(names, (COMMON + NUTS, copy), strict=True):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    items = list(read_trajectories([tmp_path]))
+    trained = [words for _, chat in chats(items) for _, words, weight in turns(chat) if weight]
+    assert sorted(trained) == ["Nine.", "None.", "Seven."]
+    assert sum(item.notes.count(COPIED_NOTE) for item in items if isinstance(item, Trajectory)) == 1
+
+
+def test_a_session_of_copied_turns_only_is_skipped_with_this_reason(tmp_path: Path) -> None:
+    for name, lines in (("a", COMMON + NUTS), ("b", _copied(COMMON))):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert reasons(list(read_trajectories([tmp_path]))) == [COPIED_NOTE]
+
+
+def test_a_session_whose_answers_pass_over_results_is_skipped_with_this_reason() -> None:
+    call = {"type": "tool_use", "id": "c", "name": "stock", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "c", "content": "7"}
+    lines = [entry("u", None, content="Bolts?"), said("a", "u", "m1", call), entry("r", "a", content=[result])]
+    assert reasons(read([*lines, said("b", "u", "m2", text("Seven."))])) == [claude_code.ORDER_NOTE]
+    ((_, chat),) = chats(
+        read([*lines[:2], said("b", "r", "m2", text("Seven.")), lines[2]])
+    )  # only the file has this order
+    assert [message["content"] for message in chat.messages] == ["Bolts?", "", "7", "Seven."]

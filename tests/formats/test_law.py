@@ -16,14 +16,17 @@ from typing import Any
 import pytest
 
 from support import law
-from support.paths import ROLLOUTS
+from support.paths import ROLLOUTS, SAMPLE_DATA
+from treepack.calls.call_logs import COPIED_NOTE
 from treepack.files.input_files.inputs import list_inputs
 from treepack.files.input_files.record_files import read_records
 from treepack.files.input_files.records import Record
+from treepack.ingest.options import BuildOptions
 from treepack.ingest.readers.messages.content_blocks import MEDIA_REASON
 from treepack.ingest.readers.messages.prefills import NEW_TURN_NOTE
 from treepack.ingest.readers.registry import formats_by_name
 from treepack.trajectory import AnswerBounds, Chat, PromptCompletion, Skipped, Trajectory
+from treepack.trie.directory import read_to_trie
 
 # Values that no reader needs although their field is declared, because other records of the format need it.
 NOT_NEEDED = {
@@ -526,3 +529,78 @@ def test_a_result_is_never_empty_in_silence(block: dict[str, Any], expected: str
         assert reading.notes["message of role 'tool' without text"] == 1
     else:
         assert [text for text, _ in law.said_in_order(reading)[0]][2] == expected
+
+
+def test_a_custom_tool_call_is_a_call_with_its_text() -> None:
+    call = {"id": "c", "type": "custom", "custom": {"name": "shell", "input": "ls"}}
+    value = {"messages": [ASK_JSON, {"role": "assistant", "content": None, "tool_calls": [call]}]}
+    reading = law.read([Record("r:1", "r", value)])
+    assert [said[2] for turns in reading.trained for _, said in turns] == [[("shell", {"input": "ls"})]]
+    assert not reading.notes
+
+
+# A session by its id: each line of the model has an id or a time that a copy keeps.
+TIME = "2026-01-01T00:00:00Z"
+LINKED: list[dict[str, Any]] = [
+    {"uuid": "e1", "parentUuid": None, "type": "user"},
+    {"uuid": "e2", "parentUuid": "e1", "type": "assistant"},
+]
+TEXT_BLOCK = {"type": "text", "text": "Seven."}
+
+
+def _linked(identity: str, *messages: dict[str, Any]) -> list[dict[str, Any]]:
+    about = {"sessionId": identity, "timestamp": TIME}
+    return [about | line | {"message": message} for line, message in zip(LINKED, messages, strict=True)]
+
+
+def _pi(identity: str) -> list[dict[str, Any]]:
+    asked = {"type": "message", "id": "e1", "parentId": None, "message": ASK_JSON}
+    answer = {"role": "assistant", "content": [TEXT_BLOCK], "stopReason": "stop"}
+    head = {"type": "session", "id": identity, "version": 3, "timestamp": TIME, "cwd": "/w"}
+    return [head, asked, {"type": "message", "id": "e2", "parentId": "e1", "message": answer}]
+
+
+def _codex(identity: str) -> list[dict[str, Any]]:
+    meta = {"id": identity} | ({} if identity == "s" else {"forked_from_id": "s"})
+    said = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Seven."}]}
+    asked = {"type": "message", "role": "user", "content": "Bolts?"}
+    items = [{"type": "response_item", "payload": item} for item in (asked, said)]
+    return [{"type": "session_meta", "payload": meta}, *items]
+
+
+def _opencode(identity: str) -> list[dict[str, Any]]:
+    about = {"sessionID": identity, "time": {"created": 5}}
+    messages = [{"info": about | {"role": role}, "parts": [TEXT_BLOCK]} for role in ("user", "assistant")]
+    return [{"info": {"id": identity}, "messages": messages}]
+
+
+COPIED: dict[str, Callable[[str], list[dict[str, Any]]]] = {
+    "claude-code": lambda name: _linked(name, ASK_JSON, {"id": "m1", "role": "assistant", "content": [TEXT_BLOCK]}),
+    "qwen-code": lambda name: _linked(
+        name, {"role": "user", "parts": [{"text": "?"}]}, {"role": "model", "parts": [{"text": "Seven."}]}
+    ),
+    "gemini-cli": lambda name: [
+        {"sessionId": name, "projectHash": "p"},
+        {"id": "e1", "type": "user", "content": [{"text": "Bolts?"}]},
+        {"id": "e2", "type": "gemini", "content": "Seven."},
+    ],
+    "pi": _pi,
+    "codex": _codex,
+    "opencode": _opencode,
+    "cline": lambda name: [
+        {"version": 1, "sessionId": name, "agent": "lead", "messages": [ASK_JSON | {"ts": 1}, SAYS | {"ts": 2}]}
+    ],
+}
+
+
+@pytest.mark.parametrize(("order", "workers"), [("st", 1), ("ts", 2)])
+@pytest.mark.parametrize("name", COPIED)
+def test_a_copied_session_is_trained_once(tmp_path: Path, name: str, order: str, workers: int) -> None:
+    for identity in order:
+        (tmp_path / identity).mkdir()
+        lines = "".join(json.dumps(line) + "\n" for line in COPIED[name](identity))
+        (tmp_path / identity / f"{identity}.jsonl").write_text(lines)
+    options = BuildOptions(tokenizer=str(SAMPLE_DATA / "tokenizer"), workers=workers)
+    trie, log = read_to_trie([tmp_path / identity for identity in order], options)
+    assert trie.trajectories.num_rows == 1
+    assert [item.reason for item in log.skipped] == [COPIED_NOTE]

@@ -171,8 +171,8 @@ def test_turns_that_a_fork_of_a_pi_session_copied_are_trained_in_their_own_sessi
     write("a", "qArBsC")
     write("b", "qArBtD", parentSession="/home/a.jsonl")
     assert said_in(read_trajectories([tmp_path]), "") == {"a": "qArBsC", "b": "qarbtD"}
-    write("b", "qArBtD", parentSession="/home/gone.jsonl")
-    assert said_in(read_trajectories([tmp_path]), "") == {"a": "qArBsC", "b": "qArBtD"}
+    (tmp_path / "a.jsonl").unlink()
+    assert said_in(read_trajectories([tmp_path]), "") == {"b": "qArBtD"}
 
 
 def test_a_prompt_that_begins_after_an_entry_that_is_missing_is_counted_in_a_pi_session() -> None:

@@ -1,13 +1,16 @@
 """Collect the calls of a session while a reader walks through its log.
 
 log.add(prompt, [answer])        a call, or the note "call not used: REASON" if text cannot represent it
+log.add(.., lines=[("u1", line)]) the same, or a note if a session in another file has this line
 log.note("interrupted turn")     a note that is counted once for the session
 log.read(record, options, ..)    the trajectories with the notes, or a skipped rollout without a call
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,12 +23,18 @@ from treepack.trajectory import Skipped, Trajectory
 
 _UNUSED = "call not used: "
 NO_CALL = "session without a turn of the model"
+COPIED_NOTE = "turns that were copied from another session not trained"
 
 
 @dataclass(slots=True)
 class CallLog:
-    """The calls of a session so far, notes to be counted, and the names of the models that answered, each once."""
+    """The calls of a session so far, notes to be counted, and the names of the models that answered, each once.
 
+    `turns` are the files of all lines of the model (`ReadOptions.turns`), and `path` is the file of this session.
+    """
+
+    turns: dict[str, str] | None = None
+    path: str = ""
     calls: list[ChatCall] = field(default_factory=list)
     notes: dict[str, None] = field(default_factory=dict)
     models: dict[str, None] = field(default_factory=dict)
@@ -38,7 +47,17 @@ class CallLog:
     @property
     def fault(self) -> str | None:
         """The first note on a call that is not used."""
-        return next((note for note in self.notes if note.startswith(_UNUSED)), None)
+        return next((note for note in self.notes if note.startswith(_UNUSED) or note == COPIED_NOTE), None)
+
+    def is_copy(self, lines: Iterable[tuple[Any, Any]]) -> bool:
+        """Return whether a file read before has one of the `lines` of a turn: the same content under the same id.
+
+        A line that no file has is kept as one of this file. Without an id, it is never a copy.
+        """
+        texts = [json.dumps(line, sort_keys=True, default=str) for line in lines if line[0] is not None]
+        keys = [hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest() for text in texts]
+        files = [] if self.turns is None else [self.turns.setdefault(key, self.path) for key in keys]
+        return any(file != self.path for file in files)
 
     def note(self, *notes: str) -> None:
         """Add `notes`."""
@@ -51,12 +70,17 @@ class CallLog:
         *,
         reason: str | None = None,
         model: Any = None,
+        lines: Iterable[tuple[Any, Any]] = (),
         **settings: Any,
     ) -> None:
         """Add a call with the fields `settings` of a `ChatCall`, or a note on it.
 
         `reason` is the reason if text cannot represent the prompt. A `model` that is not text is left out.
+        `lines` are the lines of the turn, an id and a content each.
         """
+        if self.is_copy(lines):
+            self.note(COPIED_NOTE)
+            return
         if (unused := reason or skip_reason(response)) is not None:
             self.note(_UNUSED + unused)
             return

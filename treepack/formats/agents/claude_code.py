@@ -6,7 +6,8 @@
     {"type": "user", "uuid": "u4", "parentUuid": "u3", "message": {"content": [{"type": "tool_result", ..}]}}
 
 Entries form a tree by `parentUuid`. A message of the model has one line for each of its content blocks, all with the
-same `message.id`. The result of a parallel call is a child of its own block, so the tree branches inside a turn:
+same `message.id`, or one for each snapshot of its text. The result of a parallel call is a child of its own block, so
+the tree branches inside a turn:
 
     u1 - m1 text - m1 call A - m1 call B - result B          the prompt of m2 contains both calls and both results,
                             `- result A - m2 text            although its path has only A
@@ -15,14 +16,15 @@ The prompt of a message is its path from the root, with whole messages and all t
 last compaction and the messages that the compaction kept. A branch starts a new trajectory. The file contains neither
 the system prompt nor the tools, and only some of the reminders that Claude Code adds; a note counts this. Messages that
 Claude Code wrote in the name of the model, and interrupted ones, are context but not trained. A call after an image is
-left out. A session and its sub-agents, in the same file or in others, are one rollout (`session_files`).
+left out. A turn that several files have, because a session was copied or forked, is trained in the file that is read
+first. A session and its sub-agents, in the same file or in others, are one rollout (`session_files`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -41,17 +43,20 @@ from treepack.calls.stream_lines import REMEDY, line_of_stream, linked_sessions
 from treepack.errors import TreepackError
 from treepack.files.input_files.inputs import STDIN
 from treepack.files.input_files.records import Record
+from treepack.ingest.readers.fields.endings import raw_of
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.values import as_text, object_at, object_or_empty, shown
 from treepack.ingest.readers.format import MASKS, Format
 from treepack.ingest.readers.kinds import ANY, TEXT, no, one_of
 from treepack.ingest.readers.messages.content_blocks import skip_reason, split_blocks
+from treepack.ingest.readers.messages.merged_turns import parts_of_lines
 from treepack.trajectory import Skipped, Trajectory
 
 SYNTHETIC = "<synthetic>"  # the model of a message that Claude Code wrote
 INTERRUPTED = "[Request interrupted by user]"
 CONTEXT_NOTE = "system prompt, tools and some reminders are not in sessions of Claude Code"
 INTERRUPTED_NOTE = "interrupted turn not trained"
+ORDER_NOTE = "session whose answers do not follow the results of their calls, such as one of iFlow CLI"
 PARENT_NOTE = "prompt begins after a line that is not in the file"
 SUB_AGENT = "description of a sub-agent, whose session is another file"
 
@@ -83,6 +88,7 @@ class _SessionTree:
 
     entries: dict[str, _SessionEntry] = field(default_factory=dict)  # by uuid, in the order of the file
     blocks: dict[str, list[_SessionEntry]] = field(default_factory=dict)  # of each message of the model, by its key
+    blocks_after: dict[str | None, list[list[_SessionEntry]]] = field(default_factory=dict)  # `blocks` by their parent
     called: set[str] = field(default_factory=set)  # the ids of tool calls
     results: dict[str, _SessionEntry] = field(default_factory=dict)  # by the id of the call
     kept: dict[str, list[str]] = field(default_factory=dict)  # uuid of a summary -> entries that its compaction kept
@@ -119,7 +125,7 @@ def _read_claude_code(records: Iterator[Record], options: ReadOptions) -> Iterat
 def _read_session(rows: list[Record], faults: tuple[str, ...], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     """Read the trajectories of the lines of one session; `faults` are why others of its lines are not used."""
     session = _session(rows)
-    log = _calls(session)
+    log = _calls(session, CallLog(options.turns, rows[0].path))
     log.note(*faults)
     record = replace(rows[0], source=rows[0].path, value=_description(session, rows[0]))
     if log.calls:
@@ -157,7 +163,7 @@ def _main(path: str, _changed: int, options: ReadOptions) -> tuple[frozenset[str
     if not rows:
         return frozenset(), None
     session = _session(rows)
-    items = read_chats(replace(rows[0], value={}), _calls(session).calls[:1], options)
+    items = read_chats(replace(rows[0], value={}), _calls(session, CallLog()).calls[:1], options)
     first = next((item for item in items if isinstance(item, Trajectory)), None)
     return frozenset(session.agents), None if first is None else group_of_first(first)
 
@@ -190,6 +196,8 @@ def _session(rows: list[Record]) -> _SessionTree:
             session.results |= dict.fromkeys(_ids(message, "tool_result", "tool_use_id"), entry)
             agent = object_or_empty(value.get("toolUseResult")).get("agentId")
             session.agents |= {agent} if isinstance(agent, str) else set()
+    for blocks in session.blocks.values():
+        session.blocks_after.setdefault(blocks[0].parent, []).append(blocks)
     for entry in session.entries.values():
         _add_kept(session, entry)
     return session
@@ -220,9 +228,11 @@ def _parts(message: _Message) -> list[dict[str, Any]]:
     return [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
 
 
-def _calls(session: _SessionTree) -> CallLog:
-    """Return one call for each message of the model, in the order of their first lines."""
-    log = CallLog()
+def _calls(session: _SessionTree, log: CallLog) -> CallLog:
+    """Add one call for each message of the model to `log`, in the order of their first lines, and return it."""
+    if any(map(partial(_is_out_of_order, session), session.blocks.values())):
+        log.note(ORDER_NOTE)
+        return log
     prompts: dict[str | None, _CallPrompt] = {None: _CallPrompt([])}  # by the entry before a call
     interrupted = {entry.parent for entry in session.entries.values() if _is_interruption(entry)}
     if not {entry.parent for entry in session.entries.values()} <= {None, *session.entries}:
@@ -240,8 +250,28 @@ def _calls(session: _SessionTree) -> CallLog:
         reasons = [reason for block in blocks if (reason := block.message.get("stop_reason")) is not None]
         is_known = isinstance(model, str) and model != ""
         unknown = None if is_known or not has_models else "its model is not text"  # perhaps SYNTHETIC
-        log.add(prompt.messages, answer, reason=prompt.reason or unknown, ending=reasons[-1] if reasons else None)
+        # The last line of a message has the stop string too.
+        ending = raw_of(blocks[-1].message) if reasons and blocks[-1].message.get("stop_sequence") else None
+        ending = ending or (reasons[-1] if reasons else None)
+        lines = [(name, each.message.get("content")) for each in blocks for name in _names(each)]
+        log.add(prompt.messages, answer, reason=prompt.reason or unknown, ending=ending, lines=lines)
     return log
+
+
+def _names(entry: _SessionEntry) -> tuple[Any, Any]:
+    """Return the ids of a line that its copies have: its uuid or that of its original, and the id of the request."""
+    return object_or_empty(entry.value.get("forkedFrom")).get("messageUuid") or entry.uuid, entry.value.get("requestId")
+
+
+def _is_out_of_order(session: _SessionTree, blocks: list[_SessionEntry]) -> bool:
+    """Return whether a message follows the line before earlier calls whose results it does not follow."""
+    # u1 | a1 of u1, call | r1 of a1 | a2 of u1: in iFlow CLI, all answers name the line of the user before them.
+    return any(
+        other[0].parent == blocks[0].parent and result.index < blocks[0].index
+        for other in (session.blocks_after.get(blocks[0].parent) or ())
+        for result in (session.results.get(name) for block in other for name in _ids(block.message, "tool_use", "id"))
+        if other is not blocks and result is not None
+    )
 
 
 def _is_interruption(entry: _SessionEntry) -> bool:
@@ -301,11 +331,10 @@ def _user(entry: _SessionEntry) -> list[_Message]:
 
 def _answer(blocks: list[_SessionEntry]) -> list[_Message]:
     """Return the message of the model whose lines are `blocks`: a list of one, or of none if it is empty."""
-    content: list[Any] = []
-    for block in blocks:
-        value = block.message.get("content")
-        parts = value if isinstance(value, list) else [{"type": "text", "text": value}] if value else []
-        content += [part for part in parts if part not in content]
+    values = [block.message.get("content") for block in blocks]
+    content = parts_of_lines(
+        [value if isinstance(value, list) else [{"type": "text", "text": value}] for value in values if value]
+    )
     return split_blocks([{"role": "assistant", "content": content}]) if content else []
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from treepack.calls.call_logs import CallLog
@@ -84,7 +84,7 @@ class _TaskState:
     """
 
     prompt: list[tuple[Message, Message]]
-    log: CallLog = field(default_factory=CallLog)
+    log: CallLog
 
 
 def _read_cline(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
@@ -115,7 +115,7 @@ def _read_cline(records: Iterator[Record], options: ReadOptions) -> Iterator[Tra
 def _read_task(
     record: Record, messages: Any, system: list[Message], options: ReadOptions
 ) -> Iterator[Trajectory | Skipped]:
-    task = _TaskState([({}, message) for message in system])
+    task = _TaskState([({}, message) for message in system], CallLog(options.turns, record.source))
     reason: str | None = None
     for message in messages if is_messages(messages) else []:
         if message.get("type") == "reasoning":
@@ -146,9 +146,9 @@ def _add_call(task: _TaskState, message: Message, chat: Message, reason: str | N
     elif reason is None and not chat.get("content"):
         task.log.note(EMPTY_NOTE)
     else:
-        model = object_or_empty(message.get("modelInfo"))
-        prompt = [each for _, each in task.prompt]
-        task.log.add(prompt, [chat], reason=reason, model=model.get("modelId") or model.get("id"))
+        about = object_or_empty(message.get("modelInfo"))
+        prompt, model = [each for _, each in task.prompt], about.get("modelId") or about.get("id")
+        task.log.add(prompt, [chat], reason=reason, model=model, lines=[(message.get("ts"), chat)])
 
 
 def _check_marks(task: _TaskState, message: Message, source: str) -> None:

@@ -77,6 +77,7 @@ def _read_gemini_cli(records: Iterator[Record], options: ReadOptions) -> Iterato
             yield from _of_contents(row, contents, options)
         return
     session = _SessionState(rows[0].path)
+    session.log = CallLog(options.turns, rows[0].path)
     for row in rows:
         _apply(session, row)
     _flush(session)
@@ -155,7 +156,8 @@ def _flush(session: _SessionState) -> None:
             session.log.note(f"message of type '{kind[:40]}' not used")
         if answer is not None and name not in session.trained:
             session.trained.add(name)
-            session.log.add(list(prompt), [answer], reason=reason, model=message.get("model"))
+            lines = [(message.get("id"), answer)]
+            session.log.add(list(prompt), [answer], reason=reason, model=message.get("model"), lines=lines)
         reason = reason or skip_reason(added)
         prompt += added
 

@@ -122,7 +122,7 @@ def _stored(record: Record) -> list[dict[str, Any]]:
 def _read_session(
     record: Record, info: dict[str, Any], messages: list[dict[str, Any]], options: ReadOptions
 ) -> Iterator[Trajectory | Skipped]:
-    session = _SessionState()
+    session = _SessionState(log=CallLog(options.turns, record.source))
     for number, message in enumerate(messages, 1):
         where = f"{record.source}: message {number}"
         about = message.get("info")
@@ -231,7 +231,10 @@ def _add_answer(session: _SessionState, info: dict[str, Any], parts: list[dict[s
             session.log.note(SYNTHETIC_NOTE)
         else:
             model = info.get("modelID") or object_or_empty(info.get("model")).get("modelID")
-            session.log.add(session.prompt, [answer], reason=session.reason, model=model)
+            # A fork has new ids, and keeps the times.
+            ids = (info.get("id"), object_or_empty(info.get("time")).get("created"))
+            lines = [(name, answer) for name in ids]
+            session.log.add(session.prompt, [answer], reason=session.reason, model=model, lines=lines)
         _add(session, [answer, *results])
 
 

@@ -12,10 +12,10 @@ compaction kept. The output of `pi --mode json` has events in place of entries; 
 
     {"type": "message_end", "message": ..}      others, such as message_update and agent_end, repeat the messages
 
-Calls that continue each other are joined, so a compaction or a branch starts a new trajectory. Turns
-that a forked session has copied from a session of its folder are trained in that session only. Summaries and commands
-of the user are in the prompt under a title that this reader adds. The file contains neither the system prompt nor the
-tools. Interrupted and failed turns are neither trained nor read. A call after an image is left out.
+Calls that continue each other are joined, so a compaction or a branch starts a new trajectory. Turns that several files
+have, because a session was forked, are trained in the file that is read first. Summaries and commands of the user are
+in the prompt under a title that this reader adds. The file contains neither the system prompt nor the tools.
+Interrupted and failed turns are neither trained nor read. A call after an image is left out.
 """
 
 from __future__ import annotations
@@ -26,11 +26,10 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
+from treepack.calls.call_logs import COPIED_NOTE, CallLog
 from treepack.calls.conversations import conversation
 from treepack.calls.rollout_names import SPLIT_NOTE, in_rollout
-from treepack.calls.session_files import first_records
 from treepack.errors import TreepackError
-from treepack.files.input_files.companion_files import companion_path
 from treepack.files.input_files.records import Record
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.values import as_objects, as_text, quoted
@@ -51,7 +50,6 @@ _COMPACTED_NOTE = "turns after a compaction not used, because events do not show
 _NO_PROMPT_NOTE = "turns without their prompt in the events not used"
 _FAILED_NOTE = "interrupted or failed turn not used"
 _PARENT_NOTE = "prompt begins after an entry that is not in the file"
-_COPIED_NOTE = "turns that were copied from another session not trained"
 
 
 def _read_pi(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
@@ -64,7 +62,8 @@ def _read_pi(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajec
     """
     rows, faults = _without_events(list(records))
     header = rows[0]
-    chains, notes, models = _chains(_entries(rows), _entries_of_parent(header))
+    log = CallLog(options.turns, header.path)
+    chains, notes, models = _chains(_entries(rows), log)
     notes = (*faults, *notes)
     # A session without an answer trains nothing.
     if not chains:
@@ -101,16 +100,6 @@ def _without_events(rows: list[Record]) -> tuple[list[Record], tuple[str, ...]]:
     return entries, ()
 
 
-def _entries_of_parent(header: Record) -> dict[str, Any]:
-    """Return the messages of the session from which this one was forked by their ids, if its file is in the folder."""
-    name = PurePath(str(header.value.get("parentSession") or "")).name
-    path = companion_path(header, name) if name else None
-    if path is None or str(path) == header.path:
-        return {}
-    rows = (row.value for row in first_records(path))
-    return {str(row.get("id")): row["message"] for row in rows if row.get("message") is not None}
-
-
 @dataclass(slots=True)
 class _CallChain:
     """Calls that continue each other: their messages, of which the first `num_prompt` are not trained."""
@@ -120,12 +109,10 @@ class _CallChain:
     num_prompt: int
 
 
-def _chains(
-    entries: dict[str, Record], copied: dict[str, Any]
-) -> tuple[list[_CallChain], tuple[str, ...], tuple[str, ...]]:
+def _chains(entries: dict[str, Record], log: CallLog) -> tuple[list[_CallChain], tuple[str, ...], tuple[str, ...]]:
     """Return the chains of calls, the notes to count, and the names of the models. O(entries) for each chain.
 
-    A call that is in `copied` too, with its id, belongs to another session.
+    A call that `log` has read in a different file belongs to a session from which this one was forked.
     """
     chains: list[_CallChain] = []
     ends: dict[str, _CallChain] = {}  # by the entry of the last call
@@ -144,8 +131,8 @@ def _chains(
             notes[_FAILED_NOTE] = None
             continue
         num_calls += 1
-        if copied.get(name) == message:
-            notes[_COPIED_NOTE] = None
+        if log.is_copy([(name, message)]):
+            notes[COPIED_NOTE] = None
             continue
         # Without a chain to extend, the prompt is the whole path.
         between, before = _since_last_call(entries, record)
@@ -210,15 +197,11 @@ def _entries(records: list[Record]) -> dict[str, Record]:
         value = record.value
         if value.get("type") == "session":
             raise TreepackError(f"{record.source}: begins a second session; put each session into a file of its own")
-        # Version 1: entries 1, 2, 3 -> ids "1", "2", "3", each the parent of the next.
+        # Version 1: entries 1, 2, 3 -> ids "r.jsonl 1", "r.jsonl 2", "r.jsonl 3", each the parent of the next.
         if not has_ids:
-            kept = value.get("firstKeptEntryIndex")
-            value = value | {
-                "id": str(index),
-                "parentId": before,
-                "firstKeptEntryId": None if kept is None else str(kept),
-            }
-            record = Record(record.source, record.path, value)
+            kept = f"{record.path} {value.get('firstKeptEntryIndex')}"
+            links = {"id": f"{record.path} {index}", "parentId": before, "firstKeptEntryId": kept}
+            record = Record(record.source, record.path, value := value | links)
         before = as_text(value.get("id"), source=record.source, name="id")
         as_text(value.get("parentId"), source=record.source, name="parentId", default="")
         entries[before] = record

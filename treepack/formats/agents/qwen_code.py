@@ -34,6 +34,7 @@ from treepack.ingest.readers.messages.gemini_parts import (
     messages_of_content,
     messages_of_system,
 )
+from treepack.ingest.readers.messages.merged_turns import parts_of_lines
 from treepack.trajectory import Skipped, Trajectory
 
 _CONTEXT_NOTE = "system prompt and tools are not in sessions of Qwen Code"
@@ -49,6 +50,7 @@ _Message = dict[str, Any]
 class _SessionEntry:
     """The lines of one uuid: the content of a message, or a payload that replaces the history."""
 
+    uuid: str
     source: str
     parent: str | None
     kind: str
@@ -74,7 +76,7 @@ def _read_qwen_code(records: Iterator[Record], options: ReadOptions) -> Iterator
     """
     rows = list(records)
     entries = _entries(rows)
-    log = CallLog()
+    log = CallLog(options.turns, rows[0].path)
     log.note(*_missing(entries))
     system, tools = _launch(rows)
     prompts: dict[str | None, _CallPrompt] = {None: _CallPrompt(system)}
@@ -84,7 +86,7 @@ def _read_qwen_code(records: Iterator[Record], options: ReadOptions) -> Iterator
         answer = messages_of_content(entry.content, where=entry.source)
         prompt = _prompt(entries, entry.parent, prompts)
         if answer:
-            log.add(prompt.messages, answer, reason=prompt.reason, tools=tools)
+            log.add(prompt.messages, answer, reason=prompt.reason, tools=tools, lines=[(entry.uuid, entry.content)])
         else:
             log.note(EMPTY_NOTE)
     first = rows[0]
@@ -113,6 +115,7 @@ def _entries(rows: list[Record]) -> dict[str, _SessionEntry]:
         as_text(parent, source=row.source, name="parentUuid", default="")
         if uuid not in entries:
             entries[uuid] = _SessionEntry(
+                uuid,
                 row.source,
                 parent,
                 value["type"],
@@ -120,8 +123,9 @@ def _entries(rows: list[Record]) -> dict[str, _SessionEntry]:
                 _history(value, row.source),
             )
         # A stream writes one message as several lines, and a resumed session may repeat lines.
-        parts = entries[uuid].content["parts"]
-        parts += [part for part in gemini_parts_of(message.get("parts"), where=row.source) if part not in parts]
+        entries[uuid].content["parts"].append(gemini_parts_of(message.get("parts"), where=row.source))
+    for entry in entries.values():
+        entry.content["parts"] = parts_of_lines(entry.content["parts"])
     return entries
 
 

@@ -101,6 +101,7 @@ def read_parts(
             `UnreadPart` are raised when it is read.
     """
     check_format(options.format)
+    options = replace(options, turns={})  # this process reads all sessions, in the order of the files
     # `searched` are the files that a search of a folder found, rather than the caller named.
     files, skipped, searched = list_inputs(inputs)
     copies = find_copies(((path, size_of(path)) for path in files), detect_format)
@@ -184,6 +185,7 @@ def _parts_of_file(
     name: str, blocks: Iterator[RecordBlock | Range], options: ReadOptions
 ) -> Iterator[UnreadPart | FinishedPart]:
     if formats_by_name()[name].read_file is None:
+        options = replace(options, turns=None)  # which a part does not need, and a worker would get
         yield from (UnreadPart(block, name, options) for block in blocks)
         return
     # Records that belong together cannot be split among workers; they are passed on in batches.

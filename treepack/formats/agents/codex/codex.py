@@ -17,7 +17,7 @@ The base instructions and the developer messages after them are the system promp
 prompt that Codex sends lacks the parts of the base instructions about tools that it does not offer. Reasoning is in the
 file only if the server sends it in plain text; other reasoning is encrypted. Notes count both. A summary that the model
 wrote for a compaction is left out, because its prompt is not in the file. `response_items` reads the items. A session
-and its sub-agents are one rollout, and turns that a fork copied are trained once (`codex_files`).
+and its sub-agents are one rollout (`codex_files`). Turns that a fork copied are trained in the file that is read first.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from treepack.calls.call_logs import NO_CALL, CallLog
+from treepack.calls.call_logs import COPIED_NOTE, NO_CALL, CallLog
 from treepack.calls.chat_calls import read_chats
 from treepack.calls.rollout_names import group_of_first
 from treepack.calls.session_files import first_records, in_session
 from treepack.errors import TreepackError
 from treepack.files.input_files.records import Record
-from treepack.formats.agents.codex.codex_files import copied_items, file_of_thread
+from treepack.formats.agents.codex.codex_files import file_of_thread
 from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.fields.values import as_objects, as_text, object_at, shown
+from treepack.ingest.readers.fields.values import as_objects, as_text, object_at, object_or_empty, shown
 from treepack.ingest.readers.format import MASKS, Format
 from treepack.ingest.readers.kinds import ANY, OBJECT, TEXT, no, one_of
 from treepack.ingest.readers.messages.content_blocks import plain_part, skip_reason
@@ -44,7 +44,6 @@ from treepack.trajectory import Skipped, Trajectory
 
 CONTEXT_NOTE = "tools, and changes of the system prompt for them, are not in sessions of Codex"
 SUMMARY_NOTE = "summary for a compaction not used"
-_COPIED_NOTE = "turns that were copied from another session not trained"
 # A line with one of these fields is not the first line of an early session.
 _NOT_EARLY = ("type", "messages", "prompt", "input", "output", "response", "completion")
 _SNAPSHOT = "ghost_snapshot"  # an item of Codex itself: the state of the files, which no model reads
@@ -71,7 +70,7 @@ def _read_codex(records: Iterator[Record], options: ReadOptions) -> Iterator[Tra
     """
     rows = [replace(row, value=_in_envelope(row.value)) for row in records]
     first, meta = rows[0], rows[0].value["payload"]
-    log = _calls_of_file(rows)
+    log = _calls_of_file(rows, options.turns)
     contexts = [row.value.get("payload") for row in rows if row.value.get("type") == "turn_context"]
     models = [context.get("model") for context in contexts if isinstance(context, dict)]
     value = {
@@ -104,18 +103,17 @@ def _group(path: str, options: ReadOptions) -> str | None:
     return next((group_of_first(item) for item in items if isinstance(item, Trajectory)), None)
 
 
-def _calls_of_file(rows: list[Record]) -> CallLog:
-    """Return the calls of a session that are in no other file."""
+def _calls_of_file(rows: list[Record], turns: dict[str, str] | None = None) -> CallLog:
+    """Return the calls of a session that are in no other file of `turns`."""
     path, meta = rows[0].path, rows[0].value["payload"]
-    log = CallLog()
-    stretches = _stretches(rows, log)
-    copied = copied_items([row.value for row in rows], path)
-    if copied:
-        log.note(_COPIED_NOTE)
-    for stretch in stretches:
+    log = CallLog(turns, path)
+    # A fork names its session, and a copied history begins with the `session_meta` of its own session.
+    metas = [object_or_empty(row.value.get("payload")) for row in rows if row.value.get("type") == "session_meta"]
+    sessions = {str(each[name]) for each in metas for name in ("id", "forked_from_id") if each.get(name)}
+    for stretch in _stretches(rows, log):
         chat = messages_of_items(stretch.items, source=path)
         log.note(*chat.notes)
-        _add_calls(log, _system(meta, path), chat, [*copied, *stretch.items[: stretch.num_before]])
+        _add_calls(log, _system(meta, path), chat, stretch.items[: stretch.num_before], sessions)
     return log
 
 
@@ -175,8 +173,13 @@ def _is_turn(item: Item) -> bool:
     return not any(isinstance(text, str) and text.lstrip().startswith("<") for text in texts)
 
 
-def _add_calls(log: CallLog, system: list[_Message], chat: ItemMessages, earlier: Sequence[Item]) -> None:
-    """Add a call for each message of the model that does not consist of `earlier` items."""
+def _add_calls(
+    log: CallLog, system: list[_Message], chat: ItemMessages, earlier: Sequence[Item], sessions: set[str]
+) -> None:
+    """Add a call for each message of the model that does not consist of `earlier` items.
+
+    Items of the first messages may be copies from one of the `sessions`; items have no ids of their own.
+    """
     earlier_ids = {id(item) for item in earlier}
     history = _joined([*system, *chat.messages])
     shift = len(history) - len(chat.messages)
@@ -185,7 +188,12 @@ def _add_calls(log: CallLog, system: list[_Message], chat: ItemMessages, earlier
         reason = reason or skip_reason([message])
         if message["role"] != "assistant" or any(id(item) in earlier_ids for item in items):
             continue
-        log.add(history[: number + shift], [message], reason=reason)
+        # The first answer that is not a copy ends the copied history: a later one may have an equal text.
+        is_copy = log.is_copy((name, item) for name in sessions for item in items)
+        if is_copy and not log.calls:
+            log.note(COPIED_NOTE)
+        else:
+            log.add(history[: number + shift], [message], reason=reason)
 
 
 def _joined(messages: list[_Message]) -> list[_Message]:

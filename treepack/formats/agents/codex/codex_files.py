@@ -1,15 +1,13 @@
-"""Files of Codex that belong together: sessions and their sub-agents, and forks of sessions.
+"""Files of Codex that belong together: sessions and their sub-agents.
 
     rollout-<time>-S.jsonl   session S
     rollout-<time>-T.jsonl   spawned by S: a part of the rollout S
-    rollout-<time>-U.jsonl   forked from S, by the user or for a sub-agent: begins with a copy of the history of S
 
-Files of one folder are compared by the first line of each. A copied turn is trained only in the file of its session.
+Files of one folder are compared by the first line of each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
@@ -43,42 +41,6 @@ def file_of_thread(path: str, meta: dict[str, Any]) -> SessionFile | None:
         return SessionFile(root, threads[root].path, 1 + (own.number if own is not None else len(threads)))
     is_parent = any(each.spawned_by == thread for name, each in threads.items() if name != thread)
     return SessionFile(thread, path, 0) if is_parent else None
-
-
-def copied_items(rows: Sequence[dict[str, Any]], path: str) -> list[dict[str, Any]]:
-    """Return the first items of the session with these `rows` that it has copied from the one it was forked from.
-
-    The copy may omit items, and the new session may add messages of the user to it; it ends at the first item of the
-    model that the other session does not have.
-    """
-    # A copied history begins with the `session_meta` of its own session.
-    payloads = (row.get("payload") for row in rows if row.get("type") == "session_meta")
-    metas = [payload for payload in payloads if isinstance(payload, dict)]
-    threads = _threads_beside(path)
-    parents = (metas[0].get("forked_from_id"), *(meta.get("id") for meta in metas[1:]))
-    parent = next((name for name in parents if name is not None), None)
-    if not isinstance(parent, str) or parent not in threads or threads[parent].path == path:
-        return []
-    # Items a u b c, in which the user wrote u, and a b d of the other session: a and b are copied, c ends the copy.
-    remaining = list(_items(record.value for record in first_records(Path(threads[parent].path))))
-    copied: list[dict[str, Any]] = []
-    for item in _items(rows):
-        if item in remaining:
-            remaining = remaining[remaining.index(item) + 1 :]
-            copied.append(item)
-        elif _is_of_model(item):
-            break
-    return copied
-
-
-def _items(rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    payloads = (row.get("payload") for row in rows if row.get("type") == "response_item")
-    return (payload for payload in payloads if isinstance(payload, dict))
-
-
-def _is_of_model(item: dict[str, Any]) -> bool:
-    kind = str(item.get("type"))
-    return item.get("role") == "assistant" if kind == "message" else not kind.endswith("_output")
 
 
 def _spawned_by(meta: dict[str, Any]) -> str | None:

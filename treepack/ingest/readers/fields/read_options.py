@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from treepack.files.input_files.limits import DEFAULT_LIMITS, RecordLimits
 from treepack.ingest.column_map import ColumnMap
@@ -23,3 +23,5 @@ class ReadOptions:
     keep_routes: bool = False  # keep recorded routes, see `tokens.route_fields`
     harmless: frozenset[str] = frozenset()  # fields that are metadata although an answer or a mask may have their names
     columns: ColumnMap | None = None  # maps records of a homemade layout, see `readers.columns`
+    # The file of each line of a model that was read so far in sessions; None if files are read apart.
+    turns: dict[str, str] | None = field(default=None, compare=False)

@@ -38,6 +38,33 @@ def merged_turns(messages: Sequence[Message]) -> list[Message]:
     return done
 
 
+def parts_of_lines(lines: Sequence[Sequence[Any]]) -> list[Any]:
+    """Return the parts of one message that a log has in several lines: new parts, or snapshots of a stream.
+
+    A line that continues the text of the line before replaces it. A part that a line repeats is there once.
+    """
+    # ["There"], ["There are"], ["There are", call], [call] -> "There are", call
+    whole: list[Sequence[Any]] = []
+    for line in lines:
+        grown = whole and len(whole[-1]) <= len(line) and all(map(_grows, whole[-1], line))
+        whole[len(whole) - bool(grown) :] = [line]
+    done: list[Any] = []
+    for line in whole:
+        done += [part for part in line if part not in done]
+    return done
+
+
+def _grows(before: Any, after: Any) -> bool:
+    """Return whether the part `after` is the part `before`, or continues its text or its call."""
+    if before == after or not (isinstance(before, dict) and isinstance(after, dict)):
+        return bool(before == after)
+    if any(before.get(name) != after.get(name) for name in ("type", "thought", "id")):
+        return False
+    texts = ((before.get(name), after.get(name)) for name in ("text", "thinking"))
+    is_longer = any(isinstance(a, str) and a and str(b).startswith(a) for a, b in texts)
+    return is_longer or (before.get("type") == "tool_use" and before.get("id") is not None)
+
+
 def _follows(before: Message, after: Message) -> bool:
     indices = [
         [index for index, key in enumerate(("reasoning_content", "content", "tool_calls")) if message.get(key)]

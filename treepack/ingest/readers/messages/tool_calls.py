@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from treepack.errors import TreepackError
@@ -60,6 +61,14 @@ def opened_json(value: Any) -> Any:
 
 
 def _tool_call(call: dict[str, Any], default_id: str, where: str, notes: dict[str, None]) -> dict[str, Any]:
+    if call.get("type") == "custom" and isinstance(custom := call.get("custom"), dict):
+        # A custom tool takes free text; chat messages need JSON: "ls" -> {"input": "ls"}.
+        function = {name: field for name, field in custom.items() if name != "input"}
+        function["arguments"] = json.dumps({"input": custom.get("input") or ""}, ensure_ascii=False)
+        call = {name: field for name, field in call.items() if name != "custom"} | {
+            "type": "function",
+            "function": function,
+        }
     function = opened_json(call.get("function", call))  # nested, or flat: the call is the function
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(name, str):
