@@ -74,6 +74,15 @@ def test_a_saved_tokenizer_renders_as_the_data_wherever_it_has_its_template(
     assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
 
 
+def test_every_other_byte_of_the_configuration_stays(tmp_path: Path) -> None:
+    save(tmp_path, None)
+    path, form = tmp_path / "tokenizer_config.json", '{{ "x":1e-06,\r\n\t"chat_template" :{},"\u00e9": [1 ] }}'
+    for entry, value in ((ONE, NEW), (TWO, listed(TWO["text"]))):  # type: ignore[arg-type]
+        path.write_bytes(form.format(json.dumps(PLAIN)).encode())
+        write_template(tmp_path, entry)
+        assert path.read_bytes() == form.format(json.dumps(value)).encode()
+
+
 def test_the_template_that_rendered_is_in_trie_and_rows_and_follows_them(tmp_path: Path) -> None:
     rollouts, file = tmp_path / "r.jsonl", tmp_path / "new.jinja"
     rollouts.write_text(json.dumps(CHAT))

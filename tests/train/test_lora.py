@@ -164,6 +164,23 @@ def test_a_saved_adapter_trains_on_from_its_weights(packed: Path, base: Path, tm
     assert config["base_model_name_or_path"] == str(base)
 
 
+@pytest.mark.parametrize(
+    ("fault", "complaint"),
+    [
+        (lambda *_, **__: 1 / 0, r"PEFT cannot save its adapter \(division by zero\); install .* of peft$"),
+        (lambda *_, **__: {"x": torch.zeros(1)}, r"it writes 1 of 28 weights; choose other lora_targets$"),
+    ],
+)
+def test_an_adapter_that_peft_would_not_save_is_refused_before_the_first_step(
+    packed: Path, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Any, complaint: str
+) -> None:
+    go(packed, base, tmp_path / "first")
+    monkeypatch.setattr("peft.peft_model.get_peft_model_state_dict", fault)
+    for model, lora in ((base, LORA), (base, replace(LORA, merge=True)), (tmp_path / "first", None)):
+        with pytest.raises(TreepackError, match=complaint):
+            open_run(packed, model, replace(OPTIONS, lora=lora))
+
+
 @pytest.mark.slow
 def test_gradient_checkpointing_trains_the_same_adapter(packed: Path, base: Path, tmp_path: Path) -> None:
     go(packed, base, tmp_path / "kept")

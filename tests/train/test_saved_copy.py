@@ -12,8 +12,6 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub import constants
-from hypothesis import given
-from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -23,7 +21,7 @@ from support.strategies import make
 from support.tiny_vision import read_weights, save_vision, tiny_vision
 from treepack.errors import TreepackError
 from treepack.model.adapters.lora_options import LoraOptions
-from treepack.model.saved_files import check_files, set_field, with_end_tokens
+from treepack.model.saved_files import check_files, with_end_tokens
 from treepack.objectives.objective import choose_objective
 from treepack.tokenise.tokenization import fingerprint, load_tokenizer
 from treepack.train.loop import train
@@ -305,35 +303,6 @@ def test_the_copy_computes_what_the_trainer_s_model_computes(packed: Path, tmp_p
         ours, theirs = (model(input_ids=tokens, use_cache=False).logits for model in (run.loaded.model, again))
     assert torch.equal(ours, theirs)
     assert AutoTokenizer.from_pretrained(tmp_path / "out").convert_tokens_to_ids("<|im_end|>") == END
-
-
-_JSON = st.recursive(st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(), st.lists)
-_NAMES = st.sampled_from(["a", "eos_token_id", 'q"', "\u00e9", "b}"])
-
-
-@given(st.dictionaries(_NAMES, _JSON), _NAMES, _JSON, st.sampled_from([None, 2]), st.booleans())
-def test_a_field_is_set_and_every_other_byte_stays(
-    fields: dict[str, Any], name: str, value: Any, indent: int | None, ascii_only: bool
-) -> None:
-    text = json.dumps(fields, indent=indent, ensure_ascii=ascii_only) + "\n"
-    changed = set_field(text.encode(), name, value).decode()
-    assert json.loads(changed) == {**fields, name: value}
-    if name in fields:
-        assert (
-            set_field(changed.encode(), name, fields[name]).decode()
-            == json.dumps(fields, indent=indent, ensure_ascii=ascii_only).replace(
-                json.dumps(name, ensure_ascii=ascii_only) + ": " + json.dumps(fields[name], ensure_ascii=ascii_only),
-                json.dumps(name, ensure_ascii=ascii_only) + ": " + json.dumps(fields[name]),
-            )
-            + "\n"
-            or indent
-        )
-    else:
-        assert changed.startswith(text.rstrip()[:-1].rstrip())
-
-
-def test_of_two_equal_names_the_one_that_counts_is_set() -> None:
-    assert set_field(b'{"a": 1, "a": 2}', "a", 3) == b'{"a": 1, "a": 3}'
 
 
 def test_no_new_end_token_writes_no_file() -> None:

@@ -2,7 +2,6 @@
 
     folder | hub name | address --copied_files--> {"config.json": b"...", "tokenizer.json": b"...", "merges.txt": ...}
     config file                 --copied_files--> {"config.json": b"..."}
-    the same, a field           --set_field-----> the same text, except for the value of this field
     the same                    --check_files---> an error if transformers cannot read them
     the same                    --write_files---> files in the directory of the saved model
 
@@ -14,13 +13,13 @@ stay.
 from __future__ import annotations
 
 import json
-import re
 import tempfile
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+from treepack.files.json_text import set_field, without_field
 from treepack.files.model_source import NOT_THE_MODEL, local_source
 from treepack.files.remote.hub import load_fault, snapshot
 from treepack.model.accept.vocabulary import ADAPTER_FILE, CONFIG_FILE
@@ -39,8 +38,6 @@ TOKENIZER_FILES = (
 # Also configurations, processors, licences and code. Weights in other formats are left out: they are untrained.
 ALL_FILES = (*TOKENIZER_FILES, "*.json", "*.txt", "*.model", "*.py", "*.md", "LICEN[CS]E*", "NOTICE*")
 _NOT_COPIED = (*NOT_THE_MODEL, "*.index.json", ADAPTER_FILE)
-
-_BLANKS = re.compile(r"\s*")
 
 
 def copied_files(
@@ -81,33 +78,6 @@ def read_files(folder: Path, patterns: Sequence[str] = ("*",), *, but: Collectio
     }
 
 
-def set_field(content: bytes, name: str, value: Any) -> bytes:
-    r"""Return a JSON object with one field set to `value`; every other byte stays.
-
-    b'{\n  "a": 1e-6\n}', "b", 2 -> b'{\n  "a": 1e-6,\n  "b": 2\n}'
-    """
-    text, decode = content.decode(), json.JSONDecoder().raw_decode
-
-    def skip(at: int) -> int:
-        blanks = _BLANKS.match(text, at)
-        assert blanks is not None
-        return blanks.end()
-
-    brace = text.index("{") + 1
-    at, end, place = skip(brace), brace, None
-    while text[at] != "}":
-        key, at = decode(text, at)
-        start = skip(skip(at) + 1)  # after the colon
-        _, end = decode(text, start)
-        place = (start, end) if key == name else place  # of several equal names the last one counts
-        at = skip(end)
-        at = skip(at + 1) if text[at] == "," else at
-    if place is not None:
-        return (text[: place[0]] + json.dumps(value) + text[place[1] :]).encode()
-    comma, gap = "," * (end > brace), text[brace : skip(brace)]
-    return f"{text[:end]}{comma}{gap}{json.dumps(name)}: {json.dumps(value)}{text[end:]}".encode()
-
-
 def with_model(files: Mapping[str, bytes], model: Any) -> dict[str, bytes]:
     """Return the files of a source with config.json for `model`, which has its weights or those of its text half.
 
@@ -125,8 +95,8 @@ def with_model(files: Mapping[str, bytes], model: Any) -> dict[str, bytes]:
         fields.pop("architectures", None)
         content = json.dumps(fields, indent=2).encode() + b"\n"
     if stored_kind(fields) is not None and stored_kind(config) is None:  # whole weights, of `--dequantize`
-        fields = {name: value for name, value in fields.items() if name not in QUANTIZATION_FIELDS}
-        content = json.dumps(fields, indent=2).encode() + b"\n"
+        for name in QUANTIZATION_FIELDS:
+            content = without_field(content, name)
     if not fields.get("architectures"):
         content = set_field(content, "architectures", [type(model).__name__])
     return {**files, CONFIG_FILE: content}

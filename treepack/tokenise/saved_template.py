@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from treepack.errors import TreepackError
+from treepack.files.json_text import set_field
 from treepack.files.manifest import Manifest, TemplateEntry
 from treepack.tokenise.chat_template import ChatTemplate
 from treepack.tokenise.template.rendering import TemplateFile, templates_in
@@ -93,8 +94,8 @@ def write_template(folder: Path, entry: TemplateEntry) -> None:
     as_files = file.exists() or others.exists() or old.exists()  # they count before tokenizer_config.json
     if config.get("chat_template"):
         listed = [{"name": name, "template": text} for name, text in named.items()]
-        config["chat_template"] = listed if len(named) > 1 else named["default"]
-        path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        value = listed if len(named) > 1 else named["default"]
+        path.write_bytes(set_field(path.read_bytes(), "chat_template", value))
         if not as_files:
             return
     old.unlink(missing_ok=True)

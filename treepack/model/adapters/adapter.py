@@ -5,6 +5,7 @@
     causal, Adapter --read_adapter--> PeftModel, its weights               a trained adapter, which may train on
     PeftModel, weights --assign--> the same with these weights             train.sharding gives each rank its rows
     PeftModel --save_adapter--> adapter_model.safetensors, adapter_config.json
+    PeftModel --check_adapter--> an error if PEFT would not save all of it      before the first step
 
 A LoRA adapter adds scale * B A x to the result W x of a linear layer or an expert, token by token. So it is exact under
 tree attention, as long as it has no dropout (`dropout`). All weights of the model itself stay frozen.
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import json
 import re
+import tempfile
 import warnings
 from contextlib import suppress
 from dataclasses import dataclass
@@ -278,3 +280,23 @@ def save_adapter(model: Any, directory: Path, weights: dict[str, Any] | None) ->
     """Write the adapter of a PeftModel in PEFT's own format; `weights` are whole tensors of a sharded model."""
     model.save_pretrained(directory, save_embedding_layers=False, state_dict=weights)
     (directory / "README.md").unlink(missing_ok=True)  # PEFT's empty form of a model card
+
+
+def check_adapter(model: Any, source: str) -> None:
+    """Write the files of an adapter, with one number for each weight, and read them again.
+
+    Raises:
+        TreepackError: PEFT cannot write or read them, or leaves out a trained weight.
+    """
+    from peft import PeftConfig
+    from peft.utils import load_peft_weights
+
+    numbers = {name: torch.zeros(1) for name in model.state_dict(keep_vars=True)}
+    trained = sum(parameter.requires_grad for parameter in model.parameters())
+    complaint = f"{source}: PEFT cannot save its adapter"
+    with tempfile.TemporaryDirectory() as folder, translate_errors(complaint, "install another version of peft"):
+        save_adapter(model, Path(folder), numbers)
+        _check_kind(PeftConfig.from_pretrained(folder), source)
+        count = len(load_peft_weights(folder, device="cpu"))
+    if count != trained:
+        raise TreepackError(f"{complaint}: it writes {count} of {trained} weights; choose other lora_targets")

@@ -23,7 +23,7 @@ from treepack.files.manifest import TemplateEntry
 from treepack.files.model_source import NOT_THE_MODEL
 from treepack.model.accept.saved_tokenizer import NAMES_OF_TOKENIZERS
 from treepack.model.accept.vocabulary import CONFIG_FILE
-from treepack.model.adapters.adapter import adapter_base, find_adapter, is_adapted
+from treepack.model.adapters.adapter import adapter_base, check_adapter, find_adapter, is_adapted
 from treepack.model.head.value_head import without_value_head
 from treepack.model.load import build_empty, read_config
 from treepack.model.loaded import LoadedModel
@@ -65,6 +65,9 @@ def collect_files(
         _check_weights(loaded, base)
     elif find_adapter(source) is not None:
         files = copied_files(source, but=NOT_THE_MODEL)
+    if adapted:
+        with without_value_head(loaded.causal):
+            check_adapter(loaded.model, source)
     manifest, tokenizer, notes = data.dataset.manifest, None, tuple[str, ...]()
     made_by, template = manifest.get("tokenizer"), manifest.get("chat_template")
     try:
