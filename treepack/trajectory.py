@@ -12,7 +12,7 @@ import array
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -180,6 +180,10 @@ class Skipped:
     def sentence(self) -> str:
         """The detail, or else source and reason."""
         return self.detail or f"{self.source}: {self.reason}"
+
+
+Outcome = Trajectory | Skipped  # of a rollout that was read
+Outcomes = Iterator[Outcome]
 
 
 def is_recorded(routes: Routes) -> NDArray[np.bool_]:

@@ -23,11 +23,13 @@ from support.readings import tokens_of
 from treepack.errors import TreepackError
 from treepack.files.input_files.inputs import list_inputs
 from treepack.files.input_files.record_files import read_records
-from treepack.ingest.readers.format import KEEPS, LINEAGE, LOGPROBS, MASKS, REWARDS, TOKEN_IDS
+from treepack.ingest.readers.format import KEEPS
 from treepack.ingest.readers.reading import detect_format
 from treepack.ingest.readers.registry import all_formats, formats_by_name
 from treepack.tokenise.tokenization import load_tokenizer
 from treepack.trajectory import Chat, Skipped, Tokens, Trajectory
+
+TOKEN_IDS, MASKS, LOGPROBS, REWARDS, LINEAGE = KEEPS
 
 SAMPLES = ROLLOUTS
 GENERAL = ("tokens", "chat", "columns")
@@ -84,7 +86,7 @@ def test_auto_reads_what_the_named_format_reads_and_reads_it_again(name: str) ->
 @pytest.mark.parametrize("name", formats_by_name())
 def test_a_format_keeps_what_it_says(name: str) -> None:
     trajectories = read(name)
-    keeps = formats_by_name()[name].keeps
+    keeps = set(formats_by_name()[name].keeps)
     assert keeps <= set(KEEPS)
     contents = [each.content for each in trajectories]
     kept = set()
@@ -156,7 +158,7 @@ def test_the_command_lists_every_format_with_what_it_keeps(treepack: Run) -> Non
     listed: dict[str, Any] = json.loads(treepack("formats", "--json").out)
     assert list(listed) == [each.name for each in all_formats()]
     assert {name: set(each["keeps"]) for name, each in listed.items()} == {
-        each.name: each.keeps for each in all_formats()
+        each.name: set(each.keeps) for each in all_formats()
     }
     lines = treepack("formats").out.splitlines()
     assert [line.split()[0] for line in lines[1:]] == [each.name for each in all_formats()]

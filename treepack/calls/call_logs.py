@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ from treepack.calls.conversations import with_notes
 from treepack.files.input_files.records import Record
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.messages.content_blocks import skip_reason
-from treepack.trajectory import Skipped, Trajectory
+from treepack.trajectory import Outcomes, Skipped
 
 _UNUSED = "call not used: "
 NO_CALL = "session without a turn of the model"
@@ -96,7 +96,7 @@ class CallLog:
         context: tuple[str, ...],
         empty: str = NO_CALL,
         reason: str | None = None,
-    ) -> Iterator[Trajectory | Skipped]:
+    ) -> Outcomes:
         """Yield the trajectories of the session that `record` describes, with the notes `context` and all others.
 
         Without a call, it is skipped for `reason`, or else for its notes, or for `empty` if it has none.

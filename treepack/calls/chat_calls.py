@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from treepack.ingest.readers.messages.content_blocks import split_blocks
 from treepack.ingest.readers.messages.conversation_settings import normalise_template_kwargs, normalise_tools
 from treepack.ingest.readers.messages.normal_form import NormalMessages, normalise_messages
 from treepack.ingest.readers.messages.prefills import NEW_TURN_NOTE, is_answer, with_prefills
-from treepack.trajectory import Chat, Skipped, Trajectory, check_temperatures
+from treepack.trajectory import Chat, Outcomes, Skipped, check_temperatures
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class JoinedChat:
     notes: tuple[str, ...] = ()
 
 
-def read_chats(record: Record, calls: Sequence[ChatCall], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def read_chats(record: Record, calls: Sequence[ChatCall], options: ReadOptions) -> Outcomes:
     """Yield the trajectories of a rollout whose `calls` are messages; `record` has its other fields.
 
     A bad value, such as that of the reward, or a message without content, skips the rollout.

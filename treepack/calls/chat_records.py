@@ -14,7 +14,6 @@ dumps contain their end tokens, so none is added.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from treepack.calls.apis.request_answer import answer_messages, dialogue, message_list
@@ -32,7 +31,7 @@ from treepack.ingest.readers.messages.conversation_settings import (
 )
 from treepack.ingest.readers.messages.normal_form import has_media, normalise_messages
 from treepack.ingest.readers.messages.prefills import mark_prefills, with_prefills
-from treepack.trajectory import PromptCompletion, Skipped, Trajectory
+from treepack.trajectory import Outcomes, PromptCompletion, Skipped
 
 # Fields of AReaL's dumps, whose texts were decoded with their special tokens.
 _AREAL = frozenset({"seqlen", "prompt_len", "head_version", "tail_version"})
@@ -41,7 +40,7 @@ _SYSTEM = ("system", "system_prompt", "system_message")
 _USED = frozenset({"messages", "prompt", "completion", "system", "chat_template_kwargs", "continue_final_message"})
 
 
-def read_chat(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def read_chat(record: Record, options: ReadOptions) -> Outcomes:
     """Read the one trajectory of `record`.
 
     Raises:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Iterable, Iterator, Sequence
+from collections.abc import Collection, Container, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from treepack.ingest.readers.messages.content_blocks import split_blocks
 from treepack.ingest.readers.messages.conversation_settings import normalise_tools
 from treepack.ingest.readers.messages.normal_form import normalise_messages
 from treepack.ingest.readers.messages.prefills import with_prefills
-from treepack.trajectory import Skipped, Trajectory
+from treepack.trajectory import Outcome, Outcomes, Trajectory
 
 
 def without(value: dict[str, Any], names: Container[object]) -> dict[str, Any]:
@@ -45,7 +45,7 @@ def conversation(
     return describe(record, content, used=used, options=options, notes=done.notes + notes)
 
 
-def with_notes(items: Iterable[Trajectory | Skipped], notes: tuple[str, ...]) -> Iterator[Trajectory | Skipped]:
+def with_notes(items: Iterable[Outcome], notes: tuple[str, ...]) -> Outcomes:
     """Yield `items` with `notes` added to the first trajectory only, so that a note on a rollout is counted once."""
     for item in items:
         if isinstance(item, Trajectory):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from treepack.files.input_files.records import Record
 from treepack.trajectory import (
     MAX_INSIDE,
+    Outcome,
+    Outcomes,
     PromptCompletion,
     Skipped,
     Tokens,
@@ -24,8 +26,8 @@ MAX_AGENTS = 1_000_000  # sub-agents of a session that get different numbers
 
 
 def with_rollout_names(
-    record: Record, items: Sequence[Trajectory | Skipped], calls: Sequence[tuple[int, ...]], *, num_calls: int
-) -> Iterator[Trajectory | Skipped]:
+    record: Record, items: Sequence[Outcome], calls: Sequence[tuple[int, ...]], *, num_calls: int
+) -> Outcomes:
     """Yield `items`, each named after its first call if there are several; each note of the rollout occurs once."""
     if not items:
         yield Skipped(record.source, "no call with a response")
@@ -46,14 +48,14 @@ def with_rollout_names(
         yield replace(item, group_id=item.group_id or group, notes=notes)
 
 
-def within(item: Trajectory | Skipped, rollout: str, number: int) -> Trajectory | Skipped:
+def within(item: Outcome, rollout: str, number: int) -> Outcome:
     """Return `item` as a part of conversation `number`, from 0, of several of a `rollout`."""
     if isinstance(item, Skipped):
         return item
     return replace(item, rollout_id=rollout, rollout_part=number * MAX_INSIDE + (item.rollout_part or 0))
 
 
-def of_agent(item: Trajectory | Skipped, rollout: str, agent: str) -> Trajectory | Skipped:
+def of_agent(item: Outcome, rollout: str, agent: str) -> Outcome:
     """Return `item` as a part of the conversation of the sub-agent `agent` in the session `rollout`."""
     # The number only has to differ from the numbers of other sub-agents; the session itself is 0.
     return within(item, rollout, 1 + zlib.crc32(agent.encode()) % MAX_AGENTS)
@@ -65,7 +67,7 @@ def in_rollout(item: Trajectory, first_call: int) -> Trajectory:
     return replace(item, trajectory_id=f"{name}/turn-{first_call + 1}", rollout_id=name, rollout_part=first_call)
 
 
-def _group(items: Sequence[Trajectory | Skipped]) -> str | None:
+def _group(items: Sequence[Outcome]) -> str | None:
     """Return the group for the trajectories of a rollout without a group: it is derived from the first prompt."""
     # One trajectory gets its group later, from the tokenised prompt; several must share one, although prompts differ.
     first = next((item for item in items if isinstance(item, Trajectory)), None)

@@ -19,7 +19,7 @@ from treepack.files.input_files.companion_files import is_file
 from treepack.files.input_files.inputs import STDIN
 from treepack.files.input_files.record_files import read_records
 from treepack.files.input_files.records import Record
-from treepack.trajectory import Skipped, Trajectory
+from treepack.trajectory import Outcome, Outcomes, Trajectory
 
 _AGENT_FILES = "agent-*.jsonl*"  # of Claude Code
 
@@ -60,9 +60,7 @@ def first_records(path: Path) -> Iterator[Record]:
         return
 
 
-def in_session(
-    items: Iterable[Trajectory | Skipped], file: SessionFile | None, group: str | None = None
-) -> Iterator[Trajectory | Skipped]:
+def in_session(items: Iterable[Outcome], file: SessionFile | None, group: str | None = None) -> Outcomes:
     """Yield `items` as parts of their session, in its `group`, by default that of the first of them."""
     for item in items:
         if file is None or not isinstance(item, Trajectory):

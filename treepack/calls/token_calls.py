@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,7 +26,7 @@ from treepack.ingest.readers.tokens.kept_fields import read_sets, set_fields
 from treepack.ingest.readers.tokens.route_fields import has_routes, read_routes
 from treepack.ingest.readers.tokens.token_records import read_tokens
 from treepack.ragged import RaggedArray
-from treepack.trajectory import Float64, Int32, Int64, Routes, Skipped, Trajectory, as_token_ids, is_recorded
+from treepack.trajectory import Float64, Int32, Int64, Outcomes, Routes, Skipped, Trajectory, as_token_ids, is_recorded
 
 _MASK, _TEMPERATURES, _ROUTES, _KEPT = "loss_mask", "temperatures", "routed_experts", "kept_ids"
 
@@ -60,7 +60,7 @@ class JoinedTokens:
     notes: tuple[str, ...] = ()
 
 
-def read_calls(record: Record, calls: Sequence[TokenCall], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def read_calls(record: Record, calls: Sequence[TokenCall], options: ReadOptions) -> Outcomes:
     """Yield the trajectories of a rollout with these `calls`; `record` has its other fields.
 
     A bad value, such as that of the reward, skips the rollout.

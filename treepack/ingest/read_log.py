@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from treepack.errors import TreepackError
 from treepack.sequences import NO_TRAJECTORY
 from treepack.tokenise.control_tokens import TRAINED
-from treepack.trajectory import Chat, Skipped, Trajectory
+from treepack.trajectory import Chat, Outcome, Skipped, Trajectory
 
 T = TypeVar("T")
 
@@ -82,7 +82,7 @@ class ReadLog:
         self.trained_control += other.trained_control[: _MAX_NAMED - len(self.trained_control)]
         self.groups |= other.groups
 
-    def add(self, item: Trajectory | Skipped, samples: Iterable[Trajectory | Skipped]) -> Iterator[Trajectory]:
+    def add(self, item: Outcome, samples: Iterable[Outcome]) -> Iterator[Trajectory]:
         """Count `item`, as a reader returned it, and yield the usable ones of its `samples`."""
         num_samples = 0
         lost: list[Skipped] = []

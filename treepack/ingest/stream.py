@@ -27,14 +27,14 @@ from treepack.processes import in_order
 from treepack.sequences import Sequences, as_columns
 from treepack.tokenise.search_turns import records_of
 from treepack.tokenise.tokenization import TokenisationJob, TrajectoryTokeniser, read_tokenizer
-from treepack.trajectory import Skipped, Trajectory
+from treepack.trajectory import Outcome, Outcomes, Skipped, Trajectory
 
 Part = UnreadPart | FinishedPart
 
 
 def read(
     inputs: Sequence[str], options: BuildOptions, *, tokenizer: Any = None, input_hash: InputHash | None = None
-) -> Iterator[Trajectory | Skipped]:
+) -> Outcomes:
     """Yield the tokenised trajectories of `inputs` in a fixed order, and a `Skipped` for each unusable record.
 
     `tokenizer` is that of `options`, if the caller has loaded it already.
@@ -117,10 +117,10 @@ class _ReadWork:
         self._tokenise = TrajectoryTokeniser(job)
         self._strict = job.strict
 
-    def __call__(self, part: Part) -> list[Trajectory | Skipped]:
+    def __call__(self, part: Part) -> list[Outcome]:
         return [sample for _, samples in self.samples(part) for sample in samples]
 
-    def samples(self, part: Part) -> Iterator[tuple[Trajectory | Skipped, list[Trajectory | Skipped]]]:
+    def samples(self, part: Part) -> Iterator[tuple[Outcome, list[Outcome]]]:
         """Yield each item of `part` with its samples.
 
         Raises:
@@ -146,14 +146,14 @@ class ColumnsWork:
         return as_columns(trajectories) if trajectories else None, log
 
 
-def _refuse_skipped(samples: Iterable[Trajectory | Skipped]) -> None:
+def _refuse_skipped(samples: Iterable[Outcome]) -> None:
     """Refuse the first rollout among `samples` that is skipped."""
     for sample in samples:
         if isinstance(sample, Skipped) and sample.is_rollout:
             raise TreepackError(f"{sample.sentence}; fix or remove the rollout, or skip it without --strict")
 
 
-def usable(stream: Iterable[Trajectory | Skipped], counts: Counter[str]) -> Iterator[Trajectory]:
+def usable(stream: Iterable[Outcome], counts: Counter[str]) -> Iterator[Trajectory]:
     """Yield the trajectories of `stream`; count each reason for skipping, and each note, in `counts`."""
     for item in stream:
         if isinstance(item, Skipped):

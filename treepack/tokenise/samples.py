@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 
 import numpy as np
@@ -24,6 +24,8 @@ from treepack.trajectory import (
     MAX_INSIDE,
     Chat,
     Int32,
+    Outcome,
+    Outcomes,
     Skipped,
     Tokens,
     Trajectory,
@@ -34,9 +36,7 @@ _SPLIT_NOTE = "split where the template rewrites earlier turns"
 _TRAILING_NOTE = "messages after the last trained turn left out, because the template rewrites earlier turns"
 
 
-def samples_of_turns(
-    item: Trajectory, encoder: Encoder, turns: list[RenderedTurn], whole: str
-) -> Iterator[Trajectory | Skipped]:
+def samples_of_turns(item: Trajectory, encoder: Encoder, turns: list[RenderedTurn], whole: str) -> Outcomes:
     """Yield the samples of a conversation; `whole` is its full rendering if messages follow the last trained turn."""
     # Turns A, AB, XC -> runs [A, AB], [XC] -> texts AB and XC, samples <id>/part-0 and <id>/part-1.
     runs = _runs_of_turns(turns)
@@ -53,7 +53,7 @@ def samples_of_turns(
     yield from _samples_of_sections(replace(item, notes=item.notes + notes), names, sections, runs)
 
 
-def samples_of_prompts(item: Trajectory, encoder: Encoder, turns: list[RenderedTurn]) -> Iterator[Trajectory | Skipped]:
+def samples_of_prompts(item: Trajectory, encoder: Encoder, turns: list[RenderedTurn]) -> Outcomes:
     """Yield one sample for each turn, with its prompt."""
     names = [f"{item.trajectory_id}/turn-{turn.index}" for turn in turns]
     prompts = PromptIds(encoder)
@@ -63,7 +63,7 @@ def samples_of_prompts(item: Trajectory, encoder: Encoder, turns: list[RenderedT
 
 def _samples_of_sections(
     item: Trajectory, names: list[str], sections: Iterable[list[tuple[Int32, float]]], runs: list[list[RenderedTurn]]
-) -> Iterator[Trajectory | Skipped]:
+) -> Outcomes:
     """Yield one sample per name, with the turns of one of `runs`.
 
     Only the first sample carries the notes of the trajectory, so they count once.
@@ -145,9 +145,7 @@ def sections_of(encoder: Encoder, text: str, spans: list[tuple[int, int, float]]
     return [*sections, (encoder.encode(text[position:]), 0.0)]
 
 
-def sample_of(
-    item: Trajectory, sections: list[tuple[Int32, float]], turns: Iterable[RenderedTurn] = ()
-) -> Trajectory | Skipped:
+def sample_of(item: Trajectory, sections: list[tuple[Int32, float]], turns: Iterable[RenderedTurn] = ()) -> Outcome:
     """Join the `sections` of ids into the content of `item`; trained sections become spans, without the first token.
 
     `turns` are the turns whose spans are the sections, if the content of `item` is a chat.

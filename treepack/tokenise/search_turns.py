@@ -19,14 +19,14 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from itertools import groupby
 
-from treepack.trajectory import ON_SEVERAL_PATHS, Chat, Skipped, Tokens, Trajectory
+from treepack.trajectory import ON_SEVERAL_PATHS, Chat, Outcome, Tokens, Trajectory
 
 # Sums in the log of reading: records that are search trees, their paths, the turns that several paths have, counted
 # once for each path, and the samples that these turns became.
 TREES, PATHS, TURNS_ON_PATHS, MERGED_TURNS = "trees", "paths", "turns_on_paths", "merged_turns"
 _NUM_PATHS = "num_paths"  # metadata of a sample: the number of paths that contain its turn
 
-Item = Trajectory | Skipped
+Item = Outcome
 
 
 def records_of(items: Iterable[Item]) -> Iterator[list[Item]]:

@@ -41,6 +41,8 @@ from treepack.tokenise.template.rendering import TemplateFile, Tools, Unfaithful
 from treepack.tokenise.template.stops import CUT_NOTE, STOP_NOTE
 from treepack.trajectory import (
     Chat,
+    Outcome,
+    Outcomes,
     PromptCompletion,
     Skipped,
     Tokens,
@@ -167,7 +169,7 @@ class TrajectoryTokeniser:
         """
         return samples_of_record(items, self, merge=self._job.expand == "turns" and not self._job.per_path)
 
-    def __call__(self, item: Trajectory | Skipped) -> Iterator[Trajectory | Skipped]:
+    def __call__(self, item: Outcome) -> Outcomes:
         """Yield the samples of `item`: itself if it was skipped, else one or more trajectories of tokens.
 
         Raises:
@@ -197,7 +199,7 @@ class TrajectoryTokeniser:
             return derived_group(item.content.prompt.encode())
         return derived_group(prompt_messages(item.content, item.content.tools or self._job.tools))
 
-    def _of_rollout(self, item: Trajectory) -> Iterator[Trajectory | Skipped]:
+    def _of_rollout(self, item: Trajectory) -> Outcomes:
         if isinstance(item.content, Tokens):
             yield replace(item, group_id=self._group(item), totals=_sequence_totals(item))
         elif isinstance(item.content, PromptCompletion):
@@ -220,7 +222,7 @@ class TrajectoryTokeniser:
             self._encoder = Encoder(loaded, has_marks=self._job.control_tokens == "text")
         return self._encoder
 
-    def _of_text(self, item: Trajectory, content: PromptCompletion) -> Trajectory | Skipped:
+    def _of_text(self, item: Trajectory, content: PromptCompletion) -> Outcome:
         encoder = self.encoder(item.source)
         # The prompt [bos] + "2 + 2 = " is not trained, the completion "4" + eos is.
         prompt = encoder.encode(content.prompt)
@@ -241,7 +243,7 @@ class TrajectoryTokeniser:
             return item
         return replace(item, weight=0.0, notes=(*item.notes, TRUNCATED_NOTE))
 
-    def _of_chat(self, item: Trajectory, chat: Chat) -> Iterator[Trajectory | Skipped]:
+    def _of_chat(self, item: Trajectory, chat: Chat) -> Outcomes:
         if not chat.messages:
             yield Skipped(item.source, "empty trajectory")
             return

@@ -23,7 +23,7 @@ from treepack.files.input_files.records import Record
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.values import as_id, is_messages
 from treepack.ingest.readers.messages.content_blocks import skip_reason
-from treepack.trajectory import Skipped, Trajectory
+from treepack.trajectory import Outcomes, Skipped
 
 _METADATA = "metadata"
 _FACTS = (
@@ -64,7 +64,7 @@ class _SpanConversation:
     spans: list[tuple[TraceSpan, SpanCalls]] = field(default_factory=list)
 
 
-def read_file(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def read_file(records: Iterator[Record], options: ReadOptions) -> Outcomes:
     """Read the trajectories of the conversations of one file, in the order of their first spans.
 
     Spans without an LLM call are skipped, and so are conversations with a damaged span.
@@ -125,9 +125,7 @@ def _name(span: TraceSpan) -> str:
     return span.trace or f"{span.source}/{span.name}"
 
 
-def _read(
-    name: str, talk: _SpanConversation, others: Sequence[TraceSpan], options: ReadOptions
-) -> Iterator[Trajectory | Skipped]:
+def _read(name: str, talk: _SpanConversation, others: Sequence[TraceSpan], options: ReadOptions) -> Outcomes:
     names = {span.name for span, _ in talk.spans if span.name}
     calls: list[ChatCall] = []
     notes: dict[str, None] = {}

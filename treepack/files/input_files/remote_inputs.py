@@ -19,7 +19,7 @@ from treepack.files.remote import object_store
 from treepack.files.remote.address import AnyPath, as_path, is_address
 from treepack.files.remote.cache import addresses_in, copies_below, recent_copy
 from treepack.files.remote.object_store import ObjectInfo
-from treepack.trajectory import Skipped, Trajectory
+from treepack.trajectory import Outcome, Skipped
 
 LARGE = 1 << 26  # bytes
 
@@ -70,7 +70,7 @@ def _search_prefix(
     return files, skipped, files
 
 
-def named_by_address(sample: Trajectory | Skipped) -> Trajectory | Skipped:
+def named_by_address(sample: Outcome) -> Outcome:
     """Return `sample` with the address of its object as the source, if it was read from a copy."""
     source = addresses_in(sample.source)
     if isinstance(sample, Skipped) and (detail := addresses_in(sample.detail)) != sample.detail:

@@ -18,15 +18,18 @@ from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
 
-from treepack.files.input_files.companion_files import folder_and_document
-from treepack.files.input_files.inputs import STDIN
 from treepack.files.input_files.record_files import read_records
-from treepack.files.input_files.records import Record
-from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.fields.rollout_facts import describe
-from treepack.ingest.readers.format import LINEAGE, MASKS, Format
+from treepack.formats.kit import (
+    STDIN,
+    Format,
+    Outcomes,
+    ReadOptions,
+    Record,
+    Skipped,
+    describe,
+    folder_and_document,
+)
 from treepack.ingest.readers.messages.normal_form import normalise_messages
-from treepack.trajectory import Skipped, Trajectory
 
 # "conversation_round_12.json.gz" -> 12, and "sympy__sympy-1_2024-04-06_13-51-50" -> "sympy__sympy-1"
 _ROUND = re.compile(r"conversation_round_(\d+)\.json(\.gz|\.zst)?")
@@ -43,7 +46,7 @@ def _is_rover_message(record: dict[str, Any]) -> bool:
     )
 
 
-def _read_auto_code_rover(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def _read_auto_code_rover(records: Iterator[Record], options: ReadOptions) -> Outcomes:
     """Read the one trajectory of a file, named after its folder, and after the file too if it is not a round.
 
     The group is the name of the folder without the time at its end.
@@ -101,8 +104,8 @@ FORMAT = Format(
     recognised_by="an array of messages, or one message per line: `role` and `content`, perhaps a tool call",
     requires=_is_rover_message,
     checked="first",
-    used="role content tool_calls tool_call_id".split(),
+    used="role content tool_calls tool_call_id",
     dropped=("rounds before the last (beginnings of it)",),
-    keeps={MASKS, LINEAGE},
+    keeps="masks, lineage",
     read_file=_read_auto_code_rover,
 )

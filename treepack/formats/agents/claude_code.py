@@ -28,8 +28,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
-from treepack.calls.call_logs import NO_CALL, CallLog
-from treepack.calls.chat_calls import read_chats
+from treepack.calls.call_logs import NO_CALL
 from treepack.calls.rollout_names import group_of_first
 from treepack.calls.session_files import (
     SessionFile,
@@ -40,17 +39,30 @@ from treepack.calls.session_files import (
     in_session,
 )
 from treepack.calls.stream_lines import REMEDY, line_of_stream, linked_sessions
-from treepack.errors import TreepackError
-from treepack.files.input_files.inputs import STDIN
-from treepack.files.input_files.records import Record
+from treepack.formats.kit import (
+    ANY,
+    STDIN,
+    TEXT,
+    CallLog,
+    Format,
+    Outcomes,
+    ReadOptions,
+    Record,
+    Skipped,
+    Trajectory,
+    TreepackError,
+    as_text,
+    no,
+    object_at,
+    object_or_empty,
+    one_of,
+    read_chats,
+    shown,
+    skip_reason,
+)
 from treepack.ingest.readers.fields.endings import raw_of
-from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.fields.values import as_text, object_at, object_or_empty, shown
-from treepack.ingest.readers.format import MASKS, Format
-from treepack.ingest.readers.kinds import ANY, TEXT, no, one_of
-from treepack.ingest.readers.messages.content_blocks import skip_reason, split_blocks
+from treepack.ingest.readers.messages.content_blocks import split_blocks
 from treepack.ingest.readers.messages.merged_turns import parts_of_lines
-from treepack.trajectory import Skipped, Trajectory
 
 SYNTHETIC = "<synthetic>"  # the model of a message that Claude Code wrote
 INTERRUPTED = "[Request interrupted by user]"
@@ -103,7 +115,7 @@ class _CallPrompt:
     reason: str | None = None
 
 
-def _read_claude_code(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def _read_claude_code(records: Iterator[Record], options: ReadOptions) -> Outcomes:
     """Read the trajectories of a session, named after it, or after it and its sub-agent.
 
     Their group is derived from the first prompt of the session, so that sessions with the same task are a group.
@@ -122,7 +134,7 @@ def _read_claude_code(records: Iterator[Record], options: ReadOptions) -> Iterat
             yield Skipped(rows[0].source, faults[0], detail=f"{rows[0].source}: has {faults[0]}; {REMEDY}")
 
 
-def _read_session(rows: list[Record], faults: tuple[str, ...], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def _read_session(rows: list[Record], faults: tuple[str, ...], options: ReadOptions) -> Outcomes:
     """Read the trajectories of the lines of one session; `faults` are why others of its lines are not used."""
     session = _session(rows)
     log = _calls(session, CallLog(options.turns, rows[0].path))
@@ -372,14 +384,14 @@ FORMAT = Format(
         isApiErrorMessage message.content.type message.content.text message.content.thinking message.content.id
         message.content.name message.content.input message.content.content message.content.is_error
         toolUseResult.agentId message.stop_reason
-    """.split(),
+    """,
     dropped=(
         "attachments except queued commands (reminders)",
         "message.usage, toolUseResult except the id of a sub-agent",
         "lines that are not in the tree: summary, file-history-snapshot, queue-operation, last-prompt, mode",
     ),
-    keeps={MASKS},
+    keeps="masks",
     view=line_of_stream,
-    links="uuid parentUuid sessionId session_id agentId parent_tool_use_id message.id type subtype".split(),
+    links="uuid parentUuid sessionId session_id agentId parent_tool_use_id message.id type subtype",
     read_file=_read_claude_code,
 )

@@ -18,15 +18,22 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from treepack.calls.call_logs import CallLog
-from treepack.errors import TreepackError
-from treepack.files.input_files.companion_files import folder_and_document
-from treepack.files.input_files.records import Record
-from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.fields.values import as_objects, as_text, is_messages, object_or_empty, shown
-from treepack.ingest.readers.format import MASKS, Format
-from treepack.ingest.readers.messages.content_blocks import skip_reason
-from treepack.trajectory import Skipped, Trajectory
+from treepack.formats.kit import (
+    CallLog,
+    Format,
+    Outcomes,
+    ReadOptions,
+    Record,
+    Skipped,
+    TreepackError,
+    as_text,
+    folder_and_document,
+    is_messages,
+    object_or_empty,
+    objects_at,
+    shown,
+    skip_reason,
+)
 
 _HISTORY = "api_conversation_history"
 _CONTEXT_NOTE = "system prompt and tools are not in tasks of Cline"
@@ -87,7 +94,7 @@ class _TaskState:
     log: CallLog
 
 
-def _read_cline(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def _read_cline(records: Iterator[Record], options: ReadOptions) -> Outcomes:
     """Read the trajectories of a task, named after its folder, or of each session, named after its id.
 
     Their group is derived from the first prompt.
@@ -112,9 +119,7 @@ def _read_cline(records: Iterator[Record], options: ReadOptions) -> Iterator[Tra
         yield from _read_task(replace(row, value=value), row.value.get("messages"), system, options)
 
 
-def _read_task(
-    record: Record, messages: Any, system: list[Message], options: ReadOptions
-) -> Iterator[Trajectory | Skipped]:
+def _read_task(record: Record, messages: Any, system: list[Message], options: ReadOptions) -> Outcomes:
     task = _TaskState([({}, message) for message in system], CallLog(options.turns, record.source))
     reason: str | None = None
     for message in messages if is_messages(messages) else []:
@@ -203,7 +208,7 @@ def _texts(content: Any) -> list[str]:
 def _chat(message: Message, source: str) -> Message:
     """Return `message` without the fields of the program, with its reasoning and files in known forms."""
     chat = {name: message[name] for name in _KEPT if message.get(name) is not None}
-    details = as_objects(message.get("reasoning_details"), source=source, name="reasoning_details")
+    details = objects_at(message, "reasoning_details", source)
     if "reasoning_content" not in chat:
         texts = [detail["text"] for detail in details if detail.get("text") is not None]
         if not all(isinstance(text, str) for text in texts):
@@ -247,12 +252,12 @@ FORMAT = Format(
         condenseParent truncationId truncationParent isTruncationMarker type sessionId agent system_prompt messages=.
         content.type content.text content.thinking content.path content.id content.name content.input
         content.tool_use_id content.content content.is_error
-    """.split(),
+    """,
     dropped=(
         "summary, encrypted_content, text of an entry of type reasoning",
         "ui_messages.json, task_metadata.json (what the program showed)",
         "tool calls as text in tags stay text",
     ),
-    keeps={MASKS},
+    keeps="masks",
     read_file=_read_cline,
 )

@@ -11,19 +11,23 @@ context only in the paths through it. Demonstrations, and submissions by the pro
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from treepack.calls.conversations import conversation
-from treepack.calls.leaf_paths import leaf_paths
-from treepack.files.input_files.companion_files import companion_path, folder_and_document
-from treepack.files.input_files.records import Record
-from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.format import LINEAGE, MASKS, Format
-from treepack.ingest.readers.kinds import ANY
-from treepack.ingest.readers.messages.turn_weights import as_flag
-from treepack.trajectory import Skipped, Trajectory
+from treepack.formats.kit import (
+    ANY,
+    Format,
+    Outcomes,
+    ReadOptions,
+    Record,
+    Skipped,
+    Trajectory,
+    as_flag,
+    companion_path,
+    conversation,
+    folder_and_document,
+    leaf_paths,
+)
 
 # The tree, and the bookkeeping of the search, which repeats it.
 _USED = frozenset({"root", "node_count", "iterations", "current_node_id", "node_id_stack"})
@@ -31,7 +35,7 @@ _CHECKPOINTS = (".cur", ".prev")  # `x.cur.root` and `x.prev.root` are copies of
 _BY_PROGRAM = "Auto-submitting"  # the thought in a submission by the program, not by the model
 
 
-def read_dars(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def read_dars(record: Record, options: ReadOptions) -> Outcomes:
     """Read the trajectories of `record`: `<run>/<task>/leaf-<k>` in depth-first order, and `node-<k>` per alternative.
 
     Raises:
@@ -105,7 +109,7 @@ FORMAT = Format(
     requires=[{"root.role": ANY, "root.content": ANY, "root.children": ANY, "node_count": ANY}],
     used="""
         root.role root.content root.children root.is_demo root.thought root.expansion_prompt root.children=root
-    """.split(),
+    """,
     dropped=(
         "root.action (part of the content)",
         "root.expansion_candidates (the one chosen is a node)",
@@ -113,6 +117,6 @@ FORMAT = Format(
         "root.critic_response (calls of a different model)",
         "node_count, iterations, current_node_id, node_id_stack (bookkeeping)",
     ),
-    keeps={MASKS, LINEAGE},
+    keeps="masks, lineage",
     read=read_dars,
 )

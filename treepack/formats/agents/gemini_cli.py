@@ -21,16 +21,30 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from treepack.calls.call_logs import CallLog
-from treepack.errors import TreepackError
 from treepack.files.input_files.json_text import parsed_json
-from treepack.files.input_files.records import Record
-from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.fields.unread import is_empty
-from treepack.ingest.readers.fields.values import as_objects, as_text, is_messages, object_at, shown
-from treepack.ingest.readers.format import MASKS, Format
-from treepack.ingest.readers.kinds import ANY, LIST, OBJECTS, TEXT, first, one_of, some
-from treepack.ingest.readers.messages.content_blocks import skip_reason
+from treepack.formats.kit import (
+    ANY,
+    LIST,
+    OBJECTS,
+    TEXT,
+    CallLog,
+    Format,
+    Outcomes,
+    ReadOptions,
+    Record,
+    TreepackError,
+    as_objects,
+    as_text,
+    first,
+    is_empty,
+    is_messages,
+    object_at,
+    objects_at,
+    one_of,
+    shown,
+    skip_reason,
+)
+from treepack.ingest.readers.kinds import some
 from treepack.ingest.readers.messages.gemini_parts import (
     CONTENT,
     EMPTY_NOTE,
@@ -39,7 +53,6 @@ from treepack.ingest.readers.messages.gemini_parts import (
     parts_or_text,
     user_messages,
 )
-from treepack.trajectory import Skipped, Trajectory
 
 _CONTEXT_NOTE = "system prompt and tools are not in sessions of Gemini CLI"
 THOUGHTS_NOTE = "thoughts without an answer not used"
@@ -61,7 +74,7 @@ class _SessionState:
     log: CallLog = field(default_factory=CallLog)
 
 
-def _read_gemini_cli(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def _read_gemini_cli(records: Iterator[Record], options: ReadOptions) -> Outcomes:
     """Read the trajectories of a session, named after its id; their group is derived from the first prompt.
 
     Raises:
@@ -91,7 +104,7 @@ def _read_gemini_cli(records: Iterator[Record], options: ReadOptions) -> Iterato
     yield from session.log.read(record, options, context=(_CONTEXT_NOTE,))
 
 
-def _of_contents(record: Record, contents: list[_Message], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def _of_contents(record: Record, contents: list[_Message], options: ReadOptions) -> Outcomes:
     """Read one history in the form of the API."""
     messages: list[_Message] = []
     log = CallLog()
@@ -165,17 +178,17 @@ def _flush(session: _SessionState) -> None:
 def _answer(session: _SessionState, message: _Message, where: str) -> _Message | None:
     # Content may be text, but parts are a list.
     said = parts_or_text(message.get("content"), where=where)
-    listed = as_objects(message.get("parts"), source=where, name="parts")
+    listed = objects_at(message, "parts", where)
     is_said = not is_empty(message.get("content"))
     if is_said and listed and said != listed:
         raise TreepackError(f"{where} has content and parts, which differ; remove one of them")
     parts = said if is_said else listed
     answer = assistant_message(parts, where=where) or {"role": "assistant", "content": ""}
-    calls = as_objects(message.get("toolCalls"), source=where, name="toolCalls")
+    calls = objects_at(message, "toolCalls", where)
     if calls:
         own = [{"id": call.get("id"), "name": call.get("name"), "arguments": call.get("args")} for call in calls]
         answer["tool_calls"] = [*answer.get("tool_calls", []), *own]
-    thoughts = [_thought(each, where) for each in as_objects(message.get("thoughts"), source=where, name="thoughts")]
+    thoughts = [_thought(each, where) for each in objects_at(message, "thoughts", where)]
     if "reasoning_content" in answer:
         thoughts.append(answer["reasoning_content"])
     if not answer["content"] and "tool_calls" not in answer:
@@ -200,7 +213,7 @@ def _thought(thought: dict[str, Any], where: str) -> str:
 
 def _results(session: _SessionState, message: _Message, where: str) -> Iterator[_Message]:
     """Yield the results of the tools that a message called."""
-    for call in as_objects(message.get("toolCalls"), source=where, name="toolCalls"):
+    for call in objects_at(message, "toolCalls", where):
         result, parsed = call.get("result"), parsed_json(call.get("result"))
         is_parts = is_messages(parsed) and any("functionResponse" in part for part in parsed)
         parts = parts_or_text(parsed if is_parts else result, where=where)
@@ -238,7 +251,7 @@ FORMAT = Format(
         "resultDisplay, displayContent (what the program showed)",
         "toolCall of a checkpoint (the last call of its clientHistory)",
     ),
-    keeps={MASKS},
-    links="id $rewindTo".split(),
+    keeps="masks",
+    links="id $rewindTo",
     read_file=_read_gemini_cli,
 )

@@ -13,25 +13,33 @@ API are logged as whole responses, with their items and tools. If the server add
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from treepack.calls.chat_calls import ChatCall, read_chats
-from treepack.calls.conversations import with_notes, without
 from treepack.calls.served_tokens import SOME_NOTE, token_call
-from treepack.calls.token_calls import TokenCall, read_calls
-from treepack.files.input_files.companion_files import folder_and_document
-from treepack.files.input_files.records import Record
-from treepack.ingest.readers.fields import endings
-from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.fields.rollout_facts import temperature_of
-from treepack.ingest.readers.fields.values import as_objects, is_messages, object_or_empty
-from treepack.ingest.readers.format import LINEAGE, LOGPROBS, MASKS, TOKEN_IDS, Format
-from treepack.ingest.readers.kinds import ANY, OBJECTS, starting
-from treepack.ingest.readers.messages.response_items import messages_of_items
-from treepack.trajectory import Skipped, Trajectory
+from treepack.formats.kit import (
+    ANY,
+    OBJECTS,
+    ChatCall,
+    Format,
+    Outcomes,
+    ReadOptions,
+    Record,
+    TokenCall,
+    as_objects,
+    endings,
+    folder_and_document,
+    is_messages,
+    messages_of_items,
+    object_or_empty,
+    read_calls,
+    read_chats,
+    temperature_of,
+    with_notes,
+    without,
+)
+from treepack.ingest.readers.kinds import starting
 
 _EXIT = "exit"  # the role of the last message, which no model read
 # Fields of the agent and of LiteLLM that no model read.
@@ -41,7 +49,7 @@ _BOOKKEEPING = frozenset(
 _UNREADABLE_NOTE = "refused reply in an unknown form not used"
 
 
-def read_mini_swe_agent(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def read_mini_swe_agent(record: Record, options: ReadOptions) -> Outcomes:
     """Read the trajectories of `record`, named `<run>/<task>`: one, and one more for each reply that was refused.
 
     Raises:
@@ -172,13 +180,13 @@ FORMAT = Format(
         info.config.model.model_name info.config.model.model_kwargs.temperature instance_id messages.role
         messages.content messages.tool_calls messages.tool_call_id messages.object messages.output
         messages.type messages.call_id messages.id
-    """.split(),
+    """,
     dropped=(
         "info.config (all but the model's name and temperature)",
         "info.submission (repeats the edits)",
         "info.model_stats",
         "messages.extra (costs, times, parsed actions, raw outputs)",
     ),
-    keeps={TOKEN_IDS, LOGPROBS, MASKS, LINEAGE},
+    keeps="token ids, masks, log-probabilities, lineage",
     read=read_mini_swe_agent,
 )

@@ -24,20 +24,29 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from treepack.calls.call_logs import CallLog
-from treepack.calls.conversations import with_notes
 from treepack.calls.rollout_names import of_agent
-from treepack.errors import TreepackError
-from treepack.files.input_files.companion_files import read_document
-from treepack.files.input_files.inputs import STDIN
-from treepack.files.input_files.records import Record
-from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.formats.kit import (
+    LIST,
+    OBJECT,
+    STDIN,
+    TEXT,
+    CallLog,
+    Format,
+    Outcomes,
+    ReadOptions,
+    Record,
+    Skipped,
+    TreepackError,
+    as_objects,
+    first,
+    object_or_empty,
+    objects_at,
+    read_document,
+    shown,
+    skip_reason,
+    with_notes,
+)
 from treepack.ingest.readers.fields.unread_notes import notes_of_record
-from treepack.ingest.readers.fields.values import as_objects, object_or_empty, shown
-from treepack.ingest.readers.format import MASKS, Format
-from treepack.ingest.readers.kinds import LIST, OBJECT, TEXT, first
-from treepack.ingest.readers.messages.content_blocks import skip_reason
-from treepack.trajectory import Skipped, Trajectory
 
 CONTEXT_NOTE = "tools, and the system prompt unless the user set one, are not in sessions of opencode"
 INTERRUPTED_NOTE = "interrupted turn not trained"
@@ -81,7 +90,7 @@ class _SessionState:
     log: CallLog = field(default_factory=CallLog)
 
 
-def _read_opencode(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def _read_opencode(records: Iterator[Record], options: ReadOptions) -> Outcomes:
     """Read the trajectories of a session, named after its id; their group is derived from the first prompt.
 
     Raises:
@@ -121,14 +130,14 @@ def _stored(record: Record) -> list[dict[str, Any]]:
 
 def _read_session(
     record: Record, info: dict[str, Any], messages: list[dict[str, Any]], options: ReadOptions
-) -> Iterator[Trajectory | Skipped]:
+) -> Outcomes:
     session = _SessionState(log=CallLog(options.turns, record.source))
     for number, message in enumerate(messages, 1):
         where = f"{record.source}: message {number}"
         about = message.get("info")
         if not isinstance(about, dict) or about.get("role") not in ("user", "assistant"):
             raise TreepackError(f"{where} has the info {shown(about)}; expected an object with role, user or assistant")
-        parts = as_objects(message.get("parts"), source=where, name="parts")
+        parts = objects_at(message, "parts", where)
         for part in parts:
             _check_part(part, where)
             if part["type"] not in _READ:
@@ -284,7 +293,7 @@ def _result(session: _SessionState, part: dict[str, Any], state: dict[str, Any],
         session.log.note(_CLEARED_NOTE)
     content = [{"type": "text", "text": output}]
     # An image in a result cannot be read as text, as in messages.
-    content += [{"type": "image"} for _ in as_objects(state.get("attachments"), source=where, name="attachments")]
+    content += [{"type": "image"} for _ in objects_at(state, "attachments", where)]
     return [{"role": "tool", "tool_call_id": part.get("callID"), "name": part.get("tool"), "content": content}]
 
 
@@ -307,14 +316,14 @@ FORMAT = Format(
         parts.type parts.text parts.synthetic parts.ignored parts.callID parts.tool parts.tail_start_id
         parts.state.input parts.state.output parts.state.error parts.state.time.compacted parts.reason parts.mime
         messages.info=info messages.parts=parts id parentID title directory version sessionID messageID
-    """.split(),
+    """,
     dropped=(
         "parts of type snapshot, patch, agent and retry (no message of the model)",
         "files of text (opencode sends their text in a text part)",
         "tools of a message (names only)",
         "state.title, state.metadata (what the program showed)",
     ),
-    keeps={MASKS},
-    links="info.id info.parentID info.sessionID id parentID sessionID messageID".split(),
+    keeps="masks",
+    links="info.id info.parentID info.sessionID id parentID sessionID messageID",
     read_file=_read_opencode,
 )

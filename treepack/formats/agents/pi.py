@@ -26,16 +26,24 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
-from treepack.calls.call_logs import COPIED_NOTE, CallLog
-from treepack.calls.conversations import conversation
+from treepack.calls.call_logs import COPIED_NOTE
 from treepack.calls.rollout_names import SPLIT_NOTE, in_rollout
-from treepack.errors import TreepackError
-from treepack.files.input_files.records import Record
-from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.fields.values import as_objects, as_text, quoted
-from treepack.ingest.readers.format import LINEAGE, MASKS, Format
-from treepack.ingest.readers.kinds import ANY, one_of
-from treepack.trajectory import Skipped, Trajectory
+from treepack.formats.kit import (
+    ANY,
+    CallLog,
+    Format,
+    Outcomes,
+    ReadOptions,
+    Record,
+    Skipped,
+    Trajectory,
+    TreepackError,
+    as_objects,
+    as_text,
+    conversation,
+    one_of,
+    quoted,
+)
 
 # The parent session is the path of a file, whose name ends with the id: "../2026-01-01_<uuid>.jsonl" -> "<uuid>"
 _UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
@@ -52,7 +60,7 @@ _FAILED_NOTE = "interrupted or failed turn not used"
 _PARENT_NOTE = "prompt begins after an entry that is not in the file"
 
 
-def _read_pi(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def _read_pi(records: Iterator[Record], options: ReadOptions) -> Outcomes:
     """Read the trajectories of a session, named after its id.
 
     Their group is that id, or the id of the session from which this session was forked.
@@ -304,14 +312,14 @@ FORMAT = Format(
     used="""
         type id parentId cwd parentSession message.role message.content message.toolCallId message.toolName
         message.stopReason message.model summary firstKeptEntryId
-    """.split(),
+    """,
     dropped=(
         "message.usage, message.api, message.provider, message.details",
         "timestamp",
         "thinkingSignature",
         "entries that are not in the prompt: custom, label, session_info, thinking_level_change, model_change",
     ),
-    keeps={MASKS, LINEAGE},
-    links="id parentId".split(),
+    keeps="masks, lineage",
+    links="id parentId",
     read_file=_read_pi,
 )

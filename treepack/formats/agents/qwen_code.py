@@ -19,14 +19,23 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from treepack.calls.call_logs import CallLog
 from treepack.calls.rollout_names import of_agent
-from treepack.files.input_files.records import Record
-from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.fields.values import as_objects, as_text, is_messages, object_or_empty
-from treepack.ingest.readers.format import MASKS, Format
-from treepack.ingest.readers.kinds import LIST, OBJECT, TEXT, one_of
-from treepack.ingest.readers.messages.content_blocks import skip_reason
+from treepack.formats.kit import (
+    LIST,
+    OBJECT,
+    TEXT,
+    CallLog,
+    Format,
+    Outcomes,
+    ReadOptions,
+    Record,
+    as_objects,
+    as_text,
+    is_messages,
+    object_or_empty,
+    one_of,
+    skip_reason,
+)
 from treepack.ingest.readers.messages.gemini_parts import (
     CONTENT,
     EMPTY_NOTE,
@@ -35,7 +44,6 @@ from treepack.ingest.readers.messages.gemini_parts import (
     messages_of_system,
 )
 from treepack.ingest.readers.messages.merged_turns import parts_of_lines
-from treepack.trajectory import Skipped, Trajectory
 
 _CONTEXT_NOTE = "system prompt and tools are not in sessions of Qwen Code"
 PARENT_NOTE = "message before it is not in the file"
@@ -66,7 +74,7 @@ class _CallPrompt:
     reason: str | None = None
 
 
-def _read_qwen_code(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def _read_qwen_code(records: Iterator[Record], options: ReadOptions) -> Outcomes:
     """Read the trajectories of a session, named after it, or after it and its sub-agent.
 
     Their group is derived from the first prompt. A sub-agent belongs to the rollout of its session.
@@ -209,6 +217,6 @@ FORMAT = Format(
         "toolCallResult (the result as the program showed it)",
         "systemPayload of other subtypes (commands of the user, titles, telemetry, snapshots of files)",
     ),
-    keeps={MASKS},
+    keeps="masks",
     read_file=_read_qwen_code,
 )

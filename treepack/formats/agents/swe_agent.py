@@ -15,22 +15,34 @@ Demonstrations are not trained, nor is the text of the program in the model's na
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from treepack.calls.chat_calls import ChatCall, read_chats
-from treepack.calls.conversations import conversation, with_notes, without
 from treepack.calls.rollout_names import within
-from treepack.files.input_files.companion_files import folder_and_document
-from treepack.files.input_files.records import Record
-from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.fields.rollout_facts import temperature_of
-from treepack.ingest.readers.fields.values import as_objects, is_messages
-from treepack.ingest.readers.format import LINEAGE, MASKS, Format
-from treepack.ingest.readers.kinds import ANY, FILLED, OBJECT, OBJECTS, Fields, each, no
-from treepack.ingest.readers.messages.turn_weights import as_flag
-from treepack.trajectory import Skipped, Trajectory
+from treepack.formats.kit import (
+    ANY,
+    FILLED,
+    OBJECT,
+    OBJECTS,
+    ChatCall,
+    Fields,
+    Format,
+    Outcomes,
+    ReadOptions,
+    Record,
+    as_flag,
+    as_objects,
+    conversation,
+    each,
+    folder_and_document,
+    is_messages,
+    no,
+    objects_at,
+    read_chats,
+    temperature_of,
+    with_notes,
+    without,
+)
 
 # Parts of the content, or bookkeeping of the agent that no model saw.
 _REDUNDANT = frozenset({"agent", "thought", "action", "message_type", "is_demo", "tags", "cache_control"})
@@ -42,7 +54,7 @@ _UNKNOWN_PROMPT = "call without its prompt in the file not used"
 _UNKNOWN_REPLY = "refused reply without its tool calls in the file not used"
 
 
-def read_swe_agent(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def read_swe_agent(record: Record, options: ReadOptions) -> Outcomes:
     """Read the trajectories of `record`, named `<folder>/<task>`, in the group of the task.
 
     Raises:
@@ -50,7 +62,7 @@ def read_swe_agent(record: Record, options: ReadOptions) -> Iterator[Trajectory 
     """
     folder, task = folder_and_document(record)
     name = f"{folder}/{task}" if folder else task
-    attempts = as_objects(record.value.get("attempts"), source=record.source, name="attempts")
+    attempts = objects_at(record.value, "attempts", record.source)
     # [run, run] -> {"folder/task/attempt-0": run, "folder/task/attempt-1": run}
     runs = {f"{name}/attempt-{k}": run for k, run in enumerate(attempts)} if attempts else {name: record.value}
     for own_name, run in runs.items():
@@ -58,13 +70,13 @@ def read_swe_agent(record: Record, options: ReadOptions) -> Iterator[Trajectory 
         yield from _read_run(replace(record, source=source, value=run), own_name, task, options)
 
 
-def _read_run(record: Record, name: str, task: str, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def _read_run(record: Record, name: str, task: str, options: ReadOptions) -> Outcomes:
     run = record.value
     info = without(run["info"], _REPEATED)
     rest = without(run, ("history", "trajectory", "replay_config", "info"))
     facts = {"info": info, "trajectory_id": name, "group_id": task, "temperature": _temperature(run)}
     slim = replace(record, value=rest | facts)
-    steps = as_objects(run["trajectory"], source=record.source, name="trajectory")
+    steps = objects_at(run, "trajectory", record.source)
     if any(step.get("query") or step.get("messages") for step in steps):
         calls, notes = _calls(steps, run["history"], record.source)
         yield from with_notes(read_chats(slim, calls, options), notes)
@@ -152,9 +164,9 @@ def _prompt(steps: list[dict[str, Any]], number: int, source: str) -> list[dict[
     step = steps[number]
     # The program marks its own steps with the query [{}].
     if "query" in step:
-        query = as_objects(step["query"], source=source, name="query")
+        query = objects_at(step, "query", source)
         return [] if query == [{}] else query
-    messages = as_objects(step.get("messages"), source=source, name="messages")
+    messages = objects_at(step, "messages", source)
     # Version 1.0: messages [.., reply, observation] -> the prompt is before the last two.
     accepted = _ends_with_step(messages, step)
     if number == 0:
@@ -180,7 +192,7 @@ FORMAT = Format(
         trajectory.response trajectory.action environment replay_config history.role history.content
         history.agent attempts.trajectory=trajectory attempts.history=history attempts.environment
         attempts.info
-    """.split(),
+    """,
     dropped=(
         "trajectory.observation, trajectory.state, trajectory.execution_time",
         "trajectory.extra_info",
@@ -188,6 +200,6 @@ FORMAT = Format(
         "info.review, info.chooser (of a different model)",
         "replay_config but for the temperature of its model",
     ),
-    keeps={MASKS, LINEAGE},
+    keeps="masks, lineage",
     read=read_swe_agent,
 )

@@ -10,22 +10,15 @@ are not trained.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from treepack.files.input_files.records import Record
-from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.fields.values import as_text
-from treepack.ingest.readers.format import REWARDS, Format
-from treepack.ingest.readers.kinds import TEXT
+from treepack.formats.kit import TEXT, Format, Outcomes, ReadOptions, Record, Skipped, as_text
 from treepack.ingest.readers.messages.sft_messages import read_conversation, read_pair, rounds
-from treepack.trajectory import Skipped, Trajectory
 
 # The fields that become messages. `tools` and `kto_tag` are read by `sft_messages`, as for every format of chats.
 _USED = frozenset({"instruction", "input", "output", "history", "system"})
 _PAIR = frozenset({"chosen", "rejected"})
 
 
-def _read_alpaca(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def _read_alpaca(record: Record, options: ReadOptions) -> Outcomes:
     """Read the one conversation of `record`, or the two of a pair.
 
     Raises:
@@ -53,7 +46,7 @@ FORMAT = Format(
     program="Stanford Alpaca; LLaMA-Factory, ms-swift and Axolotl read it",
     recognised_by="`instruction` and `output`, or `instruction`, `chosen` and `rejected`, as text",
     requires=[{"instruction": TEXT, "output": TEXT}, {"instruction": TEXT, "chosen": TEXT, "rejected": TEXT}],
-    used="instruction input output history system tools chosen rejected kto_tag".split(),
-    keeps={REWARDS},
+    used="instruction input output history system tools chosen rejected kto_tag",
+    keeps="rewards",
     read=_read_alpaca,
 )

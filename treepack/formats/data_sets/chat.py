@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from treepack.calls.apis.request_answer import ANSWER_FIELDS
-from treepack.calls.chat_records import read_chat
-from treepack.ingest.readers.format import LINEAGE, MASKS, REWARDS, Format
-from treepack.ingest.readers.kinds import OBJECTS, TALK
+from treepack.formats.kit import OBJECTS, Format, read_chat
+from treepack.ingest.readers.kinds import TALK
 from treepack.ingest.readers.messages.conversation_settings import TOOLS
 
 FORMAT = Format(
@@ -27,6 +26,6 @@ FORMAT = Format(
         "images, videos, audios (records that have some are skipped)",
         "content parts except text, tool_use, tool_result and thinking (records that have some are skipped)",
     ),
-    keeps={MASKS, REWARDS, LINEAGE},
+    keeps="masks, rewards, lineage",
     read=read_chat,
 )

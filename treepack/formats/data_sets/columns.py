@@ -11,22 +11,28 @@ that a user gives, or that many data sets share.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from treepack.calls.conversations import conversation
-from treepack.files.input_files.records import Record
+from treepack.formats.kit import (
+    ANY,
+    OBJECTS,
+    TEXT,
+    Format,
+    Outcomes,
+    ReadOptions,
+    Record,
+    Skipped,
+    conversation,
+    describe,
+)
 from treepack.ingest.column_map import column_map
 from treepack.ingest.readers.column_records import read_columns
 from treepack.ingest.readers.columns.aliases import matches
 from treepack.ingest.readers.fields.field_paths import MISSING, value_at
-from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.fields.rollout_facts import describe
-from treepack.ingest.readers.format import LINEAGE, MASKS, REWARDS, TOKEN_IDS, Format, ReadRecord
-from treepack.ingest.readers.kinds import ANY, OBJECTS, TEXT
+from treepack.ingest.readers.format import ReadRecord
 from treepack.ingest.readers.messages.sft_messages import read_pair
-from treepack.trajectory import PromptCompletion, Skipped, Trajectory
+from treepack.trajectory import PromptCompletion
 
 # Counted once per record, so that a user notices that a better source may exist.
 DECODED_NOTE = "text of verl's dump, decoded without special tokens"
@@ -38,7 +44,7 @@ def by_columns(line: str, *, notes: tuple[str, ...] = ()) -> ReadRecord:
     used = {str(path.steps[0]) for paths in (*columns.paths.values(), columns.ignore) for path in paths}
     steps = {key: path.steps for key, (path,) in columns.paths.items()}
 
-    def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+    def read(record: Record, options: ReadOptions) -> Outcomes:
         values = {key: value_at(record.value, each) for key, each in steps.items()}
         found: dict[str, Any] = {key: None if value is MISSING else value for key, value in values.items()}
         if "messages" in found:
@@ -66,8 +72,8 @@ FORMATS = (
         program="tau-bench",
         recognised_by="`task_id` and `traj`, a list of messages",
         requires=[{"task_id": ANY, "traj": OBJECTS}],
-        used="task_id trial reward info traj!".split(),
-        keeps={REWARDS, LINEAGE},
+        used="task_id trial reward info traj!",
+        keeps="rewards, lineage",
         read=by_columns("messages=traj"),
     ),
     # Text that verl's trainer writes next to its metrics: `<step>.jsonl` of `rollout_data_dir`. Both texts were decoded
@@ -80,8 +86,8 @@ FORMATS = (
         program="verl (rollout_data_dir, validation_data_dir)",
         recognised_by="`input` and `output` as text beside `score` and `step` or `gts`",
         requires=[{"input": TEXT, "output": TEXT, "score": ANY, ("step", "gts"): ANY}],
-        used="input output gts score step".split(),
-        keeps={REWARDS},
+        used="input output gts score step",
+        keeps="rewards",
         read=by_columns("prompt=input,answer=output", notes=(DECODED_NOTE,)),
     ),
     # Fine-tuning data of OpenAI for preferences: a conversation and two answers to it. The common prompt is not
@@ -92,9 +98,9 @@ FORMATS = (
         program="OpenAI fine-tuning (preferences)",
         recognised_by="`input.messages`, `preferred_output` and `non_preferred_output`",
         requires=[{"input.messages": OBJECTS, "preferred_output": OBJECTS, "non_preferred_output": OBJECTS}],
-        used="input.messages input.tools preferred_output non_preferred_output".split(),
+        used="input.messages input.tools preferred_output non_preferred_output",
         dropped=("input.parallel_tool_calls",),
-        keeps={REWARDS},
+        keeps="rewards",
         read=by_columns(
             "prompt=input.messages,chosen=preferred_output,rejected=non_preferred_output,tools=input.tools?"
         ),
@@ -108,9 +114,9 @@ FORMATS = (
         program="SkyRL (evaluation dumps)",
         recognised_by="`input_prompt` and `output_response` as text",
         requires=[{"input_prompt": TEXT, "output_response": TEXT}],
-        used="input_prompt output_response score stop_reason env_class data_source".split(),
+        used="input_prompt output_response score stop_reason env_class data_source",
         dropped=("env_extras",),
-        keeps={REWARDS},
+        keeps="rewards",
         read=by_columns("prompt=input_prompt,answer=output_response,ignore=env_extras"),
     ),
     Format(
@@ -123,8 +129,8 @@ FORMATS = (
         used="""
             id group_id uid prompt response responses rewards instruction input context question answer query
             conversation trajectory dialog prompt_tokens response_tokens prompt_idx reward score step advantage
-        """.split(),
-        keeps={TOKEN_IDS, MASKS, REWARDS, LINEAGE},
+        """,
+        keeps="token ids, masks, rewards, lineage",
         notes_unused=False,
         read=read_columns,
     ),

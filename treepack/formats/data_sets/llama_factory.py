@@ -9,23 +9,28 @@ LLaMA-Factory are in the formats `alpaca` and `sharegpt`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
-from treepack.calls.conversations import without
-from treepack.errors import TreepackError
-from treepack.files.input_files.records import Record
-from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.fields.values import is_messages, shown
-from treepack.ingest.readers.format import MASKS, REWARDS, Format
-from treepack.ingest.readers.kinds import ANY, SET, first, no
+from treepack.formats.kit import (
+    ANY,
+    Format,
+    Outcomes,
+    ReadOptions,
+    Record,
+    TreepackError,
+    first,
+    is_messages,
+    no,
+    shown,
+    without,
+)
+from treepack.ingest.readers.kinds import SET
 from treepack.ingest.readers.messages.sft_messages import Message, calls_of_text, read_conversation, read_whole_pair
-from treepack.trajectory import Skipped, Trajectory
 
 _PAIR = ("chosen_messages", "rejected_messages")
 
 
-def read_llama_factory(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def read_llama_factory(record: Record, options: ReadOptions) -> Outcomes:
     """Read the one conversation of `record`, or the two of a pair.
 
     Raises:
@@ -76,8 +81,8 @@ FORMAT = Format(
     used="""
         messages.content.value messages.loss_weight tools chosen_messages rejected_messages messages.role
         messages.content.type
-    """.split(),
+    """,
     dropped=("parts that are not text (records that have some are skipped)",),
-    keeps={MASKS, REWARDS},
+    keeps="masks, rewards",
     read=read_llama_factory,
 )

@@ -12,19 +12,28 @@ differ are trained, and the messages that both sides begin with are not.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
-from treepack.errors import TreepackError
-from treepack.files.input_files.records import Record
-from treepack.ingest.readers.fields import endings
-from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.fields.values import is_messages, shown
-from treepack.ingest.readers.format import MASKS, REWARDS, Format
-from treepack.ingest.readers.kinds import ANY, FILLED, FLAG, SET, TEXT, first, no, one_of, some
+from treepack.formats.kit import (
+    ANY,
+    FILLED,
+    TEXT,
+    Format,
+    Outcomes,
+    ReadOptions,
+    Record,
+    Skipped,
+    TreepackError,
+    endings,
+    first,
+    is_messages,
+    no,
+    one_of,
+    shown,
+)
+from treepack.ingest.readers.kinds import FLAG, SET, some
 from treepack.ingest.readers.messages.sft_messages import calls_of_text, read_conversation, read_whole_pair, rounds
 from treepack.ingest.readers.messages.turn_weights import WEIGHT_FIELDS
-from treepack.trajectory import Skipped, Trajectory
 
 # Roles that ms-swift adds to chat.
 _CALL, _RESULTS = "tool_call", ("tool_response", "tool")
@@ -33,7 +42,7 @@ _USED = frozenset({"messages", "rejected_response", "rejected_messages", "system
 _ROUNDS = frozenset({"query", "response", "history", "conversation"})
 
 
-def _read_ms_swift(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def _read_ms_swift(record: Record, options: ReadOptions) -> Outcomes:
     """Read the one conversation of `record`, or the two of a pair.
 
     Raises:
@@ -149,8 +158,8 @@ FORMAT = Format(
     used="""
         messages.loss messages.loss_scale tools rejected_response rejected_messages label kto_tag query response
         history system conversation.human conversation.assistant messages!
-    """.split(),
+    """,
     dropped=("images, videos, audios (records that have some are skipped)",),
-    keeps={MASKS, REWARDS},
+    keeps="masks, rewards",
     read=_read_ms_swift,
 )

@@ -19,16 +19,28 @@ from dataclasses import replace
 from itertools import takewhile
 from typing import Any
 
-from treepack.calls.conversations import conversation, with_notes
-from treepack.calls.leaf_paths import distinct_paths, leaf_paths, nodes_of, unused_fields
-from treepack.errors import TreepackError
-from treepack.files.input_files.records import Record
-from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.fields.unread import is_empty
-from treepack.ingest.readers.fields.values import as_objects, as_text, quoted, shown
-from treepack.ingest.readers.format import LINEAGE, MASKS, Format
-from treepack.ingest.readers.kinds import ANY, OBJECTS, TEXT, one_of
-from treepack.trajectory import Skipped, Trajectory
+from treepack.calls.leaf_paths import distinct_paths, nodes_of, unused_fields
+from treepack.formats.kit import (
+    ANY,
+    OBJECTS,
+    TEXT,
+    Format,
+    Outcomes,
+    ReadOptions,
+    Record,
+    Skipped,
+    Trajectory,
+    TreepackError,
+    as_objects,
+    as_text,
+    conversation,
+    is_empty,
+    leaf_paths,
+    one_of,
+    quoted,
+    shown,
+    with_notes,
+)
 
 _ROLES = {"prompter": "user", "assistant": "assistant", "system": "system"}
 # Fields of a message that are read, or that are about its author and its export.
@@ -50,7 +62,7 @@ REPEATED = "message that the file repeats"
 Node = dict[str, Any]
 
 
-def _read_openassistant(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def _read_openassistant(records: Iterator[Record], options: ReadOptions) -> Outcomes:
     """Read the trees of a file, each as the trajectories `<tree>/leaf-<k>` of one group.
 
     Raises:
@@ -80,7 +92,7 @@ def _chain(thread: Any, source: str) -> Node:
     return dict(root["replies"][0])
 
 
-def _read_table(rows: list[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def _read_table(rows: list[Record], options: ReadOptions) -> Outcomes:
     """Read messages that name their parent; a message may have its replies inside, too."""
     nodes: dict[str, tuple[Record, Node]] = {}
     for row in rows:
@@ -106,7 +118,7 @@ def _read_table(rows: list[Record], options: ReadOptions) -> Iterator[Trajectory
         yield from _read_tree(row, root, root, options)
 
 
-def _read_tree(record: Record, root: Node, tree: Node, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def _read_tree(record: Record, root: Node, tree: Node, options: ReadOptions) -> Outcomes:
     """Read the paths of the tree below `root`; `tree` has the fields of the whole tree."""
     source = record.source
     # Trajectories have the notes on the fields of the file.
@@ -206,11 +218,11 @@ FORMAT = Format(
     used="""
         message_tree_id tree_state thread_id message_id parent_id text role rank labels deleted review_result lang
         model_name prompt=. thread=. replies=.
-    """.split(),
+    """,
     dropped=(
         "emojis, events, detoxify (named in notes)",
         "rank (kept as metadata)",
     ),
-    keeps={MASKS, LINEAGE},
+    keeps="masks, lineage",
     read_file=_read_openassistant,
 )

@@ -9,18 +9,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
-from treepack.calls.conversations import without
-from treepack.errors import TreepackError
-from treepack.files.input_files.records import Record
-from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.fields.values import as_text, quoted
-from treepack.ingest.readers.format import MASKS, REWARDS, Format
-from treepack.ingest.readers.kinds import ANY, first, no
+from treepack.formats.kit import (
+    ANY,
+    Format,
+    Outcomes,
+    ReadOptions,
+    Record,
+    TreepackError,
+    as_text,
+    first,
+    no,
+    quoted,
+    without,
+)
 from treepack.ingest.readers.messages.sft_messages import calls_of_text, read_conversation, read_pair
-from treepack.trajectory import Skipped, Trajectory
 
 _ROLES = {
     "system": "system",
@@ -44,7 +48,7 @@ _PAIR = frozenset({"chosen", "rejected"})
 _FIELDS_OF_HARBOR = ("trial_name", "episode")
 
 
-def _read_sharegpt(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def _read_sharegpt(record: Record, options: ReadOptions) -> Outcomes:
     """Read the one conversation of `record`, or the two of a pair.
 
     Raises:
@@ -90,8 +94,8 @@ FORMAT = Format(
     used="""
         conversations.from conversations.value system tools chosen.value rejected.value kto_tag chosen.from
         rejected.from chosen.* rejected.* conversations!
-    """.split(),
+    """,
     dropped=("images, videos, audios (records that have some are skipped)",),
-    keeps={MASKS, REWARDS},
+    keeps="masks, rewards",
     read=_read_sharegpt,
 )

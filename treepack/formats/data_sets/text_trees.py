@@ -18,26 +18,38 @@ leaves below it that have none. An `advantage` is read at leaves. This layout is
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from treepack.calls.conversations import conversation, without
-from treepack.calls.leaf_paths import leaf_paths, nodes_of, unused_fields
-from treepack.errors import TreepackError
+from treepack.calls.leaf_paths import nodes_of, unused_fields
 from treepack.files.input_files.json_text import parsed_json
-from treepack.files.input_files.records import Record
-from treepack.ingest.readers.fields import endings
-from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.formats.kit import (
+    ANY,
+    FILLED,
+    OBJECT,
+    Format,
+    Outcome,
+    Outcomes,
+    ReadOptions,
+    Record,
+    Skipped,
+    Trajectory,
+    TreepackError,
+    conversation,
+    describe,
+    endings,
+    is_messages,
+    leaf_paths,
+    no,
+    shown,
+    skip_reason,
+    without,
+)
 from treepack.ingest.readers.fields.rewards import REWARDS as REWARD_NAMES
 from treepack.ingest.readers.fields.rewards import reward_of
-from treepack.ingest.readers.fields.rollout_facts import describe
-from treepack.ingest.readers.fields.values import as_number, is_messages, shown
-from treepack.ingest.readers.format import LINEAGE, MASKS, REWARDS, Format
-from treepack.ingest.readers.kinds import ANY, FILLED, OBJECT, no
-from treepack.ingest.readers.messages.content_blocks import skip_reason
+from treepack.ingest.readers.fields.values import as_number
 from treepack.ingest.readers.messages.conversation_settings import normalise_template_kwargs
-from treepack.trajectory import Chat, PromptCompletion, Skipped, Trajectory
+from treepack.trajectory import Chat, PromptCompletion
 
 _ROOTS = ("tree", "root")  # fields that may have the root, if it is not the record itself
 _ASKED = ("prompt", "messages", "question", "problem", "query", "instruction")  # the prompt, in this order
@@ -61,7 +73,7 @@ _Message = dict[str, Any]
 Node = dict[str, Any]
 
 
-def read_text_trees(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def read_text_trees(record: Record, options: ReadOptions) -> Outcomes:
     """Read the trajectories of a tree, `<record>/leaf-<k>` from 0 in depth-first order, which form one group.
 
     Raises:
@@ -193,7 +205,7 @@ def _is_text(message: _Message) -> bool:
 
 def _trajectory(
     record: Record, prompt: str | list[_Message], path: list[Node], options: ReadOptions, notes: tuple[str, ...]
-) -> Trajectory | Skipped | None:
+) -> Outcome | None:
     """Return the trajectory of the nodes `path` below the root, or None if they contain no text of the assistant."""
     value = record.value
     said = [message for node in path for message in _said(node, f"{record.source}: a node")]
@@ -267,8 +279,8 @@ FORMAT = Format(
         {"root": OBJECT, "root.children": FILLED, "node_count": no(ANY)},
     ],
     checked="first",
-    used="prompt messages system tools chat_template_kwargs tree children id group_id reward".split(),
+    used="prompt messages system tools chat_template_kwargs tree children id group_id reward",
     dropped=("fields of nodes besides their text, role, reward and advantage (named in notes)",),
-    keeps={MASKS, REWARDS, LINEAGE},
+    keeps="masks, rewards, lineage",
     read=read_text_trees,
 )

@@ -17,19 +17,29 @@ from typing import Any
 import numpy as np
 
 from treepack.calls import node_graphs as graphs
-from treepack.calls.conversations import without
-from treepack.errors import TreepackError
-from treepack.files.input_files.records import Record
-from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.fields.token_fields import LABELS, MASK, NAMES, mask_values
-from treepack.ingest.readers.fields.values import as_number, shown
-from treepack.ingest.readers.format import LINEAGE, MASKS, TOKEN_IDS, Format
-from treepack.ingest.readers.kinds import ANY, ARRAY, ARRAYS, FILLED, first, no
-from treepack.ingest.readers.tokens.token_records import read_tokens
-from treepack.trajectory import Skipped, Trajectory
+from treepack.formats.kit import (
+    ANY,
+    ARRAY,
+    FILLED,
+    Format,
+    Outcomes,
+    ReadOptions,
+    Record,
+    Trajectory,
+    TreepackError,
+    first,
+    mask_values,
+    no,
+    read_tokens,
+    shown,
+    without,
+)
+from treepack.ingest.readers.fields.token_fields import LABELS, MASK, NAMES
+from treepack.ingest.readers.fields.values import as_number
+from treepack.ingest.readers.kinds import ARRAYS
 
 
-def _read_token_trees(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def _read_token_trees(record: Record, options: ReadOptions) -> Outcomes:
     """Read the trajectories of a tree, `<record>/leaf-<k>` from 0 in the order of the leaves, which form one group.
 
     Raises:
@@ -100,7 +110,7 @@ FORMAT = Format(
         {"nodes": first({"token_ids": ANY, "loss_mask": ANY})},
         {"nodes": no(FILLED), "prompt_ids": ARRAY, "completions": ARRAYS},
     ],
-    used="nodes.parent nodes.token_ids nodes.loss_mask nodes.advantage prompt_ids completions".split(),
-    keeps={TOKEN_IDS, MASKS, LINEAGE},
+    used="nodes.parent nodes.token_ids nodes.loss_mask nodes.advantage prompt_ids completions",
+    keeps="token ids, masks, lineage",
     read=_read_token_trees,
 )

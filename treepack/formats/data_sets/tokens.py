@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+from treepack.formats.kit import Format, read_tokens
 from treepack.ingest.readers.fields import token_fields as tf
-from treepack.ingest.readers.format import EVERYTHING, Format
 from treepack.ingest.readers.kinds import IDS
-from treepack.ingest.readers.tokens.token_records import read_tokens
 
 FORMAT = Format(
     name="tokens",
@@ -14,9 +13,9 @@ FORMAT = Format(
     recognised_by="ids, whole or as prompt and response, under one of the names of [inputs](inputs.md#tokens)",
     requires=[{tf.NAMES[tf.IDS]: IDS}, {tf.NAMES[tf.PROMPT]: IDS, tf.NAMES[tf.RESPONSE]: IDS}],
     checked="none",
-    used="input_ids loss_mask logprobs reward group_id temperature temperatures".split(),
+    used="input_ids loss_mask logprobs reward group_id temperature temperatures",
     dropped=("fields without a name in [inputs](inputs.md#tokens) that are not short metadata",),
-    keeps=EVERYTHING,
+    keeps="token ids, masks, log-probabilities, rewards, lineage",
     arrays=tf.NUMBERS,
     read=read_tokens,
 )

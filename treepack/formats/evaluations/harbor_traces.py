@@ -18,17 +18,25 @@ from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
-from treepack.calls.chat_calls import ChatCall, read_chats
-from treepack.calls.conversations import without
 from treepack.calls.rollout_names import within
-from treepack.errors import TreepackError
-from treepack.files.input_files.records import Record
-from treepack.ingest.readers.fields import endings
-from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.fields.values import as_text, quoted
-from treepack.ingest.readers.format import LINEAGE, MASKS, REWARDS, Format
-from treepack.ingest.readers.kinds import ANY, OBJECTS
-from treepack.trajectory import Skipped, Trajectory
+from treepack.formats.kit import (
+    ANY,
+    OBJECTS,
+    ChatCall,
+    Format,
+    Outcome,
+    Outcomes,
+    ReadOptions,
+    Record,
+    Skipped,
+    Trajectory,
+    TreepackError,
+    as_text,
+    endings,
+    quoted,
+    read_chats,
+    without,
+)
 
 _FIRST = "episode-0"
 _MAIN = "main"
@@ -43,7 +51,7 @@ _KNOWN = frozenset(
 )
 
 
-def _read_harbor_traces(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def _read_harbor_traces(records: Iterator[Record], options: ReadOptions) -> Outcomes:
     """Read the trajectories of each trial, `<trial>` or `<trial>/<trace_source>`, in the group of its task.
 
     Raises:
@@ -70,7 +78,7 @@ def _read_harbor_traces(records: Iterator[Record], options: ReadOptions) -> Iter
         known += [item.reward for item in items[:1] if isinstance(item, Trajectory)]
 
 
-def _in_trial(item: Trajectory | Skipped, trial: str, number: int, reward: float | None) -> Trajectory | Skipped:
+def _in_trial(item: Outcome, trial: str, number: int, reward: float | None) -> Outcome:
     """Return `item` of agent `number` as a part of the rollout `trial`, with the `reward` of agents before it."""
     part = within(item, trial, number)
     if not isinstance(part, Trajectory):
@@ -88,7 +96,7 @@ def _agent(record: Record) -> str:
     return name if origin in (None, _MAIN) else f"{name}/{origin}"
 
 
-def _read_agent(name: str, rows: list[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def _read_agent(name: str, rows: list[Record], options: ReadOptions) -> Outcomes:
     last = rows[-1]
     value = last.value
     talks = [row.value["conversations"] for row in rows]
@@ -138,12 +146,12 @@ FORMAT = Format(
     used="""
         conversations.role conversations.content task trial_name episode result tool_definitions trace_source
         agent model
-    """.split(),
+    """,
     dropped=(
         "run_id, date and model_provider",
         "instruction and verifier_output",
         "conversations_sharegpt (the same)",
     ),
-    keeps={MASKS, REWARDS, LINEAGE},
+    keeps="masks, rewards, lineage",
     read_file=_read_harbor_traces,
 )

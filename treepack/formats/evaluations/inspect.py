@@ -16,21 +16,30 @@ skipped.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from treepack.calls.call_logs import CallLog
-from treepack.calls.conversations import conversation
-from treepack.files.input_files.records import Record
-from treepack.ingest.readers.fields import endings
-from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.fields.rollout_facts import temperature_of
-from treepack.ingest.readers.fields.values import as_objects, as_text, is_messages, object_at, object_or_empty
-from treepack.ingest.readers.format import LINEAGE, MASKS, REWARDS, Format
-from treepack.ingest.readers.kinds import OBJECT, OBJECTS, TEXT
-from treepack.ingest.readers.messages.content_blocks import skip_reason
-from treepack.trajectory import Skipped, Trajectory
+from treepack.formats.kit import (
+    OBJECT,
+    OBJECTS,
+    TEXT,
+    CallLog,
+    Format,
+    Outcomes,
+    ReadOptions,
+    Record,
+    Skipped,
+    as_objects,
+    as_text,
+    conversation,
+    endings,
+    is_messages,
+    object_at,
+    object_or_empty,
+    objects_at,
+    skip_reason,
+    temperature_of,
+)
 
 _ATTACHMENT = "attachment://"
 _VALUES = {"C": 1.0, "P": 0.5, "I": 0.0, "N": 0.0}
@@ -44,13 +53,13 @@ ERROR = "sample that ended in an error"
 _Sample = dict[str, Any]
 
 
-def read_inspect(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def read_inspect(record: Record, options: ReadOptions) -> Outcomes:
     """Read the samples of a log, named `<task>/<sample>/<epoch>`, in the group `<task>/<sample>`.
 
     Raises:
         TreepackError: samples, events or messages of a different form.
     """
-    samples = as_objects(record.value.get("samples"), source=record.source, name="samples")
+    samples = objects_at(record.value, "samples", record.source)
     if not samples:
         yield Skipped(record.source, "log without samples", is_rollout=False)
     for number, sample in enumerate(samples):
@@ -59,7 +68,7 @@ def read_inspect(record: Record, options: ReadOptions) -> Iterator[Trajectory | 
         yield from _read_sample(replace(record, source=source), _resolved(sample, source), options)
 
 
-def _read_sample(record: Record, sample: _Sample, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def _read_sample(record: Record, sample: _Sample, options: ReadOptions) -> Outcomes:
     task = record.value["eval"]["task"]
     group = f"{task}/{sample.get('id')}"
     if sample.get("error") is not None:
@@ -78,7 +87,7 @@ def _read_sample(record: Record, sample: _Sample, options: ReadOptions) -> Itera
         log.note(*notes)
         yield from log.read(one, options, context=())
         return
-    messages = [_message(each) for each in as_objects(sample.get("messages"), source=record.source, name="messages")]
+    messages = [_message(each) for each in objects_at(sample, "messages", record.source)]
     reason = log.fault or skip_reason(messages)
     if reason is not None or not any(message["role"] == "assistant" for message in messages):
         empty = NO_CALL if messages or not sample.get("events") else EVENTS_ONLY
@@ -107,7 +116,7 @@ def _resolved(sample: _Sample, source: str) -> _Sample:
 
 def _calls(sample: _Sample, source: str) -> CallLog:
     """Return the calls of the model that is evaluated."""
-    events = as_objects(sample.get("events"), source=source, name="events")
+    events = objects_at(sample, "events", source)
     stored = object_or_empty(sample.get("events_data")).get("messages")
     pool = as_objects(stored, source=source, name="events_data.messages")
     scoring = _scoring_spans(events)
@@ -216,12 +225,12 @@ FORMAT = Format(
         samples.events samples.events_data.messages samples.events.input_refs samples.events.output.choices
         samples.events.tools samples.events.config.temperature samples.events.output.choices.stop_reason
         samples.error samples.events.output.choices.message.*
-    """.split(),
+    """,
     dropped=(
         "samples.store, samples.metadata, samples.output but for its stop reason (repeats the last response)",
         "other events, and samples.events.call (the request of the provider)",
         "plan, results, stats, reductions",
     ),
-    keeps={MASKS, REWARDS, LINEAGE},
+    keeps="masks, rewards, lineage",
     read=read_inspect,
 )

@@ -12,19 +12,24 @@ parsed parts only: the thought, if the policy asked for one, and the action. Act
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import PurePath
 from typing import Any
 
-from treepack.calls.conversations import conversation, without
-from treepack.errors import TreepackError
-from treepack.files.input_files.companion_files import folder_and_document
-from treepack.files.input_files.records import Record
-from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.fields.values import as_texts, object_or_empty, shown
-from treepack.ingest.readers.format import LINEAGE, REWARDS, Format
-from treepack.trajectory import Skipped, Trajectory
+from treepack.formats.kit import (
+    Format,
+    Outcomes,
+    ReadOptions,
+    Record,
+    Skipped,
+    TreepackError,
+    conversation,
+    folder_and_document,
+    object_or_empty,
+    shown,
+    without,
+)
+from treepack.ingest.readers.fields.values import as_texts
 
 _BLOCKED = "blocked"  # the action if the model gave no reply; it has no observation
 _OUT_OF_TURNS = "EXCEEDED MAX TURNS: submit"  # the thought in a submission by the program, not by the model
@@ -44,7 +49,7 @@ def _episodes(record: dict[str, Any]) -> dict[str, Any]:
     return logs if isinstance(logs, dict) else record
 
 
-def read_intercode(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def read_intercode(record: Record, options: ReadOptions) -> Outcomes:
     """Read one trajectory per task, `<file>/<number>`, in the group `<dataset>/<task_id>`.
 
     Raises:
@@ -110,7 +115,7 @@ FORMAT = Format(
         *.dataset *.task_id *.environment *.hardness logs.*.query logs.*.turn_history.actions
         logs.*.turn_history.observations logs.*.turn_history.thoughts logs.*.summary.max_reward logs.*.dataset
         logs.*.task_id logs.*.environment logs.*.hardness
-    """.split(),
+    """,
     dropped=(
         "meta (options of the run)",
         "info (how the reward came about)",
@@ -118,6 +123,6 @@ FORMAT = Format(
         "turn_history.steps (plan of a different call)",
         "summary.max_reward_idx, summary.turns_taken, summary.turns_max",
     ),
-    keeps={REWARDS, LINEAGE},
+    keeps="rewards, lineage",
     read=read_intercode,
 )

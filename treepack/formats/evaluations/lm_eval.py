@@ -22,19 +22,32 @@ from typing import Any
 
 import numpy as np
 
-from treepack.calls.chat_calls import ChatCall, read_chats
-from treepack.calls.conversations import with_notes, without
-from treepack.errors import TreepackError
 from treepack.files.input_files.json_text import parsed_json
-from treepack.files.input_files.records import DAMAGED_RECORD, Record
-from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.files.input_files.records import DAMAGED_RECORD
+from treepack.formats.kit import (
+    ANY,
+    LIST,
+    MEDIA_REASON,
+    ChatCall,
+    Format,
+    Outcomes,
+    ReadOptions,
+    Record,
+    Skipped,
+    TreepackError,
+    ValueKind,
+    as_text,
+    describe,
+    is_messages,
+    read_chats,
+    shown,
+    skip_reason,
+    temperature_of,
+    with_notes,
+    without,
+)
 from treepack.ingest.readers.fields.rewards import reward_of
-from treepack.ingest.readers.fields.rollout_facts import describe, temperature_of
-from treepack.ingest.readers.fields.values import as_text, is_messages, shown
-from treepack.ingest.readers.format import REWARDS, Format
-from treepack.ingest.readers.kinds import ANY, LIST, ValueKind
-from treepack.ingest.readers.messages.content_blocks import MEDIA_REASON, skip_reason
-from treepack.trajectory import PromptCompletion, Skipped, Trajectory
+from treepack.trajectory import PromptCompletion
 
 _LIKELIHOOD_NOTE = "loglikelihood sample, in which the model has written nothing"
 _FILTER_NOTE = "sample under another filter, read with the first one"
@@ -63,7 +76,7 @@ class _DocumentSample:
     metrics: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
-def _read_lm_eval(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def _read_lm_eval(records: Iterator[Record], options: ReadOptions) -> Outcomes:
     """Read the trajectories of the documents of one file, in the order of their first records.
 
     Raises:
@@ -98,7 +111,7 @@ def _metrics(value: dict[str, Any]) -> dict[str, Any]:
     return {name: value[name] for name in names if isinstance(name, str) and value.get(name) is not None}
 
 
-def _read(sample: _DocumentSample, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def _read(sample: _DocumentSample, options: ReadOptions) -> Outcomes:
     source = sample.record.source
     metrics = next(iter(sample.metrics.values()))
     requests = _requests(sample.record)
@@ -118,7 +131,7 @@ def _read(sample: _DocumentSample, options: ReadOptions) -> Iterator[Trajectory 
 
 def _rollout(
     record: Record, request: _SampleRequest, text: Any, notes: tuple[str, ...], options: ReadOptions
-) -> Iterator[Trajectory | Skipped]:
+) -> Outcomes:
     if not as_text(text, source=record.source, name="a response"):  # an API may return no content
         yield Skipped(record.source, _NO_RESPONSE_NOTE)
         return
@@ -210,7 +223,7 @@ FORMAT = Format(
     program="lm-evaluation-harness (samples_TASK.jsonl; after its source)",
     recognised_by="`doc_id`, `arguments`, `resps` and `filtered_resps`",
     requires=[{"doc_id": ANY, "arguments": _ARGUMENTS, "resps": LIST, "filtered_resps": ANY}],
-    used="doc_id target arguments resps filter metrics".split(),
+    used="doc_id target arguments resps filter metrics",
     also=("arguments.*.arg_0", "arguments.*.arg_1.temperature", "arguments.temperature"),
     view=_view,
     dropped=(
@@ -219,6 +232,6 @@ FORMAT = Format(
         "loglikelihood samples (the model has written nothing)",
         "stop sequences in arg_1 (the harness removes them, and does not record whether a response was cut)",
     ),
-    keeps={REWARDS},
+    keeps="rewards",
     read_file=_read_lm_eval,
 )

@@ -9,20 +9,24 @@ folder of the file has the name of the data set. The name in `task` is the name 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
-from treepack.calls.conversations import conversation, without
-from treepack.errors import TreepackError
-from treepack.files.input_files.records import Record, folder_and_stem
-from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.fields.values import shown
-from treepack.ingest.readers.format import LINEAGE, REWARDS, Format
-from treepack.ingest.readers.kinds import OBJECT, OBJECTS
-from treepack.trajectory import Skipped, Trajectory
+from treepack.files.input_files.records import folder_and_stem
+from treepack.formats.kit import (
+    OBJECT,
+    OBJECTS,
+    Format,
+    Outcomes,
+    ReadOptions,
+    Record,
+    TreepackError,
+    conversation,
+    shown,
+    without,
+)
 
 
-def read_mint(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def read_mint(record: Record, options: ReadOptions) -> Outcomes:
     """Read the one trajectory of `record`, named `<group>/<file>:<line>`, in the group `<folder>/<task_id>`.
 
     Raises:
@@ -58,13 +62,13 @@ FORMAT = Format(
     requires=[{"state.history": OBJECTS, "task": OBJECT}],
     used="""
         state.history state.success state.terminate_reason state.error task.task_id task.task_name
-    """.split(),
+    """,
     dropped=(
         "task.prompt (part of the history)",
         "task.reference (no model saw it)",
         "task.metadata",
         "state.finished, state.latest_output, state.agent_action_count, state.token_counter (follow from the history)",
     ),
-    keeps={REWARDS, LINEAGE},
+    keeps="rewards, lineage",
     read=read_mint,
 )

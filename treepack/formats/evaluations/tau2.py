@@ -13,21 +13,31 @@ with, and the stop mark in place of the agent's last call if there is no user.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from treepack.calls.conversations import conversation, without
-from treepack.files.input_files.companion_files import companion_path, read_document
-from treepack.files.input_files.records import Record
-from treepack.ingest.readers.fields import endings
-from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.fields.rollout_facts import temperature_of
-from treepack.ingest.readers.fields.values import as_objects, as_text, object_or_empty
-from treepack.ingest.readers.format import LINEAGE, MASKS, REWARDS, Format
-from treepack.ingest.readers.kinds import ANY, OBJECT, Fields, has_fields
-from treepack.trajectory import Skipped, Trajectory
+from treepack.formats.kit import (
+    ANY,
+    OBJECT,
+    Fields,
+    Format,
+    Outcomes,
+    ReadOptions,
+    Record,
+    Skipped,
+    as_objects,
+    as_text,
+    companion_path,
+    conversation,
+    endings,
+    has_fields,
+    object_or_empty,
+    objects_at,
+    read_document,
+    temperature_of,
+    without,
+)
 
 STOP = "###STOP###"
 _FOLDER = "simulations"
@@ -43,7 +53,7 @@ _DROPPED = frozenset(
 )
 
 
-def read_tau2(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def read_tau2(record: Record, options: ReadOptions) -> Outcomes:
     """Read one trajectory per simulation, `<domain>/<task_id>/<trial>`, in the group `<domain>/<task_id>`.
 
     Raises:
@@ -57,7 +67,7 @@ def read_tau2(record: Record, options: ReadOptions) -> Iterator[Trajectory | Ski
         else:
             yield from _read_simulation(record, {}, options)
         return
-    simulations = as_objects(value.get("simulations"), source=source, name="simulations")
+    simulations = objects_at(value, "simulations", source)
     # A run in many files has no simulations of its own.
     parts = [replace(record, source=f"{source}: simulations[{k}]", value=each) for k, each in enumerate(simulations)]
     for path in [] if simulations else _simulation_files(record):
@@ -73,12 +83,12 @@ def _simulation_files(record: Record) -> list[Path]:
     return sorted(folder.glob("*.json*")) if folder.is_dir() else []
 
 
-def _read_simulation(record: Record, run: dict[str, Any], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def _read_simulation(record: Record, run: dict[str, Any], options: ReadOptions) -> Outcomes:
     value, source = record.value, record.source
     if value.get("messages") is None:
         yield Skipped(source, "simulation by voice, without messages" if value.get("ticks") else "no messages")
         return
-    as_objects(value["messages"], source=source, name="messages")
+    objects_at(value, "messages", source)
     info = object_or_empty(run.get("info"))
     agent, environment = object_or_empty(info.get("agent_info")), object_or_empty(info.get("environment_info"))
     policy = as_text(value.get("policy") or environment.get("policy"), source=source, name="policy", default="")
@@ -106,7 +116,7 @@ def _read_simulation(record: Record, run: dict[str, Any], options: ReadOptions) 
 
 def _num_scripted(run: dict[str, Any], simulation: dict[str, Any], source: str) -> int:
     """Count the messages that the task put before the simulation."""
-    tasks = as_objects(run.get("tasks"), source=source, name="tasks")
+    tasks = objects_at(run, "tasks", source)
     matches = (task for task in tasks if task.get("id") == simulation.get("task_id"))
     history = object_or_empty(object_or_empty(next(matches, None)).get("initial_state")).get("message_history")
     return len(as_objects(history, source=source, name="message_history"))
@@ -140,7 +150,7 @@ def _agent_messages(messages: list[dict[str, Any]], num_scripted: int, source: s
 
 
 def _said(message: dict[str, Any], names: dict[Any, Any], source: str) -> dict[str, Any]:
-    calls = as_objects(message.get("tool_calls"), source=source, name="tool_calls")
+    calls = objects_at(message, "tool_calls", source)
     # Results name their call only by its id.
     names.update((call["id"], call.get("name")) for call in calls if isinstance(call.get("id"), str))
     kept = [without(call, {"requestor"}) for call in calls]
@@ -187,7 +197,7 @@ FORMAT = Format(
         simulations.messages.requestor simulations.termination_reason simulations.policy
         simulations.messages.content simulations.messages.id simulations.messages.tool_calls.* simulations.mode
         info.agent_info.implementation
-    """.split(),
+    """,
     dropped=(
         "what the user did with tools (the agent does not see it)",
         "simulations.ticks (simulations by voice are skipped)",
@@ -196,6 +206,6 @@ FORMAT = Format(
         "user_info",
         "tasks (all but the messages that they begin with)",
     ),
-    keeps={MASKS, REWARDS, LINEAGE},
+    keeps="masks, rewards, lineage",
     read=read_tau2,
 )

@@ -10,27 +10,32 @@ something else") are not in the tree, so they are not in the trajectories. The r
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Any
 
-from treepack.calls.conversations import conversation
-from treepack.calls.leaf_paths import leaf_paths
-from treepack.errors import TreepackError
-from treepack.files.input_files.records import Record, folder_and_stem
-from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.fields.values import as_objects, is_messages, quoted, shown
-from treepack.ingest.readers.format import LINEAGE, REWARDS, Format
-from treepack.ingest.readers.kinds import OBJECT
-from treepack.trajectory import Skipped, Trajectory
+from treepack.files.input_files.records import folder_and_stem
+from treepack.formats.kit import (
+    OBJECT,
+    Format,
+    Outcomes,
+    ReadOptions,
+    Record,
+    TreepackError,
+    as_objects,
+    conversation,
+    is_messages,
+    leaf_paths,
+    quoted,
+    shown,
+)
 
 _ANSWER_ACCEPTED = 3  # observation_code of a Finish call that gives an answer; 4 is giving up
 # Fields that become messages, and options of the search.
 _USED = frozenset({"tree", "answer_generation", "forward_args", "compare_candidates"})
 
 
-def read_toolbench(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def read_toolbench(record: Record, options: ReadOptions) -> Outcomes:
     """Read the trajectories of `record`, `<group>/leaf-<k>` in depth-first order; the group is `<folder>/<file stem>`.
 
     Raises:
@@ -134,12 +139,12 @@ FORMAT = Format(
         answer_generation.query answer_generation.function answer_generation.train_messages
         tree.tree.children.description tree.tree.children.children=tree.tree.children
         tree.tree.children.node_type!
-    """.split(),
+    """,
     dropped=(
         "forward_args, compare_candidates (options of the search)",
         "the other fields of a node",
         "answer_generation.chain, answer_generation.final_answer (repeat the winning path)",
     ),
-    keeps={REWARDS, LINEAGE},
+    keeps="rewards, lineage",
     read=read_toolbench,
 )

@@ -13,26 +13,32 @@ solution and is left out. Logs of runs without a search do not contain the puzzl
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from treepack.calls.conversations import conversation, without
-from treepack.errors import TreepackError
-from treepack.files.input_files.companion_files import folder_and_document
-from treepack.files.input_files.records import Record
-from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.fields.values import as_objects, as_texts, shown
-from treepack.ingest.readers.format import LINEAGE, REWARDS, Format
-from treepack.ingest.readers.kinds import ANY, LIST
-from treepack.trajectory import Skipped, Trajectory
+from treepack.formats.kit import (
+    ANY,
+    LIST,
+    Format,
+    Outcomes,
+    ReadOptions,
+    Record,
+    Skipped,
+    TreepackError,
+    conversation,
+    folder_and_document,
+    objects_at,
+    shown,
+    without,
+)
+from treepack.ingest.readers.fields.values import as_texts
 
 # Fields that become messages and rewards, and the cost of the whole run.
 _USED = frozenset({"idx", "steps", "ys", "infos", "accs", "usage_so_far"})
 _DROPPED_NOTE = "candidates that the search dropped before its last step not used"
 
 
-def read_tree_of_thoughts(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def read_tree_of_thoughts(record: Record, options: ReadOptions) -> Outcomes:
     """Read the candidates of the last step, `<file>/<idx>/leaf-<k>` in their order, in the group `<folder>/<idx>`.
 
     The folder of such a file is named after the kind of puzzle, and `idx` counts the puzzles of that kind.
@@ -41,7 +47,7 @@ def read_tree_of_thoughts(record: Record, options: ReadOptions) -> Iterator[Traj
         TreepackError: steps, answers or rewards of a different kind.
     """
     value, source = record.value, record.source
-    steps = as_objects(value.get("steps"), source=source, name="steps")
+    steps = objects_at(value, "steps", source)
     if not steps:
         yield Skipped(source, "no steps and therefore no puzzle, as in runs without a search")
         return
@@ -71,7 +77,7 @@ def read_tree_of_thoughts(record: Record, options: ReadOptions) -> Iterator[Traj
 
 def _rewards(value: dict[str, Any], source: str) -> dict[str, Any]:
     """Return the reward of each answer; answers with the same text have the same reward."""
-    infos = as_objects(value.get("infos"), source=source, name="infos")
+    infos = objects_at(value, "infos", source)
     answers = as_texts(value["ys"], source=source, name="ys")
     if infos and len(infos) != len(answers):
         raise TreepackError(f"{source}: has {len(answers)} ys and {len(infos)} infos; expected one info per answer")
@@ -94,12 +100,12 @@ FORMAT = Format(
     program="Tree of Thoughts",
     recognised_by="`idx`, `ys`, and `infos` or `accs`; and `steps` if there was a search",
     requires=[{"idx": ANY, "ys": LIST, ("infos", "accs"): LIST}],
-    used="idx steps.x steps.new_ys steps.values steps.select_new_ys ys infos.r".split(),
+    used="idx steps.x steps.new_ys steps.values steps.select_new_ys ys infos.r",
     dropped=(
         "steps.ys (the selection of the step before)",
         "accs (0 if nothing was evaluated)",
         "usage_so_far (of the whole run)",
     ),
-    keeps={REWARDS, LINEAGE},
+    keeps="rewards, lineage",
     read=read_tree_of_thoughts,
 )

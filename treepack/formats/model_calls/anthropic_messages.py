@@ -13,22 +13,29 @@ from collections.abc import Iterator
 from typing import Any
 
 from treepack.calls.apis.exchanges import ApiExchange, description, read_exchanges
-from treepack.calls.chat_calls import ChatCall, read_chats
-from treepack.files.input_files.records import Record
-from treepack.ingest.readers.fields import endings
-from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.fields.rollout_facts import temperature_of
-from treepack.ingest.readers.format import LINEAGE, REWARDS, Format
-from treepack.ingest.readers.kinds import OBJECT, OBJECTS, one_of
-from treepack.ingest.readers.messages.content_blocks import skip_reason, split_blocks
-from treepack.ingest.readers.messages.prefills import mark_prefills
-from treepack.trajectory import Skipped, Trajectory
+from treepack.formats.kit import (
+    OBJECT,
+    OBJECTS,
+    ChatCall,
+    Format,
+    Outcomes,
+    ReadOptions,
+    Record,
+    Skipped,
+    endings,
+    mark_prefills,
+    one_of,
+    read_chats,
+    skip_reason,
+    temperature_of,
+)
+from treepack.ingest.readers.messages.content_blocks import split_blocks
 
 # A response, in a field of its own or, as some proxies log it, in the "body" of that field.
 _MESSAGE = {"type": one_of("message"), "role": one_of("assistant"), "content": OBJECTS}
 
 
-def _read_anthropic_messages(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def _read_anthropic_messages(records: Iterator[Record], options: ReadOptions) -> Outcomes:
     """Read the trajectories of the calls of one file. Calls without a session come first, sessions at the end.
 
     Raises:
@@ -82,12 +89,12 @@ FORMAT = Format(
         request.system request.messages request.tools request.temperature response.content
         response.stop_reason response.id response.model
         session_id group_id reward
-    """.split(),
+    """,
     also=("response.stop_sequence",),
     dropped=(
         "the other settings of request and response (usage)",
         "encrypted reasoning (a note counts it)",
     ),
-    keeps={REWARDS, LINEAGE},
+    keeps="rewards, lineage",
     read_file=_read_anthropic_messages,
 )

@@ -18,27 +18,34 @@ from typing import Any
 
 from treepack.calls.apis.api_paths import requests, responses
 from treepack.calls.apis.langchain_messages import chat_messages, generated
-from treepack.calls.chat_calls import ChatCall, read_chats
-from treepack.errors import TreepackError
-from treepack.files.input_files.records import Record
-from treepack.ingest.readers.fields import endings
-from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.fields.rollout_facts import temperature_of
-from treepack.ingest.readers.fields.values import (
+from treepack.formats.kit import (
+    ANY,
+    FILLED,
+    TEXT,
+    ChatCall,
+    Fields,
+    Format,
+    Outcomes,
+    ReadOptions,
+    Record,
+    Skipped,
+    TreepackError,
     as_id,
-    as_number,
     as_objects,
+    endings,
+    first,
+    mark_prefills,
+    messages_of_items,
+    no,
     object_at,
     object_or_empty,
+    objects_at,
+    read_chats,
     shown,
-    start_time,
+    skip_reason,
+    temperature_of,
 )
-from treepack.ingest.readers.format import LINEAGE, REWARDS, Format
-from treepack.ingest.readers.kinds import ANY, FILLED, TEXT, Fields, first, no
-from treepack.ingest.readers.messages.content_blocks import skip_reason
-from treepack.ingest.readers.messages.prefills import mark_prefills
-from treepack.ingest.readers.messages.response_items import messages_of_items
-from treepack.trajectory import Skipped, Trajectory
+from treepack.ingest.readers.fields.values import as_number, start_time
 
 _DAMAGED_NOTE = "trace with a run that cannot be read"
 _NO_CALL_NOTE = "run without an LLM call"
@@ -58,7 +65,7 @@ class _TraceFacts:
     fault: str = ""
 
 
-def _read_langsmith(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def _read_langsmith(records: Iterator[Record], options: ReadOptions) -> Outcomes:
     """Read the trajectories of the traces of one file, in the order of their first runs.
 
     A trace with a run that cannot be read is skipped: the calls after it would be trained without it.
@@ -104,7 +111,7 @@ def _runs(record: Record) -> Iterator[tuple[str, dict[str, Any]]]:
     while stack:
         run, trace = stack.pop()
         yield trace, run
-        children = as_objects(run.get("child_runs"), source=record.source, name="child_runs")
+        children = objects_at(run, "child_runs", record.source)
         stack += [(child, _trace_of(child, record) if child.get("trace_id") else trace) for child in reversed(children)]
 
 
@@ -131,7 +138,7 @@ def _scores(run: dict[str, Any], source: str) -> dict[str, Any]:
     }
 
 
-def _read(name: str, trace: _TraceFacts, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def _read(name: str, trace: _TraceFacts, options: ReadOptions) -> Outcomes:
     calls: list[ChatCall] = []
     models: dict[str, None] = {}
     outer = ""
@@ -249,13 +256,13 @@ FORMAT = Format(
         outputs.choices.message extra.invocation_params.tools extra.invocation_params.temperature
         extra.metadata.ls_model_name extra.metadata.ls_temperature reference_example_id child_runs inputs.tools
         feedback_stats.*.avg
-    """.split(),
+    """,
     also=("runs=.", "child_runs=.", *_ALSO),
     dropped=(
         "chains, tools, retrievers and parsers",
         "session_id (a project)",
         "events, tags, tokens and costs",
     ),
-    keeps={REWARDS, LINEAGE},
+    keeps="rewards, lineage",
     read_file=_read_langsmith,
 )

@@ -20,22 +20,34 @@ from typing import Any
 
 from treepack.calls.apis.api_forms import prompt_of, responses_of
 from treepack.calls.apis.api_paths import requests, responses
-from treepack.calls.chat_calls import ChatCall, read_chats
-from treepack.calls.conversations import with_notes, without
 from treepack.calls.served_tokens import LOGPROBS_NOTE, SOME_NOTE, token_call
-from treepack.calls.token_calls import TokenCall, read_calls
-from treepack.errors import TreepackError
 from treepack.files.input_files.json_text import parsed
-from treepack.files.input_files.records import DAMAGED_RECORD, Record
-from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.fields.rollout_facts import temperature_of
-from treepack.ingest.readers.fields.unread import is_empty, not_used
-from treepack.ingest.readers.fields.values import as_id, is_messages, object_or_empty, start_time
-from treepack.ingest.readers.format import LOGPROBS, TOKEN_IDS, Format
-from treepack.ingest.readers.kinds import ANY, TEXT
-from treepack.ingest.readers.messages.content_blocks import skip_reason
-from treepack.ingest.readers.messages.prefills import mark_prefills
-from treepack.trajectory import Skipped, Trajectory
+from treepack.files.input_files.records import DAMAGED_RECORD
+from treepack.formats.kit import (
+    ANY,
+    TEXT,
+    ChatCall,
+    Format,
+    Outcomes,
+    ReadOptions,
+    Record,
+    Skipped,
+    TokenCall,
+    TreepackError,
+    as_id,
+    is_empty,
+    is_messages,
+    mark_prefills,
+    object_or_empty,
+    read_calls,
+    read_chats,
+    skip_reason,
+    temperature_of,
+    with_notes,
+    without,
+)
+from treepack.ingest.readers.fields.unread import not_used
+from treepack.ingest.readers.fields.values import start_time
 
 _FAILED_NOTE = "LLM call that failed"
 _NO_CONTENT_NOTE = "LLM call whose messages or response were not logged"
@@ -58,7 +70,7 @@ class _SessionCalls:
     fault: str = ""
 
 
-def _read_litellm(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def _read_litellm(records: Iterator[Record], options: ReadOptions) -> Outcomes:
     """Read the trajectories of the calls of one file. Calls without a session come first, sessions at the end."""
     sessions: dict[str, _SessionCalls] = {}
     for record in records:
@@ -178,7 +190,7 @@ def _with_ids(session: _SessionCalls, calls: list[ChatCall], response: Any) -> l
     return list(zip(calls, ids, strict=True))
 
 
-def _single(name: str, session: _SessionCalls, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def _single(name: str, session: _SessionCalls, options: ReadOptions) -> Outcomes:
     """Read each choice of a call without a session as a rollout; several choices are a group."""
     ((_, calls),) = session.calls
     for number, call in enumerate(calls):
@@ -189,7 +201,7 @@ def _single(name: str, session: _SessionCalls, options: ReadOptions) -> Iterator
 
 def _rollout(
     session: _SessionCalls, names: dict[str, str], calls: list[tuple[ChatCall, TokenCall | None]], options: ReadOptions
-) -> Iterator[Trajectory | Skipped]:
+) -> Outcomes:
     value = session.value | names | {"model": ", ".join(session.models) or None}
     record = replace(session.record, value=value)
     tokens = [ids for _, ids in calls if ids is not None]
@@ -256,7 +268,7 @@ FORMAT = Format(
         *responses("response"),
         *_TOKENS,
     ),
-    keeps={TOKEN_IDS, LOGPROBS},
+    keeps="token ids, log-probabilities",
     dropped=("embeddings, images, speech and other calls (skipped)", "usage, costs, keys and guardrails"),
     read_file=_read_litellm,
 )

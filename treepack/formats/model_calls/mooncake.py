@@ -14,19 +14,23 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
-from treepack.errors import TreepackError
-from treepack.files.input_files.records import Record
-from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.fields.rollout_facts import describe
-from treepack.ingest.readers.fields.values import shown
-from treepack.ingest.readers.format import Format
-from treepack.ingest.readers.kinds import ANY, ARRAY
-from treepack.trajectory import Skipped, Tokens, Trajectory, as_token_ids
+from treepack.formats.kit import (
+    ANY,
+    ARRAY,
+    Format,
+    Outcomes,
+    ReadOptions,
+    Record,
+    Skipped,
+    TreepackError,
+    describe,
+    shown,
+)
+from treepack.trajectory import Tokens, as_token_ids
 
 _BLOCKS = (512, 16)  # tokens of a block in the two published traces; Mooncake's is tried first
 _FIRST_OWN_ID = 1 << 30  # hash ids are below it; the ids of outputs fill the rest of the positive int32 values
@@ -35,7 +39,7 @@ _USED = frozenset({"input_length", "output_length", "hash_ids"})
 _NUMBER = re.compile(r"\d+(?=\]?$)")
 
 
-def read_mooncake(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def read_mooncake(record: Record, options: ReadOptions) -> Outcomes:
     """Read the one request of `record`.
 
     Raises:
@@ -94,6 +98,6 @@ FORMAT = Format(
     program="Mooncake, Qwen-Bailian (traces of lengths, for treepack stats only)",
     recognised_by="`input_length`, `output_length` and `hash_ids`",
     requires=[{"input_length": ANY, "output_length": ANY, "hash_ids": ARRAY}],
-    used="input_length output_length hash_ids".split(),
+    used="input_length output_length hash_ids",
     read=read_mooncake,
 )

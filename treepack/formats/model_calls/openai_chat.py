@@ -15,22 +15,28 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from treepack.calls.apis.exchanges import ApiExchange, description, read_exchanges, request_and_response
-from treepack.calls.chat_calls import ChatCall, read_chats
-from treepack.calls.conversations import with_notes
 from treepack.calls.served_tokens import LOGPROBS_NOTE, SOME_NOTE, token_call, token_parts
-from treepack.calls.token_calls import TokenCall, read_calls
-from treepack.errors import TreepackError
-from treepack.files.input_files.records import Record
-from treepack.ingest.readers.fields import endings
-from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.fields.rollout_facts import temperature_of
-from treepack.ingest.readers.fields.values import is_messages, shown
-from treepack.ingest.readers.format import EVERYTHING, Format
-from treepack.ingest.readers.messages.content_blocks import skip_reason
+from treepack.formats.kit import (
+    ChatCall,
+    Format,
+    Outcomes,
+    ReadOptions,
+    Record,
+    Skipped,
+    TokenCall,
+    TreepackError,
+    endings,
+    is_messages,
+    mark_prefills,
+    read_calls,
+    read_chats,
+    shown,
+    skip_reason,
+    temperature_of,
+    with_notes,
+)
 from treepack.ingest.readers.messages.normal_form import READ
-from treepack.ingest.readers.messages.prefills import mark_prefills
 from treepack.ingest.readers.tokens.kept_fields import cut_note
-from treepack.trajectory import Skipped, Trajectory
 
 
 def _is_chat_exchange(record: dict[str, Any]) -> bool:
@@ -43,7 +49,7 @@ def _is_chat_exchange(record: dict[str, Any]) -> bool:
     return is_messages(response.get("choices")) and ("custom_id" in record or is_messages(request.get("messages")))
 
 
-def _read_openai_chat(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def _read_openai_chat(records: Iterator[Record], options: ReadOptions) -> Outcomes:
     """Read the trajectories of the calls of one file. Calls without a session come first, sessions at the end.
 
     Raises:
@@ -77,7 +83,7 @@ class _ChoiceCall:
     notes: tuple[str, ...]
 
 
-def _choices(exchange: ApiExchange, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def _choices(exchange: ApiExchange, options: ReadOptions) -> Outcomes:
     """Read each choice of a call without a session as a rollout; several choices are a group."""
     calls = _calls(exchange)
     record = description([exchange], exchange.name)
@@ -91,7 +97,7 @@ def _choices(exchange: ApiExchange, options: ReadOptions) -> Iterator[Trajectory
         yield from _read(replace(record, value=of_choice), [call], options)
 
 
-def _read(record: Record, calls: Sequence[_ChoiceCall], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def _read(record: Record, calls: Sequence[_ChoiceCall], options: ReadOptions) -> Outcomes:
     tokens = [call.tokens for call in calls if call.tokens is not None]
     if tokens and len(tokens) == len(calls):
         notes = next((call.notes for call in calls if call.notes), ())
@@ -151,6 +157,6 @@ FORMAT = Format(
         "the other settings of request and response (usage)",
         "top_logprobs",
     ),
-    keeps=EVERYTHING,
+    keeps="token ids, masks, log-probabilities, rewards, lineage",
     read_file=_read_openai_chat,
 )

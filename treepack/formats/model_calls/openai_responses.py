@@ -16,18 +16,25 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from treepack.calls.apis.exchanges import ApiExchange, description, read_exchanges, request_and_response
-from treepack.calls.chat_calls import ChatCall, read_chats
-from treepack.calls.conversations import with_notes
-from treepack.files.input_files.records import Record
-from treepack.ingest.readers.fields import endings
-from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.fields.rollout_facts import temperature_of
+from treepack.formats.kit import (
+    ChatCall,
+    Format,
+    Outcomes,
+    ReadOptions,
+    Record,
+    Skipped,
+    as_id,
+    as_text,
+    endings,
+    is_messages,
+    messages_of_items,
+    read_chats,
+    skip_reason,
+    temperature_of,
+    with_notes,
+)
 from treepack.ingest.readers.fields.unread import below
-from treepack.ingest.readers.fields.values import as_id, as_text, is_messages
-from treepack.ingest.readers.format import LINEAGE, MASKS, REWARDS, Format
-from treepack.ingest.readers.messages.content_blocks import skip_reason
-from treepack.ingest.readers.messages.response_items import Item, ItemMessages, messages_of_items
-from treepack.trajectory import Skipped, Trajectory
+from treepack.ingest.readers.messages.response_items import Item, ItemMessages
 
 _Messages = list[dict[str, Any]]
 
@@ -63,7 +70,7 @@ class _CallTranscript:
     is_continued: bool = False
 
 
-def _read_openai_responses(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def _read_openai_responses(records: Iterator[Record], options: ReadOptions) -> Outcomes:
     """Read the trajectories of the calls of one file, rollout by rollout in the order of their first calls.
 
     Raises:
@@ -179,7 +186,7 @@ FORMAT = Format(
         "logprobs (without token ids)",
         "hosted tools but mcp_call (named in a note)",
     ),
-    keeps={MASKS, REWARDS, LINEAGE},
-    links="id conversation.id previous_response_id session_id".split(),
+    keeps="masks, rewards, lineage",
+    links="id conversation.id previous_response_id session_id",
     read_file=_read_openai_responses,
 )

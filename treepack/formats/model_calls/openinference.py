@@ -18,7 +18,7 @@ from __future__ import annotations
 from treepack.calls.spans.span_paths import SPANS
 from treepack.calls.spans.span_rollouts import DROPPED, is_openinference, read_file
 from treepack.calls.spans.trace_spans import span_view
-from treepack.ingest.readers.format import REWARDS, Format
+from treepack.formats.kit import Format
 
 FORMAT = Format(
     name="openinference",
@@ -34,7 +34,7 @@ FORMAT = Format(
         resourceSpans.scopeSpans.spans.spanId resourceSpans.scopeSpans.spans.parentSpanId
         resourceSpans.scopeSpans.spans.startTimeUnixNano resourceSpans.scopeSpans.spans.status.code
         resourceSpans.scopeSpans.spans.events.name resourceSpans.scopeSpans.spans.events.attributes
-    """.split(),
+    """,
     also=SPANS,
     view=span_view,
     dropped=(
@@ -43,6 +43,6 @@ FORMAT = Format(
         "signatures and encrypted reasoning",
         "labels and explanations of annotations",
     ),
-    keeps={REWARDS},
+    keeps="rewards",
     read_file=read_file,
 )

@@ -19,8 +19,8 @@ from __future__ import annotations
 from treepack.calls.spans.span_paths import SPANS
 from treepack.calls.spans.span_rollouts import DROPPED, is_openinference, read_file
 from treepack.calls.spans.trace_spans import span_view
-from treepack.ingest.readers.format import REWARDS, Format
-from treepack.ingest.readers.kinds import SET, ValueKind
+from treepack.formats.kit import Format, ValueKind
+from treepack.ingest.readers.kinds import SET
 
 _ATTRIBUTES = ValueKind(
     "an object or a list, in other conventions than OpenInference",
@@ -45,10 +45,10 @@ FORMAT = Format(
         resourceSpans.scopeSpans.spans.spanId resourceSpans.scopeSpans.spans.parentSpanId
         resourceSpans.scopeSpans.spans.startTimeUnixNano resourceSpans.scopeSpans.spans.status
         context.trace_id context.span_id trace_id start_time status attributes events.name events.attributes
-    """.split(),
+    """,
     also=SPANS,
     view=span_view,
     dropped=(*DROPPED, "blobs, files, uris and server-side tools (calls that have some are skipped)"),
-    keeps={REWARDS},
+    keeps="rewards",
     read_file=read_file,
 )

@@ -18,25 +18,36 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from treepack.calls.chat_calls import ChatCall, read_chats
-from treepack.calls.conversations import without
 from treepack.calls.served_tokens import token_call
-from treepack.calls.token_calls import TokenCall, read_calls
-from treepack.errors import TreepackError
-from treepack.files.input_files.records import Record
-from treepack.ingest.readers.fields import endings
-from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.fields.values import as_objects, shown
-from treepack.ingest.readers.format import EVERYTHING, Format
-from treepack.ingest.readers.kinds import ANY, FILLED_LIST, OBJECTS, each, no
-from treepack.trajectory import Skipped, Trajectory
+from treepack.formats.kit import (
+    ANY,
+    OBJECTS,
+    ChatCall,
+    Format,
+    Outcomes,
+    ReadOptions,
+    Record,
+    Skipped,
+    TokenCall,
+    TreepackError,
+    as_objects,
+    each,
+    endings,
+    no,
+    objects_at,
+    read_calls,
+    read_chats,
+    shown,
+    without,
+)
+from treepack.ingest.readers.kinds import FILLED_LIST
 
 _HISTORIES = frozenset({"messages_and_choices", "messages", "tools", "additional_histories"})
 # Fields of a group, and fields that are read under another name.
 _DROPPED = _HISTORIES | {"metrics", "logs", "exchanges", "group_index", "group_metadata", "group_metrics", "group_logs"}
 
 
-def _read_art(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def _read_art(record: Record, options: ReadOptions) -> Outcomes:
     """Read the trajectories of a group, `<record>/<index>`, which form one group; or the single trajectory of `record`.
 
     Raises:
@@ -57,7 +68,7 @@ def _read_art(record: Record, options: ReadOptions) -> Iterator[Trajectory | Ski
 
 def _read_trajectory(
     record: Record, trajectory: dict[str, Any], named: dict[str, Any], options: ReadOptions
-) -> Iterator[Trajectory | Skipped]:
+) -> Outcomes:
     source = record.source
     more = as_objects(
         _parse(trajectory.get("additional_histories"), source), source=source, name="additional_histories"
@@ -85,7 +96,7 @@ def _history(history: dict[str, Any], source: str) -> tuple[list[dict[str, Any]]
         items = history["messages_and_choices"]
         return as_objects(items, source=source, name="messages_and_choices"), history.get("tools")
     converted = []
-    for message in as_objects(history.get("messages"), source=source, name="messages"):
+    for message in objects_at(history, "messages", source):
         plain = {name: part for name, part in message.items() if name != "trainable"}
         plain["tool_calls"] = _parse(plain.get("tool_calls"), source)
         converted.append({"message": plain} if message.get("trainable") else plain)
@@ -140,12 +151,12 @@ FORMAT = Format(
         trajectories.messages_and_choices.logprobs.content.token
         trajectories.messages_and_choices.logprobs.content.logprob
         trajectories.additional_histories=trajectories messages.* metadata metrics.* tools.*
-    """.split(),
+    """,
     dropped=(
         "logs, exceptions and exchanges",
         "top_logprobs of a choice",
         "metadata, metrics and logs of a group",
     ),
-    keeps=EVERYTHING,
+    keeps="token ids, masks, log-probabilities, rewards, lineage",
     read=_read_art,
 )

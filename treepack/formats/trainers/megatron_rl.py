@@ -11,22 +11,34 @@ versions have one turn only, in flat lists.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from treepack.calls.conversations import with_notes, without
-from treepack.calls.token_calls import TokenCall, read_calls
-from treepack.errors import TreepackError
-from treepack.files.input_files.records import Record
-from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.fields.token_fields import mask_values, number_values
-from treepack.ingest.readers.fields.values import as_objects, shown
-from treepack.ingest.readers.format import EVERYTHING, Format
-from treepack.ingest.readers.kinds import ANY, FILLED_LIST, LIST, Fields, each, no
-from treepack.trajectory import Float64, Skipped, Trajectory
+from treepack.formats.kit import (
+    ANY,
+    LIST,
+    Fields,
+    Format,
+    Outcomes,
+    ReadOptions,
+    Record,
+    Skipped,
+    TokenCall,
+    TreepackError,
+    each,
+    mask_values,
+    no,
+    objects_at,
+    read_calls,
+    shown,
+    with_notes,
+    without,
+)
+from treepack.ingest.readers.fields.token_fields import number_values
+from treepack.ingest.readers.kinds import FILLED_LIST
+from treepack.trajectory import Float64
 
 LAST_NOTE = "the last token has no log-probability and is not trained"
 # Bookkeeping of the sampler, and fields that become calls.
@@ -39,7 +51,7 @@ _DROPPED = frozenset(
 _GROUP = frozenset({"rollouts", "batch_id", "index_in_batch", "uid"})
 
 
-def _read_megatron_rl(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def _read_megatron_rl(record: Record, options: ReadOptions) -> Outcomes:
     """Read the trajectories of a group, `<record>/<index>`, or of a single rollout.
 
     Raises:
@@ -50,12 +62,12 @@ def _read_megatron_rl(record: Record, options: ReadOptions) -> Iterator[Trajecto
         yield from _read_rollout(record, options)
         return
     rest = without(value, _GROUP)
-    for index, member in enumerate(as_objects(value["rollouts"], source=source, name="rollouts")):
+    for index, member in enumerate(objects_at(value, "rollouts", source)):
         named = {"trajectory_id": f"{record.label}/{index}", "group_id": value.get("uid") or source}
         yield from _read_rollout(replace(record, value=rest | member | named), options)
 
 
-def _read_rollout(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def _read_rollout(record: Record, options: ReadOptions) -> Outcomes:
     value, source = record.value, record.source
     turns = _by_turn(value["trajectory"], "trajectory", source)
     if any(isinstance(turn, str) for turn in turns):
@@ -140,13 +152,13 @@ FORMAT = Format(
     used="""
         rollouts.trajectory rollouts.generation_mask rollouts.logprobs rollouts.reward rollouts.env_id
         rollouts.problem_id rollouts.advantage_override uid
-    """.split(),
+    """,
     dropped=(
         "policy_epoch, kv_cache_epoch and num_evictions",
         "batch_id and index_in_batch",
         "rollouts of text (the length of the prompt is not in the record)",
         "a bank's binary files",
     ),
-    keeps=EVERYTHING,
+    keeps="token ids, masks, log-probabilities, rewards, lineage",
     read=_read_megatron_rl,
 )

@@ -11,24 +11,32 @@ lists (the transitions of Aviary), each list contains all items up to the end of
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from treepack.calls.chat_calls import ChatCall, read_chats
-from treepack.calls.conversations import with_notes, without
-from treepack.calls.token_calls import TokenCall, read_calls
 from treepack.files.input_files.json_text import parsed_json
-from treepack.files.input_files.records import Record
-from treepack.ingest.readers.fields import endings
-from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.fields.rollout_facts import GROUPS, IDS, temperature_of
-from treepack.ingest.readers.fields.values import as_text, object_or_empty
-from treepack.ingest.readers.format import EVERYTHING, Format
-from treepack.ingest.readers.kinds import OBJECT
-from treepack.ingest.readers.messages.content_blocks import skip_reason
-from treepack.ingest.readers.messages.response_items import Item, messages_of_items
-from treepack.trajectory import Skipped, Trajectory
+from treepack.formats.kit import (
+    OBJECT,
+    ChatCall,
+    Format,
+    Outcomes,
+    ReadOptions,
+    Record,
+    Skipped,
+    TokenCall,
+    as_text,
+    endings,
+    messages_of_items,
+    object_or_empty,
+    read_calls,
+    read_chats,
+    skip_reason,
+    temperature_of,
+    with_notes,
+    without,
+)
+from treepack.ingest.readers.fields.rollout_facts import GROUPS, IDS
+from treepack.ingest.readers.messages.response_items import Item
 
 _TASK, _ROLLOUT = "_ng_task_index", "_ng_rollout_index"
 _PROMPT, _GENERATION = "prompt_token_ids", "generation_token_ids"
@@ -38,7 +46,7 @@ _USED = frozenset({"responses_create_params", "response", _TASK, _ROLLOUT, "agen
 _SOME_NOTE = "token ids of some turns only, not used"
 
 
-def _read_nemo_gym(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def _read_nemo_gym(record: Record, options: ReadOptions) -> Outcomes:
     """Read the trajectories of `record`: one if its calls continue each other.
 
     Raises:
@@ -169,13 +177,13 @@ FORMAT = Format(
         _ng_rollout_index agent_ref.name mask_sample response.output.summary response.output.content
         response.output.type response.output.role response.output.call_id response.output.name
         response.output.output
-    """.split(),
+    """,
     dropped=(
         "routed_experts (kept by --keep-routes)",
         "the other settings of request and response (usage)",
         "reasoning.encrypted_content",
         "hosted tools but mcp_call (named in a note)",
     ),
-    keeps=EVERYTHING,
+    keeps="token ids, masks, log-probabilities, rewards, lineage",
     read=_read_nemo_gym,
 )

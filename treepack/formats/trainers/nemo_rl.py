@@ -11,19 +11,21 @@ with the sample mask 0, such as one that a limit cut, is not trained.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from treepack.errors import TreepackError
-from treepack.files.input_files.records import Record
-from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.fields.values import shown
-from treepack.ingest.readers.format import LOGPROBS, MASKS, REWARDS, TOKEN_IDS, Format
-from treepack.ingest.readers.kinds import COLUMN, LIST
-from treepack.ingest.readers.tokens.token_records import read_tokens
+from treepack.formats.kit import (
+    LIST,
+    Format,
+    Outcomes,
+    ReadOptions,
+    Record,
+    TreepackError,
+    read_tokens,
+    shown,
+)
+from treepack.ingest.readers.kinds import COLUMN
 from treepack.ingest.readers.tokens.trainer_batches import rows_of
-from treepack.trajectory import Skipped, Trajectory
 
 # Names of NeMo-RL, and the names of `token_fields` for the same values.
 _NAMES = {
@@ -35,7 +37,7 @@ _NAMES = {
 _DROPPED = frozenset({"content", "filtered_rewards", "idx", "input_lengths", "sample_loss_mask"})
 
 
-def _read_nemo_rl(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def _read_nemo_rl(record: Record, options: ReadOptions) -> Outcomes:
     """Read one trajectory for each row of the batch, named after the row if there are several.
 
     Raises:
@@ -71,12 +73,12 @@ FORMAT = Format(
     requires=[{"token_ids": COLUMN, "token_loss_mask": COLUMN, "input_lengths": LIST}],
     used="""
         token_ids token_loss_mask sample_loss_mask input_lengths rewards advantages generation_logprobs prev_logprobs
-    """.split(),
+    """,
     dropped=(
         "content (text of the ids)",
         "filtered_rewards (the rewards of a batch after dynamic sampling)",
         "idx (the number of the line)",
     ),
-    keeps={TOKEN_IDS, MASKS, LOGPROBS, REWARDS},
+    keeps="token ids, masks, log-probabilities, rewards",
     read=_read_nemo_rl,
 )

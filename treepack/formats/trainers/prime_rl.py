@@ -13,25 +13,30 @@ removed. The weight of a token in the policy loss is its mask times `rl_weights`
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from treepack.calls.conversations import with_notes, without
-from treepack.errors import TreepackError
-from treepack.files.input_files.records import Record
-from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.fields.token_fields import KEPT_FIELDS, mask_values, number_values
-from treepack.ingest.readers.format import LOGPROBS, MASKS, TOKEN_IDS, Format
-from treepack.ingest.readers.kinds import ANY, ARRAY
-from treepack.ingest.readers.messages.content_blocks import MEDIA_REASON
+from treepack.formats.kit import (
+    ANY,
+    ARRAY,
+    MEDIA_REASON,
+    Format,
+    Outcomes,
+    ReadOptions,
+    Record,
+    Skipped,
+    TreepackError,
+    mask_values,
+    read_tokens,
+    with_notes,
+    without,
+)
+from treepack.ingest.readers.fields.token_fields import KEPT_FIELDS, number_values
 from treepack.ingest.readers.tokens.kept_fields import read_sets, set_fields
 from treepack.ingest.readers.tokens.packed_rows import lengths_of, num_padding, read_packed
 from treepack.ingest.readers.tokens.route_fields import kept_routes, rows_of_all
-from treepack.ingest.readers.tokens.token_records import read_tokens
-from treepack.trajectory import Skipped, Trajectory
 
 _IDS_OF = ("token_ids", "input_ids")
 _MASKS_OF = ("loss_mask", "mask")
@@ -48,7 +53,7 @@ _DROPPED = frozenset(
 ) | frozenset(_LENGTHS)
 
 
-def _read_prime_rl(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def _read_prime_rl(record: Record, options: ReadOptions) -> Outcomes:
     """Read the one trajectory of a sample or an export, or all trajectories of a micro batch, `<record>/sequence-<k>`.
 
     Raises:
@@ -78,9 +83,7 @@ def _read_prime_rl(record: Record, options: ReadOptions) -> Iterator[Trajectory 
     yield from with_notes(items, notes)
 
 
-def _read_batch(
-    record: Record, value: dict[str, Any], sizes: Any, options: ReadOptions
-) -> Iterator[Trajectory | Skipped]:
+def _read_batch(record: Record, value: dict[str, Any], sizes: Any, options: ReadOptions) -> Outcomes:
     num_tokens, source = len(record.value["token_ids"]), record.source
     lengths = lengths_of(sizes, name="sequence_lengths", num_tokens=num_tokens, source=source)
     names = value.get("env_names")
@@ -142,13 +145,13 @@ FORMAT = Format(
         token_ids mask logprobs temperatures env_name ref_logprobs teacher_logprobs advantages rl_weights ce_weights
         input_ids loss_mask inference_logprobs sequence_lengths position_ids env_names step trainer_logprobs
         export_sequence_idx
-    """.split(),
+    """,
     dropped=(
         "routed_experts (kept by --keep-routes)",
         "ref_kl_weights, and ce_weights beside rl_weights (noted)",
         "mm_kwargs (samples that have some are skipped)",
         "what an export computes: entropy, ratios, which tokens were clipped",
     ),
-    keeps={TOKEN_IDS, MASKS, LOGPROBS},
+    keeps="token ids, masks, log-probabilities",
     read=_read_prime_rl,
 )

@@ -9,29 +9,32 @@ the last sequence, where the positions start again, is removed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import accumulate
 
 import numpy as np
 
-from treepack.calls.conversations import without
-from treepack.errors import TreepackError
-from treepack.files.input_files.records import Record
-from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.fields.token_fields import mask_values
-from treepack.ingest.readers.format import MASKS, TOKEN_IDS, Format
-from treepack.ingest.readers.kinds import ARRAY
-from treepack.ingest.readers.messages.content_blocks import MEDIA_REASON
+from treepack.formats.kit import (
+    ARRAY,
+    MEDIA_REASON,
+    Format,
+    Outcomes,
+    ReadOptions,
+    Record,
+    Skipped,
+    TreepackError,
+    mask_values,
+    read_tokens,
+    without,
+)
 from treepack.ingest.readers.tokens.packed_rows import lengths_of, num_padding
-from treepack.ingest.readers.tokens.token_records import read_tokens
-from treepack.trajectory import Skipped, Trajectory, as_token_ids
+from treepack.trajectory import as_token_ids
 
 # Fields that become sequences, and media, which are skipped.
 _DROPPED = frozenset("input_ids target_ids loss_mask position_ids seq_lens mm_kwargs mm_token_type_ids".split())
 
 
-def _read_prime_rl_sft(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def _read_prime_rl_sft(record: Record, options: ReadOptions) -> Outcomes:
     """Read one trajectory per sequence, `<record>/sequence-<k>` from 1.
 
     Raises:
@@ -79,12 +82,12 @@ FORMAT = Format(
     program="prime-rl (SFT batches)",
     recognised_by="`input_ids`, `target_ids` and `loss_mask`",
     requires=[{"input_ids": ARRAY, "target_ids": ARRAY, "loss_mask": ARRAY}],
-    used="input_ids target_ids loss_mask position_ids seq_lens".split(),
+    used="input_ids target_ids loss_mask position_ids seq_lens",
     dropped=(
         "mm_kwargs (batches that have some are skipped)",
         "mm_token_type_ids",
     ),
-    keeps={TOKEN_IDS, MASKS},
+    keeps="token ids, masks",
     arrays=("input_ids", "target_ids", "loss_mask", "position_ids"),
     read=_read_prime_rl_sft,
 )

@@ -13,20 +13,29 @@ episode between two responses.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from treepack.calls.chat_calls import ChatCall, read_chats
-from treepack.calls.conversations import with_notes, without
-from treepack.calls.token_calls import TokenCall, read_calls
-from treepack.files.input_files.records import Record
-from treepack.ingest.readers.fields import endings
-from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.fields.values import as_id, as_objects, as_text, object_or_empty
-from treepack.ingest.readers.format import EVERYTHING, Format
-from treepack.ingest.readers.kinds import ANY, each
-from treepack.trajectory import Skipped, Trajectory
+from treepack.formats.kit import (
+    ANY,
+    ChatCall,
+    Format,
+    Outcomes,
+    ReadOptions,
+    Record,
+    Skipped,
+    TokenCall,
+    as_id,
+    as_text,
+    each,
+    endings,
+    object_or_empty,
+    objects_at,
+    read_calls,
+    read_chats,
+    with_notes,
+    without,
+)
 
 # Fields that are read under another name, or that `FORMAT.dropped` lists.
 _KNOWN = frozenset(
@@ -41,7 +50,7 @@ _CUT_RESPONSE = "max_response_length_exceeded"
 SOME_NOTE = "token ids of some steps only, all steps read as text"
 
 
-def _read_rllm(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def _read_rllm(record: Record, options: ReadOptions) -> Outcomes:
     """Read the trajectories of an episode, named after it, or `<episode>/<index>` if there are several.
 
     Their group is the task, which is the part of the episode's id before the colon, and the name of the agent if it has
@@ -87,11 +96,9 @@ def _facts(episode: dict[str, Any], trajectory: dict[str, Any]) -> dict[str, Any
     }
 
 
-def _read_trajectory(
-    record: Record, trajectory: dict[str, Any], options: ReadOptions
-) -> Iterator[Trajectory | Skipped]:
+def _read_trajectory(record: Record, trajectory: dict[str, Any], options: ReadOptions) -> Outcomes:
     source = record.source
-    steps = as_objects(trajectory.get("steps"), source=source, name="steps")
+    steps = objects_at(trajectory, "steps", source)
     calls = [_token_call(step) for step in steps]
     # The weights may change during a rollout; the last version is the one that wrote its end.
     reason = str(record.value.get("termination_reason")).rpartition(".")[2].lower()
@@ -128,7 +135,7 @@ def _token_call(step: dict[str, Any]) -> TokenCall | None:
 
 def _chat_call(step: dict[str, Any], source: str) -> ChatCall:
     """Return the call of a step by its messages: its response is the last assistant message."""
-    messages = as_objects(step.get("chat_completions"), source=source, name="chat_completions")
+    messages = objects_at(step, "chat_completions", source)
     # roles [user, assistant, tool] -> last 1: a prompt of 1 message
     last = next((k for k in reversed(range(len(messages))) if messages[k].get("role") == "assistant"), len(messages))
     return ChatCall(messages[:last], messages[last : last + 1], ending=_ending(step))
@@ -145,7 +152,7 @@ FORMAT = Format(
         trajectories.steps.prompt_ids trajectories.steps.response_ids trajectories.steps.logprobs
         trajectories.steps.chat_completions trajectories.steps.advantage trajectories.steps.weight_version
         trajectories.steps.model_output
-    """.split(),
+    """,
     dropped=(
         "trajectories.steps.reward and mc_return (the trajectory has its own reward)",
         "observation, thought, action, model_response and done (parts of the messages)",
@@ -153,6 +160,6 @@ FORMAT = Format(
         "task, task_hash, epoch, uid and timing",
         "trajectories.info and trajectories.steps.info",
     ),
-    keeps=EVERYTHING,
+    keeps="token ids, masks, log-probabilities, rewards, lineage",
     read=_read_rllm,
 )

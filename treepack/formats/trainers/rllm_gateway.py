@@ -17,17 +17,26 @@ from typing import Any
 
 import numpy as np
 
-from treepack.calls.chat_calls import ChatCall, read_chats
-from treepack.calls.conversations import without
-from treepack.calls.token_calls import TokenCall, read_calls
-from treepack.errors import TreepackError
-from treepack.files.input_files.records import Record
-from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.fields.rollout_facts import temperature_of
-from treepack.ingest.readers.fields.values import as_objects, object_or_empty, shown
-from treepack.ingest.readers.format import LOGPROBS, MASKS, TOKEN_IDS, Format
-from treepack.ingest.readers.kinds import ANY, TEXT
-from treepack.trajectory import Int32, Skipped, Trajectory, as_token_ids
+from treepack.formats.kit import (
+    ANY,
+    TEXT,
+    ChatCall,
+    Format,
+    Outcomes,
+    ReadOptions,
+    Record,
+    Skipped,
+    TokenCall,
+    TreepackError,
+    object_or_empty,
+    objects_at,
+    read_calls,
+    read_chats,
+    shown,
+    temperature_of,
+    without,
+)
+from treepack.trajectory import Int32, as_token_ids
 
 # Fields that are read under another name, or that `FORMAT.dropped` lists.
 _KNOWN = frozenset(
@@ -40,7 +49,7 @@ _KNOWN = frozenset(
 ORPHAN = "trace whose parent is not in the file"
 
 
-def _read_rllm_gateway(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def _read_rllm_gateway(records: Iterator[Record], options: ReadOptions) -> Outcomes:
     """Read the trajectories of all sessions, named after them, in the order in which the sessions started.
 
     The fields of a session's first `metadata`, such as `reward` or `task_id`, count as fields of the rollout.
@@ -55,7 +64,7 @@ def _read_rllm_gateway(records: Iterator[Record], options: ReadOptions) -> Itera
         yield from _read_session(session, traces, options)
 
 
-def _read_session(session: str, traces: list[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def _read_session(session: str, traces: list[Record], options: ReadOptions) -> Outcomes:
     first, last = traces[0].value, traces[-1].value
     names = {"rollout_id": session, "model": first.get("model") or None, "weight_version": last.get("weight_version")}
     more = without(first, _KNOWN)
@@ -117,7 +126,7 @@ def _ids(trace: Record, name: str) -> Int32:
 
 
 def _chat_call(trace: Record) -> ChatCall:
-    messages = as_objects(trace.value.get("messages"), source=trace.source, name="messages")
+    messages = objects_at(trace.value, "messages", trace.source)
     response = trace.value.get("response_message")
     if response is not None and not isinstance(response, dict):
         raise TreepackError(f"{trace.source}: response_message is {shown(response)}; expected a message")
@@ -135,13 +144,13 @@ FORMAT = Format(
     used="""
         trace_id session_id model messages response_message prompt_token_ids metadata completion_token_ids
         logprobs prompt_delta_token_ids parent_trace_id weight_version finish_reason
-    """.split(),
+    """,
     dropped=(
         "routing_matrices",
         "lineage_id (calls are joined by their prompts)",
         "latency_ms, token_counts and timestamp",
         "raw_request but for its tools and temperature, and raw_response",
     ),
-    keeps={TOKEN_IDS, MASKS, LOGPROBS},
+    keeps="token ids, masks, log-probabilities",
     read_file=_read_rllm_gateway,
 )

@@ -11,27 +11,32 @@ reward of the last step. In a batch, rows are padded, and the values of response
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from treepack.calls.conversations import without
-from treepack.calls.token_calls import TokenCall, read_calls
-from treepack.errors import TreepackError
-from treepack.files.input_files.records import Record
-from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.fields.token_fields import mask_values, number_values
-from treepack.ingest.readers.fields.values import shown
-from treepack.ingest.readers.format import EVERYTHING, Format
-from treepack.ingest.readers.kinds import COLUMN, Fields
-from treepack.ingest.readers.messages.content_blocks import MEDIA_REASON
-from treepack.ingest.readers.messages.turn_weights import as_flag
+from treepack.formats.kit import (
+    MEDIA_REASON,
+    Fields,
+    Format,
+    Outcomes,
+    ReadOptions,
+    Record,
+    Skipped,
+    TokenCall,
+    TreepackError,
+    as_flag,
+    mask_values,
+    read_calls,
+    read_tokens,
+    shown,
+    without,
+)
+from treepack.ingest.readers.fields.token_fields import number_values
+from treepack.ingest.readers.kinds import COLUMN
 from treepack.ingest.readers.tokens.route_fields import kept_routes, rows_of_all
-from treepack.ingest.readers.tokens.token_records import read_tokens
 from treepack.ingest.readers.tokens.trainer_batches import rows_of
-from treepack.trajectory import Skipped, Trajectory
 
 _GENERATOR: Fields = {"prompt_token_ids": COLUMN, "response_ids": COLUMN, "loss_masks": COLUMN}
 _BATCH: Fields = {"sequences": COLUMN, "attention_mask": COLUMN, "loss_mask": COLUMN}
@@ -47,7 +52,7 @@ _WHOLE_BATCH = frozenset({"rollout_metrics", "trajectory_time_splits", "trajecto
 _DROPPED = frozenset({"rollout_expert_indices", "router_padding_mask", "values", "returns", "kl", *_MEDIA})
 
 
-def read_skyrl(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def read_skyrl(record: Record, options: ReadOptions) -> Outcomes:
     """Read the trajectories of all rows, `<instance>/<repetition>`, or `<record>[<row>]` if rows have no names.
 
     Raises:
@@ -158,7 +163,7 @@ FORMAT = Format(
         prompt_token_ids response_ids loss_masks rewards rollout_logprobs trajectory_ids stop_reasons
         is_last_step trajectory_ids.instance_id trajectory_ids.repetition_id sequences attention_mask loss_mask
         response_mask action_log_probs base_action_log_probs advantages uids
-    """.split(),
+    """,
     dropped=(
         "values, returns and kl (a critic's and the trainer's own)",
         "rollout_expert_indices (kept by --keep-routes)",
@@ -167,6 +172,6 @@ FORMAT = Format(
         "rollout_metrics, env_metrics and times",
         "rewards of steps but the last",
     ),
-    keeps=EVERYTHING,
+    keeps="token ids, masks, log-probabilities, rewards, lineage",
     read=read_skyrl,
 )

@@ -12,26 +12,36 @@ A sample without tokens is read as text.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from treepack.calls.chat_records import read_chat
-from treepack.calls.conversations import without
-from treepack.errors import TreepackError
-from treepack.files.input_files.records import Record
-from treepack.ingest.readers.fields import endings
-from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.formats.kit import (
+    ANY,
+    ARRAY,
+    LIST,
+    MEDIA_REASON,
+    Fields,
+    Format,
+    Outcome,
+    Outcomes,
+    ReadOptions,
+    Record,
+    Skipped,
+    Trajectory,
+    TreepackError,
+    as_text,
+    each,
+    endings,
+    is_messages,
+    no,
+    read_chat,
+    read_tokens,
+    without,
+)
 from treepack.ingest.readers.fields.token_fields import KEPT_FIELDS, KINDS, NUMBERS
-from treepack.ingest.readers.fields.values import as_text, is_messages
-from treepack.ingest.readers.format import EVERYTHING, Format
-from treepack.ingest.readers.kinds import ANY, ARRAY, LIST, Fields, each, no
-from treepack.ingest.readers.messages.content_blocks import MEDIA_REASON
 from treepack.ingest.readers.tokens.route_fields import kept_routes
-from treepack.ingest.readers.tokens.token_records import read_tokens
-from treepack.trajectory import Skipped, Trajectory
 
 # Fields of a tokenised sample; the reader of chats would count them as not used.
 _OF_TOKENS = KEPT_FIELDS | {"tokens", "response_length", "loss_mask", "rollout_log_probs", "teacher_log_probs"}
@@ -49,7 +59,7 @@ _DROPPED = frozenset(
 )
 
 
-def _read_slime(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def _read_slime(record: Record, options: ReadOptions) -> Outcomes:
     """Read the trajectories of a file, or the one of a sample, `<index>`, or `<rollout>/<index>` for one of several.
 
     Raises:
@@ -75,7 +85,7 @@ def _read_slime(record: Record, options: ReadOptions) -> Iterator[Trajectory | S
             yield item
 
 
-def _in_rollout_of_file(item: Trajectory | Skipped, record: Record) -> Trajectory | Skipped:
+def _in_rollout_of_file(item: Outcome, record: Record) -> Outcome:
     """Return `item` as a part of its rollout, whose other samples may be anywhere in the file of `record`."""
     rollout = record.value.get("rollout_id")
     if rollout is None or not isinstance(item, Trajectory):
@@ -102,7 +112,7 @@ def _rollouts_of_several(samples: list[dict[str, Any]]) -> set[str]:
     }
 
 
-def _read_sample(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def _read_sample(record: Record, options: ReadOptions) -> Outcomes:
     value = record.value
     # slime sets this mark on samples that its filters removed from the loss.
     if value.get("remove_sample"):
@@ -129,7 +139,7 @@ def _read_sample(record: Record, options: ReadOptions) -> Iterator[Trajectory | 
         yield endings.cut(item) if is_cut and isinstance(item, Trajectory) else item
 
 
-def _read_text(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def _read_text(record: Record, options: ReadOptions) -> Outcomes:
     """Read a sample without tokens: its prompt, as text or messages, and its response."""
     value = record.value
     prompt, response = value.get("prompt"), value.get("response")
@@ -166,7 +176,7 @@ FORMAT = Format(
         samples.status
         samples.remove_sample samples.metadata samples.label samples.weight_versions
         samples.rollout_top_p_token_ids samples.rollout_top_p_token_offsets
-    """.split(),
+    """,
     dropped=(
         "prompt and response (text of the tokens)",
         "rollout_routed_experts (kept by --keep-routes)",
@@ -174,7 +184,7 @@ FORMAT = Format(
         "spec_info, prefix_cache_info and non_generation_time",
         "train_metadata, generate_function_path and custom_rm_path",
     ),
-    keeps=EVERYTHING,
+    keeps="token ids, masks, log-probabilities, rewards, lineage",
     arrays=NUMBERS,
     read=_read_slime,
 )

@@ -10,30 +10,37 @@ its transitions and of the final reward that the group gives to it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from treepack.calls.conversations import without
-from treepack.calls.token_calls import TokenCall, read_calls
-from treepack.errors import TreepackError
-from treepack.files.input_files.records import Record
-from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.fields.values import as_number, as_objects, shown
-from treepack.ingest.readers.format import EVERYTHING, Format
-from treepack.ingest.readers.kinds import ANY, LIST, each
-from treepack.ingest.readers.messages.content_blocks import MEDIA_REASON
+from treepack.formats.kit import (
+    ANY,
+    LIST,
+    MEDIA_REASON,
+    Format,
+    Outcomes,
+    ReadOptions,
+    Record,
+    Skipped,
+    TokenCall,
+    TreepackError,
+    each,
+    objects_at,
+    read_calls,
+    shown,
+    without,
+)
+from treepack.ingest.readers.fields.values import as_number
 from treepack.ingest.readers.tokens.model_inputs import model_input_ids
-from treepack.trajectory import Skipped, Trajectory
 
 _MASKED_METRIC = "parse_error_masked"  # tinker does not train a transition with this metric
 # Fields of the group that its trajectories do not inherit.
 _GROUP = ("trajectories_G", "final_rewards_G", "metrics_G", "rollout_errors")
 
 
-def _read_tinker(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def _read_tinker(record: Record, options: ReadOptions) -> Outcomes:
     """Read the trajectories of a group, `<record>/<index>`, in a group named after the record; or the single one.
 
     Raises:
@@ -43,7 +50,7 @@ def _read_tinker(record: Record, options: ReadOptions) -> Iterator[Trajectory | 
     if value.get("trajectories_G") is None:
         yield from _read_trajectory(replace(record, value=without(value, _GROUP)), value, 0.0, options)
         return
-    members = as_objects(value["trajectories_G"], source=source, name="trajectories_G")
+    members = objects_at(value, "trajectories_G", source)
     if not members:
         yield Skipped(source, "group without a trajectory")
     finals = value.get("final_rewards_G")
@@ -62,12 +69,10 @@ def _read_tinker(record: Record, options: ReadOptions) -> Iterator[Trajectory | 
         yield from _read_trajectory(one, member, final, options)
 
 
-def _read_trajectory(
-    record: Record, trajectory: dict[str, Any], final: float, options: ReadOptions
-) -> Iterator[Trajectory | Skipped]:
+def _read_trajectory(record: Record, trajectory: dict[str, Any], final: float, options: ReadOptions) -> Outcomes:
     source = record.source
     calls, reward = [], final
-    for step in as_objects(trajectory.get("transitions"), source=source, name="transitions"):
+    for step in objects_at(trajectory, "transitions", source):
         prompt, action = model_input_ids(step.get("ob"), source), step.get("ac")
         if prompt is None:
             yield Skipped(source, MEDIA_REASON)
@@ -98,13 +103,13 @@ FORMAT = Format(
         trajectories_G.transitions.ac.stop_reason
         trajectories_G.transitions.ac.maybe_logprobs trajectories_G.transitions.reward
         trajectories_G.transitions.metrics trajectories_G.stop_reason
-    """.split(),
+    """,
     dropped=(
         "final_ob (nothing was sampled after it)",
         "episode_done and logs",
         "metrics_G and rollout_errors",
         "chunks that are not text (rollouts that have some are skipped)",
     ),
-    keeps=EVERYTHING,
+    keeps="token ids, masks, log-probabilities, rewards, lineage",
     read=_read_tinker,
 )

@@ -8,24 +8,28 @@ Target i is token i + 1 of the sequence 5 6 7. Weights, log-probabilities and ad
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from treepack.calls.conversations import without
-from treepack.errors import TreepackError
-from treepack.files.input_files.records import Record
-from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.formats.kit import (
+    ANY,
+    MEDIA_REASON,
+    OBJECT,
+    Format,
+    Outcomes,
+    ReadOptions,
+    Record,
+    Skipped,
+    TreepackError,
+    read_tokens,
+    shown,
+    without,
+)
 from treepack.ingest.readers.fields.token_fields import number_values
-from treepack.ingest.readers.fields.values import shown
-from treepack.ingest.readers.format import LOGPROBS, MASKS, TOKEN_IDS, Format
-from treepack.ingest.readers.kinds import ANY, OBJECT
-from treepack.ingest.readers.messages.content_blocks import MEDIA_REASON
 from treepack.ingest.readers.tokens.model_inputs import model_input_ids
-from treepack.ingest.readers.tokens.token_records import read_tokens
-from treepack.trajectory import Float64, Skipped, Trajectory, as_token_ids
+from treepack.trajectory import Float64, as_token_ids
 
 # Loss functions of Tinker name their weights differently.
 _WEIGHTS = ("mask", "weights")
@@ -33,7 +37,7 @@ _WEIGHTS = ("mask", "weights")
 _VALUES = {"logprobs": "rollout_log_probs", "advantages": "advantages"}
 
 
-def _read_tinker_datum(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def _read_tinker_datum(record: Record, options: ReadOptions) -> Outcomes:
     """Read the one trajectory of `record`.
 
     Raises:
@@ -88,11 +92,11 @@ FORMAT = Format(
     used="""
         model_input.chunks loss_fn_inputs.target_tokens loss_fn_inputs.mask loss_fn_inputs.weights
         loss_fn_inputs.logprobs loss_fn_inputs.advantages
-    """.split(),
+    """,
     dropped=(
         "clip thresholds",
         "chunks that are not text (datums that have some are skipped)",
     ),
-    keeps={TOKEN_IDS, MASKS, LOGPROBS},
+    keeps="token ids, masks, log-probabilities",
     read=_read_tinker_datum,
 )

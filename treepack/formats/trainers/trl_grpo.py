@@ -12,20 +12,25 @@ of the sampler as the old ones, so they are read as both.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from treepack.calls.conversations import without
-from treepack.files.input_files.records import Record
+from treepack.formats.kit import (
+    ARRAY,
+    Fields,
+    Format,
+    Outcomes,
+    ReadOptions,
+    Record,
+    Trajectory,
+    has_fields,
+    read_tokens,
+    without,
+)
 from treepack.ingest.readers.fields import token_fields as tf
-from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.format import LOGPROBS, MASKS, TOKEN_IDS, Format
-from treepack.ingest.readers.kinds import ARRAY, IDS, Fields, has_fields
-from treepack.ingest.readers.tokens.token_records import read_tokens
-from treepack.trajectory import Skipped, Trajectory
+from treepack.ingest.readers.kinds import IDS
 
 # One of these fields marks a batch of TRL; other programs name ids in the same way.
 _BATCH = ("completion_mask", "tool_mask", "env_mask", "old_per_token_logps", "sampling_per_token_logps")
@@ -33,7 +38,7 @@ _DROPPED = frozenset({"prompt", "completion", "metrics", "num_items_in_batch"})
 _PADDING_NOTE = "right padding removed"
 
 
-def _read_trl_grpo(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def _read_trl_grpo(record: Record, options: ReadOptions) -> Outcomes:
     """Read the one trajectory of `record`.
 
     Raises:
@@ -82,13 +87,13 @@ FORMAT = Format(
         prompt_ids prompt_mask completion_ids completion_mask tool_mask old_per_token_logps
         sampling_per_token_logps ref_per_token_logps advantages input_ids old_log_probs advantage group_id
         model_version
-    """.split(),
+    """,
     dropped=(
         "prompt and completion (text of the ids)",
         "metrics",
         "num_items_in_batch",
     ),
-    keeps={TOKEN_IDS, MASKS, LOGPROBS},
+    keeps="token ids, masks, log-probabilities",
     arrays=tf.NUMBERS,
     read=_read_trl_grpo,
 )

@@ -8,27 +8,31 @@ Line feeds join the steps into one completion, as in TRL.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from treepack.calls.chat_records import read_chat
-from treepack.calls.conversations import without
-from treepack.errors import TreepackError
-from treepack.files.input_files.records import Record
-from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.fields.values import shown
-from treepack.ingest.readers.format import MASKS, REWARDS, Format
-from treepack.ingest.readers.kinds import ANY, FLAG, TALK, TEXTS, no
+from treepack.formats.kit import (
+    ANY,
+    Format,
+    Outcomes,
+    ReadOptions,
+    Record,
+    Skipped,
+    TreepackError,
+    as_flag,
+    no,
+    read_chat,
+    shown,
+    without,
+)
+from treepack.ingest.readers.kinds import FLAG, TALK, TEXTS
 from treepack.ingest.readers.messages.sft_messages import LABELS
-from treepack.ingest.readers.messages.turn_weights import as_flag
-from treepack.trajectory import Skipped, Trajectory
 
 _STEP_SEPARATOR = "\n"
 STEPS_NOTE = "labels of steps read as one reward"
 
 
-def _read_trl_labels(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def _read_trl_labels(record: Record, options: ReadOptions) -> Outcomes:
     """Read the one trajectory of `record`.
 
     Raises:
@@ -73,8 +77,8 @@ FORMAT = Format(
         {"prompt": TALK, "completion": TALK, ("label", "kto_tag"): FLAG},
         {"prompt": TALK, "completions": TEXTS, "labels": ANY, "label": no(FLAG)},
     ],
-    used="prompt completion label kto_tag completions labels".split(),
+    used="prompt completion label kto_tag completions labels",
     dropped=("which step is labelled wrong",),
-    keeps={MASKS, REWARDS},
+    keeps="masks, rewards",
     read=_read_trl_labels,
 )

@@ -7,19 +7,13 @@ Each sequence is a trajectory. TRL may have cut long sequences, and does not mar
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
-from treepack.calls.conversations import without
-from treepack.files.input_files.records import Record
-from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.format import MASKS, TOKEN_IDS, Format
-from treepack.ingest.readers.kinds import ARRAY
+from treepack.formats.kit import ARRAY, Format, Outcomes, ReadOptions, Record, without
 from treepack.ingest.readers.tokens.packed_rows import lengths_of, read_packed
-from treepack.trajectory import Skipped, Trajectory
 
 
-def _read_trl_packed(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def _read_trl_packed(record: Record, options: ReadOptions) -> Outcomes:
     """Read one trajectory per sequence of the row.
 
     Raises:
@@ -39,7 +33,7 @@ FORMAT = Format(
     program="TRL (SFTTrainer with packing)",
     recognised_by="`input_ids` and `seq_lengths`",
     requires=[{"input_ids": ARRAY, "seq_lengths": ARRAY}],
-    used="input_ids seq_lengths labels completion_mask assistant_masks".split(),
-    keeps={TOKEN_IDS, MASKS},
+    used="input_ids seq_lengths labels completion_mask assistant_masks",
+    keeps="token ids, masks",
     read=_read_trl_packed,
 )

@@ -12,24 +12,32 @@ because the messages begin with it.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from treepack.calls.apis.request_answer import answer_messages, texts_of
-from treepack.calls.chat_records import read_chat
-from treepack.calls.conversations import without
-from treepack.errors import TreepackError
-from treepack.files.input_files.records import Record
+from treepack.formats.kit import (
+    MEDIA_REASON,
+    OBJECTS,
+    TEXT,
+    Format,
+    Outcomes,
+    ReadOptions,
+    Record,
+    Skipped,
+    Trajectory,
+    TreepackError,
+    is_empty,
+    is_messages,
+    no,
+    read_chat,
+    shown,
+    without,
+)
 from treepack.ingest.readers.fields.endings import FLAG, REASON, kind_of
-from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.fields.unread import is_empty
-from treepack.ingest.readers.fields.values import is_messages, shown
-from treepack.ingest.readers.format import LINEAGE, MASKS, REWARDS, Format
-from treepack.ingest.readers.kinds import OBJECTS, SET, TEXT, no
-from treepack.ingest.readers.messages.content_blocks import MEDIA_REASON
+from treepack.ingest.readers.kinds import SET
 from treepack.ingest.readers.messages.normal_form import has_media
-from treepack.trajectory import Skipped, Trajectory
 
 # The rewards of the two sides: only their order matters to the loss.
 _SIDES = {"chosen": 1.0, "rejected": 0.0}
@@ -45,7 +53,7 @@ _TURN = re.compile(
 )
 
 
-def _read_trl_preference(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def _read_trl_preference(record: Record, options: ReadOptions) -> Outcomes:
     """Read the two trajectories of `record`, `<id>/chosen` and `<id>/rejected`, in a group named after the record.
 
     Raises:
@@ -164,7 +172,7 @@ FORMAT = Format(
         {"chosen": TEXT, "rejected": TEXT, **dict.fromkeys(("question", "query", "input", "problem"), no(TEXT))},
         {"chosen": OBJECTS, "rejected": OBJECTS},
     ],
-    used="prompt chosen rejected tools chat_template_kwargs id".split(),
-    keeps={MASKS, REWARDS, LINEAGE},
+    used="prompt chosen rejected tools chat_template_kwargs id",
+    keeps="masks, rewards, lineage",
     read=_read_trl_preference,
 )

@@ -13,27 +13,45 @@ sub-agents, are one rollout, which counts once in its group. With other rewards 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from treepack.calls import node_graphs as graphs
-from treepack.calls.chat_calls import ChatCall, read_chats
-from treepack.calls.conversations import with_notes, without
 from treepack.calls.rollout_names import within
-from treepack.calls.token_calls import TokenCall, read_calls
-from treepack.errors import TreepackError
-from treepack.files.input_files.records import Record
-from treepack.ingest.readers.fields import endings
-from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.fields.rollout_facts import temperature_of
-from treepack.ingest.readers.fields.values import as_objects, object_at, shown
-from treepack.ingest.readers.format import EVERYTHING, Format
-from treepack.ingest.readers.kinds import ANY, LIST, OBJECT, OBJECTS, Fields, each, first, no, optional
-from treepack.ingest.readers.messages.content_blocks import MEDIA_REASON, skip_reason
-from treepack.trajectory import Skipped, Trajectory
+from treepack.formats.kit import (
+    ANY,
+    LIST,
+    MEDIA_REASON,
+    OBJECT,
+    OBJECTS,
+    ChatCall,
+    Fields,
+    Format,
+    Outcome,
+    Outcomes,
+    ReadOptions,
+    Record,
+    Skipped,
+    TokenCall,
+    Trajectory,
+    TreepackError,
+    each,
+    endings,
+    first,
+    no,
+    object_at,
+    objects_at,
+    read_calls,
+    read_chats,
+    shown,
+    skip_reason,
+    temperature_of,
+    with_notes,
+    without,
+)
+from treepack.ingest.readers.kinds import optional
 
 _AGENT = "agent"  # the name that verifiers gives to the only agent of an environment
 PARTIAL_NOTE = "token ids of some messages only, all messages read as text"
@@ -55,7 +73,7 @@ _VALUES = {
 }
 
 
-def _read_verifiers(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def _read_verifiers(record: Record, options: ReadOptions) -> Outcomes:
     """Read the trajectories of all traces of an episode, named after their traces.
 
     The group is the group of the episode, or its task, with the name of the agent if the environment has named agents.
@@ -70,7 +88,7 @@ def _read_verifiers(record: Record, options: ReadOptions) -> Iterator[Trajectory
         return
     if not value["traces"]:
         yield Skipped(record.source, "episode without a trace")
-    traces: list[list[Trajectory | Skipped]] = []
+    traces: list[list[Outcome]] = []
     for number, trace in enumerate(value["traces"], 1):
         # Errors name the trace, but trajectories name the record.
         index = replace(record, source=f"{record.source}: trace {number}")
@@ -79,7 +97,7 @@ def _read_verifiers(record: Record, options: ReadOptions) -> Iterator[Trajectory
     yield from _as_rollouts(traces, str(value.get("id") or record.label))
 
 
-def _as_rollouts(traces: list[list[Trajectory | Skipped]], episode: str) -> Iterator[Trajectory | Skipped]:
+def _as_rollouts(traces: list[list[Outcome]], episode: str) -> Outcomes:
     """Yield the trajectories of the traces of an episode; traces of one group with one reward are one rollout."""
     rewards: dict[str, list[float | None]] = {}
     for items in traces:
@@ -92,9 +110,7 @@ def _as_rollouts(traces: list[list[Trajectory | Skipped]], episode: str) -> Iter
             yield within(item, joined[item.group_id], number) if item.group_id in joined else item
 
 
-def _read_trace(
-    record: Record, episode: dict[str, Any], trace: dict[str, Any], options: ReadOptions
-) -> Iterator[Trajectory | Skipped]:
+def _read_trace(record: Record, episode: dict[str, Any], trace: dict[str, Any], options: ReadOptions) -> Outcomes:
     agent = object_at(trace, "agent", record.source)
     if agent.get("trainable") is False:
         yield Skipped(record.source, "agent that is not trained", is_rollout=False)
@@ -139,7 +155,7 @@ def _temperatures(trace: dict[str, Any], agent: dict[str, Any], source: str) -> 
     """Return the temperature of each node of which one is known: that of its call, or else that of the agent."""
     usual = temperature_of(object_at(agent, "config", source).get("sampling"))
     known = dict.fromkeys(range(len(trace.get("nodes") or [])), usual)
-    for call in as_objects(trace.get("calls"), source=source, name="calls"):
+    for call in objects_at(trace, "calls", source):
         if isinstance(node := call.get("node"), int) and (own := temperature_of(call.get("sampling"))) is not None:
             known[node] = own
     return {number: temperature for number, temperature in known.items() if temperature is not None}
@@ -148,7 +164,7 @@ def _temperatures(trace: dict[str, Any], agent: dict[str, Any], source: str) -> 
 def _endings(trace: dict[str, Any], source: str) -> dict[int, Any]:
     """Return why the response of each node ended: a field of its call, or of the node itself."""
     known = {number: endings.raw_of(node) for number, node in enumerate(trace.get("nodes") or [])}
-    for call in as_objects(trace.get("calls"), source=source, name="calls"):
+    for call in objects_at(trace, "calls", source):
         if isinstance(node := call.get("node"), int) and call.get("finish_reason") is not None:
             known[node] = call["finish_reason"]
     return known
@@ -185,7 +201,7 @@ def _facts(episode: dict[str, Any], trace: dict[str, Any], agent: dict[str, Any]
     group = object_at(episode, "group", source).get("id") or task.get("key") or task.get("hash")
     name = agent.get("name")
     # The model of an agent is in its config, or in its calls.
-    models = [call.get("model") for call in as_objects(trace.get("calls"), source=source, name="calls")]
+    models = [call.get("model") for call in objects_at(trace, "calls", source)]
     # A reward that was not computed is null.
     rewards = {key: part for key, part in object_at(trace, "rewards", source).items() if part is not None}
     work = object_at(object_at(episode, "run", source), "work", source)
@@ -224,7 +240,7 @@ FORMAT = Format(
         traces.nodes.token_ids traces.nodes.sampling_mask=traces.nodes.token_ids
         traces.nodes.mask traces.nodes.logprobs traces.nodes.advantages traces.nodes.reference_logprobs
         traces.nodes.trainer_logprobs traces.mm_token_type_id_map
-    """.split(),
+    """,
     dropped=(
         "traces with images, audio or video (they are skipped)",
         "traces.nodes.loss_weights (noted)",
@@ -234,6 +250,6 @@ FORMAT = Format(
         "timing, errors, rewrites, versions and extra_usage",
         "task.data",
     ),
-    keeps=EVERYTHING,
+    keeps="token ids, masks, log-probabilities, rewards, lineage",
     read=_read_verifiers,
 )

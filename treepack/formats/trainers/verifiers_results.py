@@ -10,23 +10,36 @@ messages of the steps are read, and without steps the prompt and the completion.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from treepack.calls.chat_calls import ChatCall, read_chats
-from treepack.calls.conversations import without
-from treepack.calls.token_calls import TokenCall, read_calls
-from treepack.errors import TreepackError
-from treepack.files.input_files.companion_files import companion_path, read_document
-from treepack.files.input_files.records import Record
-from treepack.ingest.readers.fields import endings
-from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.fields.rollout_facts import temperature_of
-from treepack.ingest.readers.fields.values import as_objects, is_messages, object_at, shown
-from treepack.ingest.readers.format import EVERYTHING, Format
-from treepack.ingest.readers.kinds import ANY, TALK, Fields, ValueKind, has_fields, no, optional
-from treepack.trajectory import Skipped, Trajectory
+from treepack.formats.kit import (
+    ANY,
+    ChatCall,
+    Fields,
+    Format,
+    Outcomes,
+    ReadOptions,
+    Record,
+    Skipped,
+    TokenCall,
+    TreepackError,
+    ValueKind,
+    companion_path,
+    endings,
+    has_fields,
+    is_messages,
+    no,
+    object_at,
+    objects_at,
+    read_calls,
+    read_chats,
+    read_document,
+    shown,
+    temperature_of,
+    without,
+)
+from treepack.ingest.readers.kinds import TALK, optional
 
 _SUMMARY = "metadata.json"
 # Fields that become messages, and measurements of the run.
@@ -37,7 +50,7 @@ _DROPPED = frozenset(
 )
 
 
-def _read_verifiers_results(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def _read_verifiers_results(record: Record, options: ReadOptions) -> Outcomes:
     """Read the trajectories of one rollout, named `<example>/<line>` or after its steps, in the group of its example.
 
     Raises:
@@ -51,9 +64,9 @@ def _read_verifiers_results(record: Record, options: ReadOptions) -> Iterator[Tr
     yield from _read_rollout(record, {} if summary is None else read_document(summary), options)
 
 
-def _read_rollout(record: Record, run: dict[str, Any], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def _read_rollout(record: Record, run: dict[str, Any], options: ReadOptions) -> Outcomes:
     value, source = record.value, record.source
-    steps = as_objects(value.get("trajectory"), source=source, name="trajectory")
+    steps = objects_at(value, "trajectory", source)
     metrics = object_at(value, "metrics", source)
     repeated = _DROPPED | (metrics.keys() - {"reward"})  # the record repeats each metric as a field
     rest = without(value, repeated)
@@ -141,13 +154,13 @@ FORMAT = Format(
         trajectory.tokens.completion_ids trajectory.tokens.completion_mask trajectory.tokens.completion_logprobs
         trajectory.tokens.sampling_mask=trajectory.tokens.prompt_ids
         trajectory.advantage trajectory.is_truncated trajectory.trajectory_id model sampling_args.temperature
-    """.split(),
+    """,
     dropped=(
         "timing, token_usage and errors",
         "trajectory.reward (the rollout has its own) and response",
         "trajectory.tokens.prompt_mask",
         "trajectory.tokens.routed_experts (kept by --keep-routes)",
     ),
-    keeps=EVERYTHING,
+    keeps="token ids, masks, log-probabilities, rewards, lineage",
     read=_read_verifiers_results,
 )

@@ -13,24 +13,29 @@ a part of the response, with mask 0.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
-from treepack.calls.conversations import without
-from treepack.errors import TreepackError
-from treepack.files.input_files.records import Record
-from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.fields.rollout_facts import temperature_of
+from treepack.formats.kit import (
+    ANY,
+    MEDIA_REASON,
+    Fields,
+    Format,
+    Outcomes,
+    ReadOptions,
+    Record,
+    Skipped,
+    TreepackError,
+    has_fields,
+    is_empty,
+    object_or_empty,
+    read_tokens,
+    temperature_of,
+    without,
+)
 from treepack.ingest.readers.fields.token_fields import KINDS, NUMBERS
-from treepack.ingest.readers.fields.unread import is_empty
-from treepack.ingest.readers.fields.values import object_or_empty
-from treepack.ingest.readers.format import EVERYTHING, Format
-from treepack.ingest.readers.kinds import ANY, COLUMN, IDS, Fields, has_fields
-from treepack.ingest.readers.messages.content_blocks import MEDIA_REASON
+from treepack.ingest.readers.kinds import COLUMN, IDS
 from treepack.ingest.readers.tokens.route_fields import kept_routes
-from treepack.ingest.readers.tokens.token_records import read_tokens
 from treepack.ingest.readers.tokens.trainer_batches import rows_of
-from treepack.trajectory import Skipped, Trajectory
 
 # A prompt and a response with one of these fields are a row of verl; other programs use the same names for the ids.
 _OWN = tuple(
@@ -50,7 +55,7 @@ _DROPPED = frozenset(
 _SCORES = ("reward_score", "rm_scores", "token_level_scores", "token_level_rewards")
 
 
-def _read_verl(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def _read_verl(record: Record, options: ReadOptions) -> Outcomes:
     """Read the one trajectory of `record`, or one for each row of a batch, named after the row.
 
     Raises:
@@ -73,7 +78,7 @@ def _read_verl(record: Record, options: ReadOptions) -> Iterator[Trajectory | Sk
         yield from _read_row(replace(record, source=f"{record.source}[{number}]", value=row), options)
 
 
-def _read_row(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def _read_row(record: Record, options: ReadOptions) -> Outcomes:
     value = record.value
     if any(isinstance(value.get(name), dict) and value[name] for name in _MEDIA):
         yield Skipped(record.source, MEDIA_REASON)
@@ -116,7 +121,7 @@ FORMAT = Format(
         batch.input_ids batch.attention_mask batch.position_ids batch.prompts batch.responses
         batch.response_mask batch.rollout_log_probs batch.old_log_probs batch.ref_log_prob batch.advantages
         batch.token_level_scores batch.teacher_ids batch.teacher_logprobs
-    """.split(),
+    """,
     dropped=(
         "token_level_rewards if there are scores (they are the scores minus the KL penalty)",
         "returns if there are advantages",
@@ -125,7 +130,7 @@ FORMAT = Format(
         "metrics",
         "extra_fields.turn_scores, tool_rewards and reward_extra_info (parts of the score)",
     ),
-    keeps=EVERYTHING,
+    keeps="token ids, masks, log-probabilities, rewards, lineage",
     arrays=NUMBERS,
     read=_read_verl,
 )

@@ -10,24 +10,31 @@ without a response trains nothing and is skipped.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from treepack.calls.chat_records import read_chat
-from treepack.calls.conversations import without
-from treepack.errors import TreepackError
-from treepack.files.input_files.records import Record
-from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.fields.values import as_text, is_messages, shown
-from treepack.ingest.readers.format import Format
-from treepack.ingest.readers.kinds import ANY, OBJECT, OBJECTS
-from treepack.ingest.readers.messages.content_blocks import MEDIA_REASON
+from treepack.formats.kit import (
+    ANY,
+    MEDIA_REASON,
+    OBJECT,
+    OBJECTS,
+    Format,
+    Outcomes,
+    ReadOptions,
+    Record,
+    Skipped,
+    Trajectory,
+    TreepackError,
+    as_text,
+    is_messages,
+    read_chat,
+    shown,
+    without,
+)
 from treepack.ingest.readers.messages.normal_form import MEDIA, has_media
-from treepack.trajectory import Skipped, Trajectory
 
 
-def _read_verl_data(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def _read_verl_data(record: Record, options: ReadOptions) -> Outcomes:
     """Read the trajectories of `record`; a generated response is named `<record>/response-<k>`, counted from 1.
 
     Raises:
@@ -91,7 +98,7 @@ FORMAT = Format(
     requires=[{"messages": OBJECTS, "enable_thinking": ANY}, {"prompt": OBJECTS, "reward_model": OBJECT}],
     used="""
         messages tools enable_thinking prompt responses data_source ability extra_info reward_model.ground_truth
-    """.split(),
+    """,
     dropped=("images and videos (records that have some are skipped)",),
     read=_read_verl_data,
 )

@@ -10,7 +10,6 @@ Several answers to one prompt are a group, `<id>/answer-1`, `<id>/answer-2`, ...
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 from treepack.errors import TreepackError
@@ -21,13 +20,13 @@ from treepack.ingest.readers.columns.mapped_records import has_content, map_reco
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.format import Format
 from treepack.ingest.readers.registry import formats_by_name
-from treepack.trajectory import Skipped, Trajectory
+from treepack.trajectory import Outcomes, Skipped, Trajectory
 
 # The formats of new records, in the order of the registry.
 _TARGETS = ("alpaca", "sharegpt", "ms-swift", "trl-preference", "trl-labels", "tokens", "chat")
 
 
-def read_columns(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def read_columns(record: Record, options: ReadOptions) -> Outcomes:
     """Read the trajectories of `record`: one, or one for each answer.
 
     Raises:
@@ -55,7 +54,7 @@ def read_columns(record: Record, options: ReadOptions) -> Iterator[Trajectory | 
             yield item
 
 
-def _read_one(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def _read_one(record: Record, options: ReadOptions) -> Outcomes:
     for target in _targets():
         if target.matches(record.value):
             limits = replace(options.limits, skip_bad=False)

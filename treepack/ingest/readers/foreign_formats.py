@@ -8,7 +8,7 @@ rollouts whose fields have the declared types, because later stages trust them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import fields, is_dataclass, replace
 from functools import cache
@@ -22,7 +22,7 @@ from treepack.entry_points import REMEDY
 from treepack.errors import TreepackError, foreign_code, quoted_value
 from treepack.ingest.readers.format import Format
 from treepack.ingest.readers.kinds import Requirement, ValueKind
-from treepack.trajectory import Chat, Skipped, Tokens, Trajectory, check_scalars
+from treepack.trajectory import Chat, Outcomes, Skipped, Tokens, Trajectory, check_scalars
 
 FAILED = "its code failed"
 
@@ -61,10 +61,10 @@ def _guarded_requirement(requires: Requirement, source: str) -> Requirement:
     ]
 
 
-def _guarded_reader(read: Callable[..., Any], source: str) -> Callable[..., Iterator[Trajectory | Skipped]]:
+def _guarded_reader(read: Callable[..., Any], source: str) -> Callable[..., Outcomes]:
     """Return `read` with a check of everything that it yields."""
 
-    def guarded(*arguments: Any) -> Iterator[Trajectory | Skipped]:
+    def guarded(*arguments: Any) -> Outcomes:
         with foreign_code(f"{source}: {FAILED}", REMEDY):
             for item in read(*arguments):
                 if wrong := _fault(item):

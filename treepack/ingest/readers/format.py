@@ -5,8 +5,8 @@
         program="MINT",
         recognised_by="`state.history`, a list of messages, and `task`",
         requires=[{"state.history": OBJECTS, "task": OBJECT}],
-        used="state.history state.success task.task_id".split(),
-        keeps={REWARDS, LINEAGE},
+        used="state.history state.success task.task_id",
+        keeps="rewards, lineage",
         read=read,
     )
 
@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -34,15 +33,13 @@ from treepack.ingest.readers.fields.unread_notes import TOO_DEEP, NotesOfFile, V
 from treepack.ingest.readers.fields.values import BadValueError, as_id, close_names, shown
 from treepack.ingest.readers.kinds import Fields, Requirement, as_names, has_field, has_fields
 from treepack.ingest.readers.messages.containers import with_containers
-from treepack.trajectory import Skipped, Trajectory
+from treepack.trajectory import Outcome, Outcomes, Skipped, Trajectory
 
-# The columns of the table in docs/formats.md, in this order.
-TOKEN_IDS, MASKS, LOGPROBS, REWARDS, LINEAGE = "token ids", "masks", "log-probabilities", "rewards", "lineage"
-KEEPS = (TOKEN_IDS, MASKS, LOGPROBS, REWARDS, LINEAGE)
-EVERYTHING = frozenset(KEEPS)
+# The columns of the table in docs/formats.md.
+KEEPS = tuple("token ids, masks, log-probabilities, rewards, lineage".split(", "))
 _MAX_REMOVED = 100  # damaged records of a file whose records belong together; each costs a reading of the file
-ReadRecord = Callable[[Record, ReadOptions], Iterator[Trajectory | Skipped]]
-ReadFile = Callable[[Iterator[Record], ReadOptions], Iterator[Trajectory | Skipped]]
+ReadRecord = Callable[[Record, ReadOptions], Outcomes]
+ReadFile = Callable[[Iterator[Record], ReadOptions], Outcomes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,17 +57,18 @@ class Format:
     # `requires` in words.
     recognised_by: str
     requires: Requirement
-    # Paths of the fields that are read. Any other field is noted when a record is read (`fields.unread`).
+    # Paths of the fields that are read, in a list or as text. Any other field is noted when a record is read
+    # (`fields.unread`).
     used: Sequence[str]
     # Known fields that are not read, each with its reason in brackets if the reason is not plain.
     dropped: Sequence[str] = ()
-    # A subset of `KEEPS`:
+    # Some of `KEEPS`, in a list or as text with commas:
     #   token ids           the ids of the sampler; nothing is tokenised again
     #   masks               the record marks the trained tokens or messages; they do not follow from the roles
     #   log-probabilities   of the sampled tokens
     #   rewards             of the rollout
     #   lineage             the task of the rollouts, or the prefix that they share
-    keeps: AbstractSet[str] = frozenset()
+    keeps: Sequence[str] = ()
     # Reads one record.
     read: ReadRecord | None = None
     # Reads all records of one file, in place of `read`, for a format whose records belong together.
@@ -99,6 +97,10 @@ class Format:
         assert (self.read is None) != (self.read_file is None), self.name
         assert self.read is not None or not self.arrays, self.name
         assert self.read_file is not None or self.view is None, self.name
+        for name, separator in (("used", None), ("also", None), ("links", None), ("keeps", ", ")):
+            texts = getattr(self, name)
+            object.__setattr__(self, name, tuple(texts.split(separator) if isinstance(texts, str) else texts))
+        assert set(self.keeps) <= set(KEEPS), self.name
         object.__setattr__(self, "declared", declare((*self.used, *self.also)))
 
     def matches(self, value: dict[str, Any]) -> bool:
@@ -131,7 +133,7 @@ class Format:
                 raise BadValueError(f"{record.source}: {self._refusal(record.value)}", f"{name} is null")
             raise TreepackError(f"{record.source}: {self._refusal(record.value)}")
 
-    def trajectories(self, records: Iterable[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+    def trajectories(self, records: Iterable[Record], options: ReadOptions) -> Outcomes:
         """Read the `records` of one file.
 
         Raises:
@@ -147,7 +149,7 @@ class Format:
             notes = NotesOfFile(self.declared, self.view)
             yield from notes.on_items(self.read_file(notes.of_records(self._check_records(records)), options))
 
-    def _of_record(self, record: Record, number: int, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+    def _of_record(self, record: Record, number: int, options: ReadOptions) -> Outcomes:
         """Read record `number` of a file; a skipped rollout gets the group that its record names."""
         if record.line is not None:
             try:
@@ -159,7 +161,7 @@ class Format:
                 return
         yield from self._of_value(record, number, options)
 
-    def _of_value(self, record: Record, number: int, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+    def _of_value(self, record: Record, number: int, options: ReadOptions) -> Outcomes:
         assert self.read is not None
         record = with_containers(record)
         try:
@@ -178,7 +180,7 @@ class Format:
                 item, notes = replace(item, notes=tuple(dict.fromkeys((*item.notes, *notes)))), ()
             yield replace(item, group_id=group_of(record)) if is_lost else item
 
-    def _of_damaged_file(self, records: list[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+    def _of_damaged_file(self, records: list[Record], options: ReadOptions) -> Outcomes:
         """Read the records of a file that belong together, without damaged ones.
 
         An error names the record at its beginning. This record is removed and the file is read again, at most
@@ -243,7 +245,7 @@ class Format:
         return f"has no {' or '.join(names)}{hint}; expected {form}"
 
 
-def _without_damage(items: Iterator[Trajectory | Skipped], record: Record) -> list[Trajectory | Skipped]:
+def _without_damage(items: Outcomes, record: Record) -> list[Outcome]:
     """Return the `items` of `record`, or that it is damaged: never a part of a record."""
     try:
         return list(items)

@@ -11,13 +11,12 @@ folder before the others. Only the path counts that the caller gave, or that a s
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import PurePath
 
 from treepack.files.remote.cache import addresses_in
-from treepack.trajectory import Skipped, Tokens, Trajectory
+from treepack.trajectory import Outcomes, Tokens, Trajectory
 
 STEP_NOTE = "training step taken from the path"
 # Formats of trainers, and of their environments.
@@ -41,9 +40,9 @@ _STEPS_OF_TRIAL = "steps"  # a folder of Harbor, in which a trial has a folder f
 
 
 def with_step(
-    items: Iterator[Trajectory | Skipped],
+    items: Outcomes,
     format: str,  # noqa: A002
-) -> Iterator[Trajectory | Skipped]:
+) -> Outcomes:
     """Yield `items` of a file of this format with the step of their path, if they have none; a note counts them."""
     if format not in _OF_TRAINERS and format not in _OF_ANY_DATA:
         yield from items

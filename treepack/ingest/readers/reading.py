@@ -39,7 +39,7 @@ from treepack.ingest.readers.registry import all_formats, check_format, formats_
 from treepack.ingest.readers.unknown_formats import unknown_format, with_suggestion
 from treepack.ingest.readers.unread_programs import UnknownFormatError, unread_program
 from treepack.processes import batched
-from treepack.trajectory import Skipped, Trajectory
+from treepack.trajectory import Outcome, Outcomes, Skipped, Trajectory
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class UnreadPart:
         else:
             yield self
 
-    def trajectories(self) -> Iterator[Trajectory | Skipped]:
+    def trajectories(self) -> Outcomes:
         """Read the records of the block."""
         yield from _read_blocks([self.block], self.format, self.options)
 
@@ -70,13 +70,13 @@ class UnreadPart:
 class FinishedPart:
     """Trajectories that have been read, and skipped records."""
 
-    items: Sequence[Trajectory | Skipped]
+    items: Sequence[Outcome]
 
     def parts(self) -> Iterator[FinishedPart]:
         """Yield the part itself."""
         yield self
 
-    def trajectories(self) -> Iterator[Trajectory | Skipped]:
+    def trajectories(self) -> Outcomes:
         """Yield the items."""
         yield from self.items
 
@@ -192,9 +192,7 @@ def _parts_of_file(
     yield from map(FinishedPart, batched(_read_blocks(blocks, name, options)))
 
 
-def _read_blocks(
-    blocks: Iterable[RecordBlock | Range], name: str, options: ReadOptions
-) -> Iterator[Trajectory | Skipped]:
+def _read_blocks(blocks: Iterable[RecordBlock | Range], name: str, options: ReadOptions) -> Outcomes:
     """Read the records of `blocks`; with `skip_bad`, yield the damaged records of a block after its trajectories."""
     damaged: list[Skipped] | None = [] if options.limits.skip_bad else None
     arrays = formats_by_name()[name].arrays

@@ -23,16 +23,24 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from treepack.calls.conversations import conversation, with_notes
-from treepack.calls.leaf_paths import distinct_paths, leaf_paths, unused_fields
-from treepack.errors import TreepackError
-from treepack.files.input_files.records import Record
+from treepack.calls.leaf_paths import distinct_paths, unused_fields
 from treepack.formats.agents.chatgpt.chatgpt_contents import CONTENT, CONTEXTS, chatgpt_text, content_of, reason_of
-from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.fields.values import as_objects, shown
-from treepack.ingest.readers.format import LINEAGE, MASKS, Format
-from treepack.ingest.readers.kinds import ANY, ValueKind
-from treepack.trajectory import Skipped, Trajectory
+from treepack.formats.kit import (
+    ANY,
+    Format,
+    Outcomes,
+    ReadOptions,
+    Record,
+    Skipped,
+    Trajectory,
+    TreepackError,
+    ValueKind,
+    conversation,
+    leaf_paths,
+    objects_at,
+    shown,
+    with_notes,
+)
 
 _CONTEXT_NOTE = "system prompt and tools are not in exports of ChatGPT"
 _FILES_NOTE = "files that the user attached are not in the export"
@@ -78,7 +86,7 @@ class _PathTurns:
     num_calls: int = 0
 
 
-def read_chatgpt(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def read_chatgpt(record: Record, options: ReadOptions) -> Outcomes:
     """Read the paths of a conversation, `<conversation>/leaf-<k>` in depth-first order, which form one group.
 
     Raises:
@@ -228,7 +236,7 @@ def _thoughts(content: dict[str, Any], source: str) -> Iterator[str]:
         raise TreepackError(
             f"{source}: a message has thoughts and content {shown(content['content'])}; expected thoughts"
         )
-    for thought in as_objects(content.get("thoughts"), source=source, name="thoughts"):
+    for thought in objects_at(content, "thoughts", source):
         texts = (thought.get("content"), thought.get("summary"))
         if not all(isinstance(each, str | None) for each in texts):
             raise TreepackError(f"{source}: a message has the thought {shown(thought)}; expected text")
@@ -324,12 +332,12 @@ FORMAT = Format(
         message.content.text message.content.thoughts.content message.content.thoughts.summary message.content.result
         message.content.title message.content.url message.content.user_profile message.content.user_instructions
         message.content.model_set_context
-    """.split(),
+    """,
     dropped=(
         "mapping.message.metadata except model_slug and finish_details (display, citations, searches)",
         "images and other content that is not text (a path ends before it)",
         "reasoning_recap",
     ),
-    keeps={MASKS, LINEAGE},
+    keeps="masks, lineage",
     read=read_chatgpt,
 )

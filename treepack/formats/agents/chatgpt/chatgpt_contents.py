@@ -10,9 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from treepack.errors import TreepackError
-from treepack.ingest.readers.fields.values import as_text, shown
-from treepack.ingest.readers.messages.content_blocks import MEDIA_REASON
+from treepack.formats.kit import MEDIA_REASON, TreepackError, as_text, shown
 
 Node = dict[str, Any]
 

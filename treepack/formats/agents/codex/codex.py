@@ -27,20 +27,34 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from treepack.calls.call_logs import COPIED_NOTE, NO_CALL, CallLog
-from treepack.calls.chat_calls import read_chats
+from treepack.calls.call_logs import COPIED_NOTE, NO_CALL
 from treepack.calls.rollout_names import group_of_first
 from treepack.calls.session_files import first_records, in_session
-from treepack.errors import TreepackError
-from treepack.files.input_files.records import Record
 from treepack.formats.agents.codex.codex_files import file_of_thread
-from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.fields.values import as_objects, as_text, object_at, object_or_empty, shown
-from treepack.ingest.readers.format import MASKS, Format
-from treepack.ingest.readers.kinds import ANY, OBJECT, TEXT, no, one_of
-from treepack.ingest.readers.messages.content_blocks import plain_part, skip_reason
-from treepack.ingest.readers.messages.response_items import Item, ItemMessages, messages_of_items
-from treepack.trajectory import Skipped, Trajectory
+from treepack.formats.kit import (
+    ANY,
+    OBJECT,
+    TEXT,
+    CallLog,
+    Format,
+    Outcomes,
+    ReadOptions,
+    Record,
+    Trajectory,
+    TreepackError,
+    as_objects,
+    as_text,
+    messages_of_items,
+    no,
+    object_at,
+    object_or_empty,
+    one_of,
+    read_chats,
+    shown,
+    skip_reason,
+)
+from treepack.ingest.readers.messages.content_blocks import plain_part
+from treepack.ingest.readers.messages.response_items import Item, ItemMessages
 
 CONTEXT_NOTE = "tools, and changes of the system prompt for them, are not in sessions of Codex"
 SUMMARY_NOTE = "summary for a compaction not used"
@@ -60,7 +74,7 @@ class _ItemRange:
     num_before: int = 0
 
 
-def _read_codex(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def _read_codex(records: Iterator[Record], options: ReadOptions) -> Outcomes:
     """Read the trajectories of a session, named after its id.
 
     Their group is derived from the first prompt, so that sessions with the same task are a group.
@@ -225,13 +239,13 @@ FORMAT = Format(
         payload.model payload.message payload.replacement_history payload.num_turns metadata.compaction_output
         payload.input payload.action payload.status payload.forked_from_id
         payload.source.subagent.thread_spawn.parent_thread_id
-    """.split(),
+    """,
     dropped=(
         "event_msg (repeats the items for the user), except thread_rolled_back",
         "turn_context except the model, world_state, token_usage_record",
         "payload.encrypted_content and payload.summary of reasoning",
     ),
-    keeps={MASKS},
+    keeps="masks",
     view=_in_envelope,
     read_file=_read_codex,
 )

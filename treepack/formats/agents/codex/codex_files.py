@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from treepack.calls.session_files import SessionFile, first_records
-from treepack.files.input_files.inputs import STDIN
+from treepack.formats.kit import STDIN
 
 _FILES = "rollout-*.jsonl*"
 

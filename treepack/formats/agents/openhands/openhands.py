@@ -20,17 +20,25 @@ from pathlib import Path
 from typing import Any
 
 from treepack.calls.event_views import EventView
-from treepack.files.input_files.companion_files import folder_and_document, read_document
-from treepack.files.input_files.inputs import STDIN
-from treepack.files.input_files.records import Record
 from treepack.formats.agents.openhands.openhands_actions import add_action_event
 from treepack.formats.agents.openhands.openhands_events import add_events
-from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.fields.rollout_facts import temperature_of
-from treepack.ingest.readers.fields.values import as_objects, as_text, object_or_empty
-from treepack.ingest.readers.format import MASKS, REWARDS, Format
-from treepack.ingest.readers.kinds import TEXT, Fields, first
-from treepack.trajectory import Skipped, Trajectory
+from treepack.formats.kit import (
+    STDIN,
+    TEXT,
+    Fields,
+    Format,
+    Outcomes,
+    ReadOptions,
+    Record,
+    Skipped,
+    as_text,
+    first,
+    folder_and_document,
+    object_or_empty,
+    objects_at,
+    read_document,
+    temperature_of,
+)
 
 Event = dict[str, Any]
 _EVENT_FILE = re.compile(r"event-(\d+)-.*\.json")
@@ -42,7 +50,7 @@ _OBSERVATION: Fields = {"observation": TEXT, "source": TEXT}
 _KIND: Fields = {"kind": TEXT, "source": TEXT, "timestamp": TEXT}
 
 
-def _read_openhands(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def _read_openhands(records: Iterator[Record], options: ReadOptions) -> Outcomes:
     """Read each record with a `history` as a conversation, and all other records of the file as the events of one.
 
     Raises:
@@ -52,7 +60,7 @@ def _read_openhands(records: Iterator[Record], options: ReadOptions) -> Iterator
     last = None
     for record in records:
         if "history" in record.value:
-            history = as_objects(record.value["history"], source=record.source, name="history")
+            history = objects_at(record.value, "history", record.source)
             yield from _read(record, history, options)
         else:
             events.append(record.value)
@@ -81,7 +89,7 @@ def _event_files(record: Record) -> list[Path]:
     return [path.parent / match[0] for match in sorted(matches, key=lambda match: (int(match[1]), match[0]))]
 
 
-def _read(record: Record, events: Sequence[Event], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def _read(record: Record, events: Sequence[Event], options: ReadOptions) -> Outcomes:
     view = EventView()
     before = list(takewhile(lambda event: not _is_response(event), events))
     if not any(event.get("action") == "system" or event.get("kind") == "SystemPromptEvent" for event in before):
@@ -93,7 +101,7 @@ def _read(record: Record, events: Sequence[Event], options: ReadOptions) -> Iter
         view.add(None, {"role": "user", "content": instruction})
     actions = [event for event in events if event.get("kind") == "ActionEvent"]
     for action in actions:
-        as_objects(action.get("thought"), source=record.source, name="thought")
+        objects_at(action, "thought", record.source)
     if not all(isinstance(name := action.get("llm_response_id"), str) and name for action in actions):
         yield Skipped(record.source, "llm_response_id of an action is not text", group_id=group)
         return
@@ -162,13 +170,13 @@ FORMAT = Format(
         history.observation history.content history.extras history.tool_call_metadata kind llm_message thought
         reasoning_content tool_call llm_response_id tool_call_id system_prompt tools forgotten_event_ids
         summary metadata.llm.model history.kind history.llm_message observation.kind observation.content
-    """.split(),
+    """,
     dropped=(
         "git_patch, metrics, instance",
         "message, timestamp, cause, llm_metrics",
         "history.action of the SDK (repeats tool_call)",
     ),
-    keeps={MASKS, REWARDS},
-    links="kind id".split(),
+    keeps="masks, rewards",
+    links="kind id",
     read_file=_read_openhands,
 )

@@ -15,8 +15,7 @@ from __future__ import annotations
 from typing import Any
 
 from treepack.calls.event_views import EventView, Message, command_output, event_parts
-from treepack.ingest.readers.fields import endings
-from treepack.ingest.readers.fields.values import is_messages, object_or_empty
+from treepack.formats.kit import endings, is_messages, object_or_empty
 
 Event = dict[str, Any]
 

@@ -17,7 +17,8 @@ from itertools import groupby
 from typing import Any
 
 from treepack.calls.event_views import EventView, Message, command_output, event_parts, event_text
-from treepack.ingest.readers.fields.values import as_text, as_texts, is_messages, object_at
+from treepack.formats.kit import as_text, is_messages, object_at
+from treepack.ingest.readers.fields.values import as_texts
 
 Event = dict[str, Any]
 

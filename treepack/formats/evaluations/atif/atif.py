@@ -29,29 +29,46 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from treepack.calls.conversations import without
 from treepack.calls.rollout_names import group_of_first, within
-from treepack.calls.token_calls import TokenCall, read_calls
-from treepack.errors import TreepackError
-from treepack.files.input_files.companion_files import companion_path, folder_and_document, read_document
-from treepack.files.input_files.records import NoObjectError, Record
+from treepack.files.input_files.records import NoObjectError
 from treepack.formats.evaluations.atif.trial_files import (
     MAX_AGENTS,
     FileOfRollout,
     file_of_trial,
     file_of_trial_session,
 )
-from treepack.ingest.readers.fields import endings
-from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.formats.kit import (
+    ANY,
+    LIST,
+    Fields,
+    Format,
+    Outcomes,
+    ReadOptions,
+    Record,
+    Skipped,
+    TokenCall,
+    Trajectory,
+    TreepackError,
+    as_flag,
+    as_objects,
+    companion_path,
+    describe,
+    endings,
+    folder_and_document,
+    has_fields,
+    object_at,
+    object_or_empty,
+    objects_at,
+    read_calls,
+    read_document,
+    shown,
+    temperature_of,
+    without,
+)
 from treepack.ingest.readers.fields.rewards import reward_of
-from treepack.ingest.readers.fields.rollout_facts import describe, temperature_of
-from treepack.ingest.readers.fields.values import as_objects, object_at, object_or_empty, shown
-from treepack.ingest.readers.format import EVERYTHING, Format
-from treepack.ingest.readers.kinds import ANY, LIST, Fields, has_fields, starting
+from treepack.ingest.readers.kinds import starting
 from treepack.ingest.readers.messages.conversation_settings import normalise_tools
 from treepack.ingest.readers.messages.normal_form import normalise_messages
-from treepack.ingest.readers.messages.turn_weights import as_flag
-from treepack.trajectory import Skipped, Trajectory
 
 # The sources of ATIF -> the roles of chat.
 _ROLES = {"system": "system", "user": "user", "agent": "assistant"}
@@ -66,7 +83,7 @@ _MEDIA_NOTE = "steps from the first image or sound to the end not used"
 CONTEXT_NOTE = "steps after an event of the harness, such as a summary, not used: their prompt is not known"
 
 
-def read_atif(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def read_atif(record: Record, options: ReadOptions) -> Outcomes:
     """Read the trajectories of `record`, named after the trial or the session, and of its embedded agents.
 
     Raises:
@@ -98,10 +115,10 @@ def read_atif(record: Record, options: ReadOptions) -> Iterator[Trajectory | Ski
         yield Skipped(record.source, f"its token ids are read with {_MAIN if main else path.name}", is_rollout=False)
 
 
-def _read_result(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def _read_result(record: Record, options: ReadOptions) -> Outcomes:
     """Read the token ids of a trial that has no trajectory file."""
     result, source = record.value, record.source
-    steps = as_objects(result.get("step_results"), source=source, name="step_results")
+    steps = objects_at(result, "step_results", source)
     # A trial of one step keeps agent/trajectory.json, a trial of several steps one file per step.
     parts = [("", result, f"agent/{_MAIN}")]
     parts += [(str(step.get("step_name")), step, f"steps/{step.get('step_name')}/agent/{_MAIN}") for step in steps]
@@ -115,7 +132,7 @@ def _read_result(record: Record, options: ReadOptions) -> Iterator[Trajectory | 
         yield Skipped(source, "result of a trial, read with its trajectories", is_rollout=False)
 
 
-def _read_details(record: Record, part: dict[str, Any], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def _read_details(record: Record, part: dict[str, Any], options: ReadOptions) -> Outcomes:
     """Read the conversations whose token ids are in the result of a trial, or of a step of it."""
     name = record.value["trajectory_id"]
     details = _details(part, record.source)
@@ -158,9 +175,7 @@ def _detail_calls(detail: dict[str, Any], source: str) -> list[TokenCall]:
     return [TokenCall(prompt, said, {"rollout_log_probs": values}) for prompt, said, values in calls]
 
 
-def _read_document(
-    record: Record, trial: dict[str, Any], file: FileOfRollout | None, options: ReadOptions
-) -> Iterator[Trajectory | Skipped]:
+def _read_document(record: Record, trial: dict[str, Any], file: FileOfRollout | None, options: ReadOptions) -> Outcomes:
     """Read the agents of a document, as parts of one rollout if `file` is one of several, or has several agents."""
     agents = [list(items) for items in _read_agents(record, trial, options)]
     firsts = [next((item for item in items if isinstance(item, Trajectory)), None) for items in agents]
@@ -178,9 +193,7 @@ def _read_document(
             yield part
 
 
-def _read_agents(
-    record: Record, trial: dict[str, Any], options: ReadOptions
-) -> Iterator[Iterator[Trajectory | Skipped]]:
+def _read_agents(record: Record, trial: dict[str, Any], options: ReadOptions) -> Iterator[Outcomes]:
     """Yield the trajectories of the agent of a document, and then the steps of each agent that is embedded in it."""
     value, source = record.value, record.source
     agent = object_or_empty(value.get("agent"))
@@ -194,7 +207,7 @@ def _read_agents(
     if "trajectory_id" not in facts:
         facts["trajectory_id"] = value.get("trajectory_id") or value.get("session_id")
     yield _read_agent(replace(record, value=facts), value, agent, options)
-    embedded = as_objects(value.get("subagent_trajectories"), source=source, name="subagent_trajectories")
+    embedded = objects_at(value, "subagent_trajectories", source)
     for number, each in enumerate(embedded):
         where = f"{source}: subagent_trajectories[{number}]"
         if not has_fields(each, [_TRAJECTORY]):
@@ -203,11 +216,9 @@ def _read_agents(
         yield from _read_agents(Record(where, record.path, each), trial | {"trajectory_id": name}, options)
 
 
-def _read_agent(
-    record: Record, value: dict[str, Any], agent: dict[str, Any], options: ReadOptions
-) -> Iterator[Trajectory | Skipped]:
+def _read_agent(record: Record, value: dict[str, Any], agent: dict[str, Any], options: ReadOptions) -> Outcomes:
     """Read the steps of one agent, whose document is `value`; `record` has its facts."""
-    steps = as_objects(value["steps"], source=record.source, name="steps")
+    steps = objects_at(value, "steps", record.source)
     for step in steps:
         object_at(step, "metrics", record.source)
         if not isinstance(number := step.get("llm_call_count"), int | None):
@@ -253,7 +264,7 @@ def _ending(step: dict[str, Any]) -> Any:
 
 def _read_steps(
     record: Record, steps: list[dict[str, Any]], tools: Any, some_ids: bool, options: ReadOptions
-) -> Iterator[Trajectory | Skipped]:
+) -> Outcomes:
     """Read the steps as one conversation, up to the first step with media or with a change of the context."""
     messages: list[dict[str, Any]] = []
     notes: tuple[str, ...] = (_SOME_NOTE,) if some_ids else ()
@@ -288,7 +299,7 @@ def _messages(step: dict[str, Any], source: str) -> list[dict[str, Any]]:
         return [message] if message["content"] else []
     if step.get("reasoning_content"):
         message["reasoning_content"] = step["reasoning_content"]
-    calls = as_objects(step.get("tool_calls"), source=source, name="tool_calls")
+    calls = objects_at(step, "tool_calls", source)
     if calls:
         names = {"id": "tool_call_id", "name": "function_name", "arguments": "arguments"}
         message["tool_calls"] = [{name: call.get(field) for name, field in names.items()} for call in calls]
@@ -345,7 +356,7 @@ def _name(result: dict[str, Any], *names: str) -> str:
 
 
 def _step_result(result: dict[str, Any], name: str, source: str) -> dict[str, Any]:
-    steps = as_objects(result.get("step_results"), source=source, name="step_results")
+    steps = objects_at(result, "step_results", source)
     return next((step for step in steps if step.get("step_name") == name), {})
 
 
@@ -375,7 +386,7 @@ FORMAT = Format(
         agent.extra.temperature session_id task_name trial_name verifier_result.rewards
         step_results.verifier_result.rewards agent_result.rollout_details subagent_trajectories=.
         continued_trajectory_ref
-    """.split(),
+    """,
     dropped=(
         "system steps with an observation (events of the harness)",
         "steps.timestamp, steps.extra, other metrics",
@@ -383,6 +394,6 @@ FORMAT = Format(
         "observation.results.subagent_trajectory_ref (a file of its own, or embedded)",
         "of result.json: config, times, costs, exceptions",
     ),
-    keeps=EVERYTHING,
+    keeps="token ids, masks, log-probabilities, rewards, lineage",
     read=read_atif,
 )

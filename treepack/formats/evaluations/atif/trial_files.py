@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from treepack.files.input_files.inputs import STDIN
-from treepack.files.input_files.records import Record
+from treepack.formats.kit import STDIN, Record
 
 MAX_AGENTS = 1000  # agents of a file that have a part of their own; all further ones have the last part
 _KINDS = ("summary", "questions", "answers")

@@ -24,23 +24,37 @@ from typing import Any
 
 from treepack.calls.apis.api_forms import prompt_of, responses_of
 from treepack.calls.apis.otel_parts import messages_of_parts
-from treepack.calls.chat_calls import ChatCall, read_chats
-from treepack.calls.conversations import with_notes, without
 from treepack.calls.spans.span_calls import INSTRUCTIONS
 from treepack.calls.spans.trace_spans import get, tree
-from treepack.errors import TreepackError
 from treepack.files.input_files.json_text import parsed
-from treepack.files.input_files.records import Record
+from treepack.formats.kit import (
+    TEXT,
+    ChatCall,
+    Fields,
+    Format,
+    Outcome,
+    Outcomes,
+    ReadOptions,
+    Record,
+    Skipped,
+    TreepackError,
+    ValueKind,
+    as_id,
+    first,
+    is_messages,
+    mark_prefills,
+    object_or_empty,
+    read_chats,
+    shown,
+    skip_reason,
+    with_notes,
+    without,
+)
 from treepack.formats.model_calls.langfuse.langfuse_fields import ALSO, FINISHED, METADATA, SCHEMAS, USED, langfuse_view
-from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.unread import not_used, unread
-from treepack.ingest.readers.fields.values import as_id, is_messages, object_or_empty, shown, start_time
-from treepack.ingest.readers.format import REWARDS, Format
-from treepack.ingest.readers.kinds import TEXT, Fields, ValueKind, first, some
-from treepack.ingest.readers.messages.content_blocks import skip_reason
+from treepack.ingest.readers.fields.values import start_time
+from treepack.ingest.readers.kinds import some
 from treepack.ingest.readers.messages.conversation_settings import normalise_tools
-from treepack.ingest.readers.messages.prefills import mark_prefills
-from treepack.trajectory import Skipped, Trajectory
 
 _NO_CALL_NOTE = "observation without an LLM call"
 _AROUND_NOTE = "generation around other generations, which repeats them"
@@ -66,7 +80,7 @@ class _TraceFacts:
     fault: str = ""
 
 
-def _read_langfuse(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def _read_langfuse(records: Iterator[Record], options: ReadOptions) -> Outcomes:
     """Read the trajectories of the traces of one file, in the order of their first records.
 
     Raises:
@@ -191,11 +205,11 @@ def _add_scores(trace: _TraceFacts, scores: Any, source: str) -> None:
             trace.notes[f"score '{str(score.get('name'))[:40]}' that is no number not used"] = None
 
 
-def _read(name: str, trace: _TraceFacts, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def _read(name: str, trace: _TraceFacts, options: ReadOptions) -> Outcomes:
     around = _ancestors(trace)
     calls: list[ChatCall] = []
     models: dict[str, None] = {}
-    items: list[Trajectory | Skipped] = []
+    items: list[Outcome] = []
     try:
         if trace.fault:
             raise TreepackError(trace.fault)
@@ -341,6 +355,6 @@ FORMAT = Format(
         "scores in a file of their own",
         "usage, costs, times, versions, prompts",
     ),
-    keeps={REWARDS},
+    keeps="rewards",
     read_file=_read_langfuse,
 )

@@ -9,11 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 from treepack.calls.apis.api_paths import requests, responses
-from treepack.calls.conversations import without
 from treepack.calls.spans.span_calls import INSTRUCTIONS
 from treepack.files.input_files.json_text import parsed
+from treepack.formats.kit import is_messages, without
 from treepack.ingest.readers.fields.unread import declare
-from treepack.ingest.readers.fields.values import is_messages
 
 # Where integrations put the reason why a response ends, and the schemas of tools, among the attributes of their spans.
 FINISHED = ("ai.response.finishReason", "llm.finish_reason", "gen_ai.response.finish_reasons")

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from treepack.files.input_files.json_text import parsed_json
-from treepack.trajectory import Chat, PromptCompletion, Skipped, Trajectory
+from treepack.trajectory import Chat, Outcome, PromptCompletion, Trajectory
 
 Declared = dict[str, Any]  # name -> Declared; an empty one covers everything under the name
 _MAX_WORD = 64  # characters of a single word; a longer one is text, for example in a language without spaces
@@ -96,7 +96,7 @@ def _at(tree: Declared, path: str) -> Declared:
 class TrajectoryTexts:
     """All texts of trajectories, in which the texts of their records are searched."""
 
-    def __init__(self, items: Iterable[Trajectory | Skipped]) -> None:
+    def __init__(self, items: Iterable[Outcome]) -> None:
         """Take the trajectories; their texts are collected when the first one is searched."""
         self._items = list(items)
         self._texts: set[str] = set()
@@ -104,7 +104,7 @@ class TrajectoryTexts:
         self._whole = ""
         self._budget = _MAX_SEARCHED
 
-    def add(self, item: Trajectory | Skipped) -> None:
+    def add(self, item: Outcome) -> None:
         """Collect the texts of one more item, before the first search."""
         if isinstance(item, Trajectory):
             self._add(list(_texts_of(item)))

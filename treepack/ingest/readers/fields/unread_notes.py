@@ -19,7 +19,7 @@ from treepack.ingest.readers.fields.rewards import REWARDS, is_equal
 from treepack.ingest.readers.fields.rollout_facts import GROUPS, IDS, SAMPLING_DICTS, STEPS
 from treepack.ingest.readers.fields.token_fields import KEPT_FIELDS, KINDS, LENGTHS, RETURN
 from treepack.ingest.readers.fields.unread import Declared, TrajectoryTexts, named, unread, unsaid
-from treepack.trajectory import Skipped, Tokens, Trajectory
+from treepack.trajectory import Outcome, Outcomes, Tokens, Trajectory
 
 View = Callable[[dict[str, Any]], dict[str, Any]]
 # Fields of a trajectory that come from fields of a record with any of several names.
@@ -30,7 +30,7 @@ _MAX_TEXTS = 1 << 26  # characters of the texts of a file that are kept to searc
 
 
 def notes_of_record(
-    value: dict[str, Any], declared: Declared, items: Sequence[Trajectory | Skipped], source: str
+    value: dict[str, Any], declared: Declared, items: Sequence[Outcome], source: str
 ) -> tuple[str, ...]:
     """Return a note on each field of the record `value` that is not used in its `items`; none without a trajectory.
 
@@ -78,9 +78,9 @@ class NotesOfFile:
                 self._fields[path, text, is_declared] = None
             yield record
 
-    def on_items(self, items: Iterable[Trajectory | Skipped]) -> Iterator[Trajectory | Skipped]:
+    def on_items(self, items: Iterable[Outcome]) -> Outcomes:
         """Yield `items`, the last trajectory with the notes on all records, after which no other trajectory comes."""
-        held: list[Trajectory | Skipped] = []  # the last trajectory and the items after it
+        held: list[Outcome] = []  # the last trajectory and the items after it
         for item in items:
             if isinstance(item, Trajectory):
                 if self._room > 0:
@@ -100,7 +100,7 @@ class NotesOfFile:
 _Facts = dict[str, list[Any]]  # values by the name of their metadata, or by the name of a field of `Trajectory`
 
 
-def _facts_of(items: Iterable[Trajectory | Skipped]) -> _Facts:
+def _facts_of(items: Iterable[Outcome]) -> _Facts:
     """Return the facts of the trajectories among `items` besides their content; empty without any."""
     facts: _Facts = {}
     for item in items:

@@ -170,6 +170,15 @@ def object_at(value: dict[str, Any], name: str, source: str) -> dict[str, Any]:
     return field or {}
 
 
+def objects_at(value: dict[str, Any], name: str, source: str) -> list[dict[str, Any]]:
+    """Return the list of objects `value[name]`, or an empty list if it is null or missing.
+
+    Raises:
+        TreepackError: it is something else.
+    """
+    return as_objects(value.get(name), source=source, name=name)
+
+
 def object_or_empty(value: Any) -> dict[str, Any]:
     """Return `value` if it is an object, else an empty one."""
     return value if isinstance(value, dict) else {}

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from treepack.errors import TreepackError
-from treepack.ingest.readers.fields.values import as_objects, shown
+from treepack.ingest.readers.fields.values import objects_at, shown
 from treepack.ingest.readers.messages.content_blocks import MEDIA_PARTS
 from treepack.ingest.readers.messages.merged_turns import left_over
 
@@ -39,12 +39,12 @@ def message_of_tree(message: Message, source: str, notes: dict[str, None]) -> Me
     role = fields.get("role")
     if role is not None:
         done["role"] = RENAMED_ROLES.get(role, role) if isinstance(role, str) else role
-    tool_calls = as_objects(fields.get("tool_calls"), source=source, name="tool_calls")
+    tool_calls = objects_at(fields, "tool_calls", source)
     calls = [each.get("tool_call", each) for each in tool_calls]
     if isinstance(name := fields.get("function_call_name"), str):
         done["function_call"] = {"name": name, "arguments": fields.get("function_call_arguments_json")}
     contents: list[dict[str, Any]] = []
-    for part in as_objects(fields.get("contents"), source=source, name="contents"):
+    for part in objects_at(fields, "contents", source):
         if isinstance(call := part.get("tool_call"), dict):
             calls += [call] if call not in calls else []
         elif isinstance(content := part.get("message_content"), dict):

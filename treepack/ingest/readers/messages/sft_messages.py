@@ -10,7 +10,7 @@ Each pair is a group of its own, named after its place in the file, so that only
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from itertools import takewhile
 from typing import Any
@@ -25,7 +25,7 @@ from treepack.ingest.readers.messages.conversation_settings import normalise_too
 from treepack.ingest.readers.messages.normal_form import has_media, normalise_messages
 from treepack.ingest.readers.messages.prefills import with_prefills
 from treepack.ingest.readers.messages.turn_weights import as_flag
-from treepack.trajectory import Skipped, Trajectory
+from treepack.trajectory import Outcome, Outcomes, Skipped
 
 Message = dict[str, Any]
 LABELS = ("label", "kto_tag")
@@ -69,7 +69,7 @@ def calls_of_text(text: Any, *, where: str) -> list[dict[str, Any]]:
 
 def read_conversation(
     record: Record, messages: Sequence[Message], options: ReadOptions, *, used: Collection[str]
-) -> Trajectory | Skipped:
+) -> Outcome:
     """Return the trajectory of one conversation, with the tools of the record; all assistant messages are trained.
 
     A `label` or `kto_tag` that is true or false, or 1 or 0, is the reward if the record has no other reward. It belongs
@@ -102,7 +102,7 @@ def read_pair(
     options: ReadOptions,
     *,
     used: Collection[str],
-) -> Iterator[Trajectory | Skipped]:
+) -> Outcomes:
     """Yield the two trajectories of a pair; assistant messages of `chosen` and `rejected` are trained, `prompt` is not.
 
     Raises:
@@ -137,7 +137,7 @@ def read_whole_pair(
     options: ReadOptions,
     *,
     used: Collection[str],
-) -> Iterator[Trajectory | Skipped]:
+) -> Outcomes:
     """Yield the two trajectories of a pair of conversations; their common first messages are the prompt.
 
     Raises:

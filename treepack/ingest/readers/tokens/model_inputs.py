@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from treepack.errors import TreepackError
-from treepack.ingest.readers.fields.values import as_objects, shown
+from treepack.ingest.readers.fields.values import objects_at, shown
 from treepack.trajectory import Int32, as_token_ids
 
 
@@ -18,7 +18,7 @@ def model_input_ids(model_input: Any, source: str) -> Int32 | None:
     if not isinstance(model_input, dict):
         raise TreepackError(f"{source}: the model input is {shown(model_input)}; expected chunks of token ids")
     # chunks [{"tokens": [1, 2]}, {"tokens": [3]}] -> [1, 2, 3]
-    chunks = as_objects(model_input.get("chunks"), source=source, name="chunks")
+    chunks = objects_at(model_input, "chunks", source)
     if any(not isinstance(chunk.get("tokens"), list) for chunk in chunks):
         return None
     parts = [as_token_ids(chunk["tokens"], source=source, name="tokens") for chunk in chunks]

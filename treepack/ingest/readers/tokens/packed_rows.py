@@ -9,7 +9,6 @@ belongs to every sequence.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
@@ -22,7 +21,7 @@ from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.token_fields import number_values
 from treepack.ingest.readers.fields.values import shown
 from treepack.ingest.readers.tokens.token_records import read_tokens
-from treepack.trajectory import Skipped, Trajectory
+from treepack.trajectory import Outcomes, Skipped
 
 
 def lengths_of(value: Any, *, name: str, num_tokens: int, source: str) -> list[int]:
@@ -50,7 +49,7 @@ def num_padding(positions: Any, lengths: list[int], *, source: str) -> int:
     return 0 if len(restarts) == 0 else len(last) - 1 - int(restarts[0])
 
 
-def read_packed(record: Record, lengths: list[int], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def read_packed(record: Record, lengths: list[int], options: ReadOptions) -> Outcomes:
     """Yield one trajectory per sequence of a row, named `<row>/sequence-<k>` from 1; the `tokens` reader reads it.
 
     Raises:

@@ -12,7 +12,6 @@ is one that fits two rows with different places. Padding that an attention mask 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -42,10 +41,10 @@ from treepack.trajectory import (
     FIRST_TOKEN_NOTE,
     Float64,
     Int32,
+    Outcomes,
     Routes,
     Skipped,
     Tokens,
-    Trajectory,
     as_token_ids,
     check_logprobs,
     spans_of_mask,
@@ -58,7 +57,7 @@ LOGPROBS = {
 }
 
 
-def read_tokens(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def read_tokens(record: Record, options: ReadOptions) -> Outcomes:
     """Read the one trajectory of `record`, or skip it.
 
     Raises:
