@@ -19,14 +19,18 @@ if TYPE_CHECKING:
 # Divergence per token from which on sampler and trainer are two policies; rounding in bfloat16 gives about 0.001.
 LARGE_SAMPLER_KL = 0.01
 MANY_UNUSED = 0.2  # share of terms
+_SAMPLER = "KL from the sampler"
 
 
 def step_values(metrics: StepMetrics) -> dict[str, str]:
     """Return the values of a step for its line."""
     held_out = metrics.evaluation.get("eval_loss")
+    means = _named_means(metrics)
+    if means.get(_SAMPLER, LARGE_SAMPLER_KL) < LARGE_SAMPLER_KL:
+        del means[_SAMPLER]
     return {
         "loss": f"{metrics.loss:z.4f}",
-        **{name: f"{value:.3g}" for name, value in _named_means(metrics).items()},
+        **{name: f"{value:.3g}" for name, value in means.items()},
         **({} if held_out is None else {"held-out loss": f"{held_out:.4f}"}),
         "lr": f"{metrics.lr:.3g}",
         "grad norm": f"{metrics.grad_norm:.3g}",
@@ -46,16 +50,14 @@ def _named_means(metrics: StepMetrics) -> dict[str, float]:
     named |= {text: means[name] for name, text in {**divergence, "entropy": "entropy"}.items() if name in means}
     if "clip_fraction_low" in means:
         named |= {"clip share": means["clip_fraction_low"] + means["clip_fraction_high"]}
-    if means.get("sampler_kl", 0.0) >= LARGE_SAMPLER_KL:
-        named |= {"KL from the sampler": means["sampler_kl"]}
-    return named
+    return named | ({_SAMPLER: means["sampler_kl"]} if "sampler_kl" in means else {})
 
 
 def _outcome(steps: list[StepMetrics]) -> dict[str, Any]:
     """Return the lines of the summary about the first and the last step: the loss, or the means that say more."""
     first, last = (_named_means(steps[place]) for place in (0, -1))
     # The loss of a policy is about 0 in every step, whatever it learns.
-    losses = {} if "clip_fraction_low" in steps[0].means else {"first loss": steps[0].loss, "last loss": steps[-1].loss}
+    losses = {} if "zero_advantage" in steps[0].means else {"first loss": steps[0].loss, "last loss": steps[-1].loss}
     names = [name for name in first if name in last]
     lines = losses | {f"{name}, first and last": f"{first[name]:.4g}, {last[name]:.4g}" for name in names}
     return lines | _sampler_lines(steps[-1].means) | _unused_terms(steps)

@@ -107,7 +107,7 @@ def test_a_new_head_gives_zero_and_beside_it_the_policy_loss_is_unchanged(
     # Values are 0, so the error is the return; a clipped value is at most 0.2 from an old value of any size.
     assert first.means["explained_variance"] == pytest.approx(0.0, abs=1e-6)
     assert first.loss == pytest.approx(policy.loss + 0.5 * first.means["value_loss"], rel=1e-5)
-    assert first.means["ratio"] == policy.means["ratio"]
+    assert first.means["entropy"] == policy.means["entropy"]
     assert not (tmp_path / "policy" / VALUE_FILE).exists()
 
 

@@ -10,6 +10,7 @@ from treepack.train.step import StepMetrics
 summary = import_module("treepack_cli.run_summary")
 
 MEANS = {"ratio": 1.0, "clip_fraction_low": 0.25, "clip_fraction_high": 0.125, "old_kl": 0.5, "entropy": 2.0}
+MEANS["zero_advantage"] = 0.1
 
 
 def metrics(loss: float, **means: float) -> StepMetrics:
@@ -42,8 +43,12 @@ def test_a_large_divergence_from_the_sampler_and_many_terms_without_advantage_ar
     assert shown["KL from the sampler by position, last"] == "to 256: 0.25, to 1k: 0.75"
     assert shown["KL from the sampler, first and last"] == "0.5, 0.5"
     assert shown["terms with advantage 0"].startswith("50.0%; `treepack advantages --reject-equal`")
-    small = summary._outcome([metrics(0.0, **MEANS, sampler_kl=0.001, zero_advantage=0.1)])
-    assert not [name for name in small if "sampler" in name or "advantage" in name]
+    step = metrics(0.0, **MEANS, sampler_kl=0.001)
+    small = summary._outcome([step])
+    assert [name for name in small if "sampler" in name or "advantage" in name] == [
+        "KL from the sampler, first and last"
+    ]
+    assert not [name for name in summary.step_values(step) if "sampler" in name]
 
 
 def test_a_distillation_shows_its_loss_and_divergence_and_no_ratios() -> None:

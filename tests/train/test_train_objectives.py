@@ -32,6 +32,7 @@ from treepack.train.options import TrainOptions
 from treepack.train.run import TrainingRun
 from treepack.train.setup.opening import open_run, open_verification
 from treepack.train.step import StepMetrics
+from treepack.trajectory import Tokens, Trajectory
 from treepack.trie.builders.in_memory import build_trie
 
 CPU = TrainOptions(device="cpu", lr=1e-2, rows_per_step=100, clip=0.0, checkpoint_every=0)
@@ -48,8 +49,10 @@ def config(tmp_path: Path) -> Path:
     return tiny_config(tmp_path / "tiny.json")
 
 
-def train_on(packed: Path, config: Path, objective: Objective, **changes: Any) -> tuple[list[StepMetrics], TrainingRun]:
-    run = open_run(packed, config, replace(CPU, objective=objective, **changes))
+def train_on(
+    packed: Path, config: Path, objective: Objective, *, held_out: Path | None = None, **changes: Any
+) -> tuple[list[StepMetrics], TrainingRun]:
+    run = open_run(packed, config, replace(CPU, objective=objective, **changes), held_out=held_out)
     return list(train(run, packed.parent / f"out-{packed.name}", overwrite=True)), run
 
 
@@ -95,7 +98,7 @@ def test_training_moves_probability_towards_advantages(tmp_path: Path, config: P
     # Advantage 1 for every token of one half of the rollouts and -1 for the other half.
     good = [replace(r, advantages=[1.0 if i % 2 else -1.0] * len(r.tokens)) for i, r in enumerate(rollouts())]
     packed = write_rows(tmp_path / "packed", as_trajectories(good, without=["old_logprobs"]), MIXED)
-    metrics, _ = train_on(packed, config, choose_objective("cispo"), epochs=12)
+    metrics, _ = train_on(packed, config, choose_objective("cispo", old_logprobs="recorded"), epochs=12)
     assert metrics[-1].loss < metrics[0].loss - 0.1
 
 
@@ -171,6 +174,124 @@ def test_rows_without_pairs_are_left_out_of_dpo_and_counted(tmp_path: Path, conf
     run = open_run(packed, config, replace(CPU, objective=choose_objective("dpo")))
     assert [step.rows for step in run.schedule] == [[0]]
     assert "1 rows without pairs to compare are left out" in run.notes
+
+
+RATIOS = {"ratio", "clip_fraction_low", "clip_fraction_high", "old_kl"}
+TWO_UPDATES: dict[str, Any] = {"steps": 2, "rows_per_step": 100}
+
+
+@pytest.mark.parametrize(
+    ("without", "loss", "changes", "expected"),
+    [
+        (["old_logprobs"], "grpo", TWO_UPDATES, "sampler"),
+        (["old_logprobs"], "gspo", {"rows_per_step": 2}, "sampler"),  # an epoch of two updates
+        (["old_logprobs"], "grpo", {"steps": 1}, "recorded"),
+        ([], "grpo", TWO_UPDATES, "recorded"),
+        (["old_logprobs", "sampling_logprobs"], "grpo", TWO_UPDATES, "recorded"),
+        (["old_logprobs"], "reinforce", TWO_UPDATES, "recorded"),  # has no ratio
+    ],
+)
+def test_the_samplers_logprobs_are_old_if_several_updates_use_one_batch_and_no_others_are_recorded(
+    tmp_path: Path, config: Path, without: list[str], loss: str, changes: dict[str, Any], expected: str
+) -> None:
+    packed = write_rows(tmp_path / "packed", as_trajectories(rollouts(), without=without), MIXED)
+    run = open_run(packed, config, replace(CPU, objective=choose_objective(loss), **changes))
+    assert run.options.as_record()["objective"]["old_logprobs"] == expected
+    said = [note for note in run.notes if note.startswith("several updates use one batch of rollouts")]
+    assert len(said) == (expected == "sampler")
+    missing = [note for note in run.notes if "every update counts as on-policy" in note]
+    assert len(missing) == (expected == "recorded" and bool(without) and loss != "reinforce")
+
+
+def test_given_old_logprobs_and_weights_of_the_sampler_are_kept(tmp_path: Path, config: Path) -> None:
+    packed = write_rows(tmp_path / "packed", as_trajectories(rollouts(), without=["old_logprobs"]), MIXED)
+    given: list[dict[str, Any]] = [{"old_logprobs": "recorded"}, {"importance_cap": 2.0}]
+    for options in given:
+        run = open_run(packed, config, replace(CPU, objective=choose_objective("grpo", **options), **TWO_UPDATES))
+        assert run.options.objective.old_logprobs == "recorded"
+        (note,) = [note for note in run.notes if "on-policy" in note]
+        assert ("--old-logprobs sampler" in note) == ("importance_cap" not in options)  # which excludes it
+
+
+def test_an_update_for_each_training_step_is_on_policy(tmp_path: Path, config: Path) -> None:
+    of_steps = [
+        replace(each, step=i % 2) for i, each in enumerate(as_trajectories(rollouts(), without=["old_logprobs"]))
+    ]
+    packed = write_rows(tmp_path / "packed", of_steps, BY_GROUP)
+    for epochs, expected in ((1, "recorded"), (2, "sampler")):
+        run = open_run(packed, config, replace(CPU, objective=choose_objective("grpo"), epochs=epochs))
+        assert (len(run.schedule), run.options.objective.old_logprobs) == (2 * epochs, expected)
+
+
+def _without_sampler(trajectory: Trajectory) -> Trajectory:
+    assert isinstance(trajectory.content, Tokens)
+    return replace(trajectory, content=replace(trajectory.content, sampling_logprobs=None))
+
+
+@pytest.mark.parametrize("is_held_out", [False, True])
+def test_logprobs_of_the_sampler_that_some_rollouts_lack_are_not_chosen(
+    tmp_path: Path, config: Path, is_held_out: bool
+) -> None:
+    whole = as_trajectories(rollouts(), without=["old_logprobs"])
+    packed = write_rows(tmp_path / "packed", whole, MIXED)
+    part = write_rows(tmp_path / "part", [_without_sampler(whole[0]), *whole[1:]], MIXED)
+    options = replace(CPU, objective=choose_objective("grpo"), **TWO_UPDATES)
+    run = open_run(packed, config, options, held_out=part) if is_held_out else open_run(part, config, options)
+    assert run.options.objective.old_logprobs == "recorded"
+
+
+def test_the_default_is_the_run_with_old_logprobs_of_the_sampler(tmp_path: Path, config: Path) -> None:
+    packed = write_rows(tmp_path / "packed", as_trajectories(rollouts(), without=["old_logprobs"]), MIXED)
+    results = []
+    for old in ("auto", "sampler"):
+        steps, run = train_on(packed, config, choose_objective("grpo", old_logprobs=old), **TWO_UPDATES)
+        assert not any("on-policy" in note for note in run.notes)
+        results.append((steps[-1].means, run.loaded.model.state_dict()))
+    (means, weights), (expected, others) = results
+    assert means == expected
+    assert means.keys() & {*RATIOS, "sampler_kl"} == {*RATIOS, "sampler_kl"} - {"old_kl"}  # which is sampler_kl
+    assert all(torch.equal(weight, others[name]) for name, weight in weights.items())
+
+
+def test_a_resumed_run_keeps_its_old_logprobs(treepack: Command, tmp_path: Path, config: Path) -> None:
+    packed = write_rows(tmp_path / "packed", as_trajectories(rollouts(), without=["old_logprobs"]), MIXED)
+    common = ("train", packed, "--model", config, "--device", "cpu", "--loss", "grpo", "--rows-per-step", 4)
+    for first, expected in ((1, "recorded"), (2, "sampler")):
+        out = tmp_path / expected
+        assert treepack(*common, "--steps", first, "--out", out).status == 0
+        done = treepack(*common, "--steps", 3, "--out", out, "--resume")
+        assert (done.status, "resumed after step" in done.err) == (0, True)
+        for name in ("run.json", "train.json"):
+            assert json.loads((out / name).read_text())["options"]["objective"]["old_logprobs"] == expected
+        other = {"recorded": "sampler", "sampler": "recorded"}[expected]
+        done = treepack(*common, "--steps", 4, "--out", out, "--resume", "--old-logprobs", other)
+        assert done.err.endswith(
+            f"cannot resume: --old-logprobs was {expected!r} when the run started and is {other!r} now; restore it, or "
+            "start a new --out\n"
+        )
+
+
+@pytest.mark.parametrize(
+    ("without", "loss", "options", "left_out"),
+    [
+        (["old_logprobs"], "grpo", {}, RATIOS),
+        ([], "grpo", {}, set()),
+        ([], "sapo", {}, {"clip_fraction_low", "clip_fraction_high"}),  # bounds no term
+        ([], "ppo", {"value_coef": 0.5, "value_clip": 0.0}, {"value_clip_fraction"}),
+        (["old_values"], "ppo", {"value_coef": 0.5}, {"value_clip_fraction"}),
+        ([], "ppo", {"value_coef": 0.5}, set()),
+    ],
+)
+def test_means_that_the_data_determines_are_left_out(
+    tmp_path: Path, config: Path, without: list[str], loss: str, options: dict[str, Any], left_out: set[str]
+) -> None:
+    samples = [replace(r, returns=[0.5] * len(r.tokens), old_values=[0.25] * len(r.tokens)) for r in rollouts()]
+    packed = write_rows(tmp_path / "packed", as_trajectories(samples, without=without), MIXED)
+    (metrics,), _ = train_on(packed, config, choose_objective(loss, **options), held_out=packed)
+    values = {"value_clip_fraction"} if "value_coef" in options else set()
+    assert metrics.means.keys() & (RATIOS | {"value_clip_fraction"}) == (RATIOS | values) - left_out
+    evaluated = {name.removeprefix("eval_") for name in metrics.evaluation}
+    assert evaluated & (RATIOS | {"value_clip_fraction"}) == (RATIOS | values) - left_out
 
 
 def test_without_old_logprobs_a_note_says_on_policy(tmp_path: Path, config: Path) -> None:

@@ -71,13 +71,20 @@ def check_columns(dataset: AnyDataset, objective: Objective) -> None:
     check_term_temperatures(sources, objective)
 
 
+def has_whole_column(dataset: AnyDataset, column: str) -> bool:
+    """Return True if the dataset has a value of the column for every trajectory of every row."""
+    return column in dataset.term_columns and not any(
+        _first_incomplete(source, column).num_rows for source in sources_of(dataset)
+    )
+
+
 def _check_complete(dataset: PackedDataset, objective: Objective) -> None:
     """Refuse a column of the objective that has no value for some trajectories."""
     # Without old log-probabilities every ratio is 1. If only some terms had them, the other ratios would be NaN.
     # Without old values nothing is clipped.
     optional = [column for column in optional_columns(objective) if column in dataset.term_columns]
     for column in (*objective.columns, *optional):
-        incomplete = dataset.once_per_machine(f"incomplete-{column}", functools.partial(_incomplete, dataset, column))
+        incomplete = _first_incomplete(dataset, column)
         if incomplete.num_rows:
             raise TreepackError(
                 f"{dataset.path}: row {incomplete['row_id'][0]} has no {column} for some trajectories, which the loss "
@@ -85,8 +92,12 @@ def _check_complete(dataset: PackedDataset, objective: Objective) -> None:
             )
 
 
-def _incomplete(dataset: PackedDataset, column: str) -> pa.Table:
+def _first_incomplete(dataset: PackedDataset, column: str) -> pa.Table:
     """Return the `row_id` of the first row that lacks a value of the column; none if all have all values."""
+    return dataset.once_per_machine(f"incomplete-{column}", functools.partial(_incomplete, dataset, column))
+
+
+def _incomplete(dataset: PackedDataset, column: str) -> pa.Table:
     first: list[int] = []
     for table in dataset.tables(["row_id", column]):
         # A cell is a list with one value per term or trajectory: null values in lists, and null lists.

@@ -50,6 +50,7 @@ data.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
 import torch
@@ -120,8 +121,12 @@ def objective_loss(
     return total, sums
 
 
-def step_means(sums: dict[str, float]) -> dict[str, float]:
-    """Return the means of a step from the summed sums of `objective_loss` of its rows; empty without any."""
+def step_means(sums: dict[str, float], left_out: Collection[str] = ()) -> dict[str, float]:
+    """Return the means of a step from the summed sums of `objective_loss` of its rows; empty without any.
+
+    `left_out` are names of means that are not returned, because the data determines them.
+    """
+    sums = {name: value for name, value in sums.items() if name not in left_out}
     weight = sums.get("weight", 1.0)  # total weight of the terms, or pairs
     means = explain_variance({name: value / weight for name, value in sums.items() if name != "weight"})
     means = _sampler_means(means)
@@ -199,8 +204,8 @@ def sum_names(objective: Objective) -> tuple[str, ...]:
 
 def _policy_means(objective: Objective) -> tuple[str, ...]:
     is_read = {
-        **dict.fromkeys(("clip_fraction_low", "clip_fraction_high", "zero_advantage"), objective.has_advantages),
-        **dict.fromkeys(("ratio", "old_kl"), objective.has_advantages),
+        **dict.fromkeys(("clip_fraction_low", "clip_fraction_high"), objective.has_advantages and objective.clips),
+        **dict.fromkeys(("ratio", "old_kl", "zero_advantage"), objective.has_advantages),
         **dict.fromkeys(("importance", "importance_square"), objective.corrects_sampler),
         "truncated": objective.importance_cap is not None,
         "masked": objective.importance_mask is not None or objective.sequence_mask is not None,

@@ -57,7 +57,7 @@ def _check_source(source: PackedSource, objective: Objective) -> None:
 def optional_columns(objective: Objective) -> tuple[str, ...]:
     """Return the columns that the loss reads if a directory has them; then all terms of all directories need them."""
     read = {
-        "term_old_logprob": objective.is_policy and objective.old_logprobs == "recorded",
+        "term_old_logprob": objective.is_policy and objective.old_logprobs != "sampler",
         "term_old_value": objective.has_values and objective.value_clip > 0,
     }
     return tuple(name for name, is_read in read.items() if is_read)

@@ -14,7 +14,7 @@ from typing import Any
 
 from treepack.errors import TreepackError
 from treepack.objectives.factors import DENOMINATORS, Denominator
-from treepack.objectives.loss import Loss
+from treepack.objectives.loss import CLIPS, Loss
 from treepack.objectives.registry import find_loss
 from treepack.option_fields import check_options, option
 
@@ -76,10 +76,12 @@ class Objective:
         "trajectory is larger than this.",
         minimum=0,
     )
+    # `train` chooses one of the others; elsewhere auto is recorded.
     old_logprobs: str = option(
-        "recorded",
-        "Denominator of ratios: the recorded old log-probabilities, or those of the sampler (verl's bypass mode).",
-        choices=("recorded", "sampler"),
+        "auto",
+        "Denominator of ratios: the recorded old log-probabilities, or those of the sampler (verl's bypass mode); auto "
+        "is sampler if the rows have only those and several updates use one batch of rollouts, else recorded.",
+        choices=("auto", "recorded", "sampler"),
     )
     # Pairs of a name of `Loss.constants` and its value; empty for the usual ones. `choose_objective` takes a dict.
     loss_constants: tuple[tuple[str, float], ...] = option(
@@ -231,6 +233,17 @@ class Objective:
         return None if not self.reads_law else 1.0 if self.teacher_baseline else self.distill_beta
 
     @property
+    def clips(self) -> bool:
+        """True if the loss may bound terms by their ratio; a loss of another package may do so without an option."""
+        return bool(self.definition.options & CLIPS) or self.definition.package is not None
+
+    @property
+    def has_ratio(self) -> bool:
+        """True if the loss reads old log-probabilities."""
+        has_ratio = self.has_advantages and self.definition.has_ratio
+        return has_ratio or self.teacher_kl > 0 or (self.kl > 0 and self.kl_estimator == "unbiased")
+
+    @property
     def has_values(self) -> bool:
         """True if the loss reads values, so that the model has a value head."""
         return not self.reads_logprobs or self.value_coef > 0
@@ -321,9 +334,7 @@ def _refuse_unused(objective: Objective, given: Mapping[str, Any]) -> None:
             "old_logprobs is sampler, so ratios correct the sampler already; omit importance_cap and importance_mask, "
             "or take recorded"
         )
-    has_ratio = objective.has_advantages and objective.definition.has_ratio
-    has_ratio |= objective.teacher_kl > 0 or (objective.kl > 0 and objective.kl_estimator == "unbiased")
-    if objective.old_logprobs == "sampler" and not has_ratio:
+    if objective.old_logprobs == "sampler" and not objective.has_ratio:
         raise TreepackError(f"the loss {objective.name} has no ratio, so old_logprobs has no effect; omit it")
     if objective.has_values and objective.weighing.column is not None:
         raise TreepackError("no estimator writes edges beside the returns of values; choose another denominator")

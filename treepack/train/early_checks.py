@@ -111,6 +111,7 @@ def check_resumed(
     unknown = {"config_sha256"}
     unknown |= {"dtype"} if options.dtype == "auto" else set()
     unknown |= {"blocks"} if options.blocks is None else set()
+    unknown |= {"old_logprobs"} if options.objective.old_logprobs == "auto" else set()
     refuse_differences(out, now, unknown=unknown)
     record = finished_record(out)
     done = steps_done(record)

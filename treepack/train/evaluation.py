@@ -38,7 +38,7 @@ def evaluate(held_out: TrainingRun, note: Callable[[str], None] = _log.info) -> 
     start, rows = time.perf_counter(), held_out.schedule[0].rows
     report, held_out = fit_forward(held_out, lambda run: forward_rows(run, rows), rows, note)
     losses, _, sums = report.over_ranks()
-    means = {f"eval_{name}": value for name, value in step_means(sums).items()}
+    means = {f"eval_{name}": value for name, value in step_means(sums, held_out.constant_means).items()}
     loss = math.fsum(losses) if all(map(math.isfinite, losses)) else math.nan
     return {"eval_loss": loss, **means, "eval_seconds": time.perf_counter() - start}, held_out
 

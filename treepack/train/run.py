@@ -65,6 +65,19 @@ class TrainingRun:
         paths: list[str | Path] = [source.path for source in sources_of(self.dataset)]
         return paths if self.held_out is None else paths + self.held_out.paths
 
+    @property
+    def constant_means(self) -> frozenset[str]:
+        """Means of the objective that say nothing, because the data determines them."""
+        objective, columns = self.options.objective, self.dataset.term_columns
+        constant = set()
+        if objective.old_logprobs == "sampler":
+            constant = {"old_kl"}  # it is sampler_kl
+        elif "term_old_logprob" not in columns:
+            constant = {"ratio", "clip_fraction_low", "clip_fraction_high", "old_kl"}  # every ratio is 1
+        if not objective.value_clip or "term_old_value" not in columns:
+            constant.add("value_clip_fraction")
+        return frozenset(constant)
+
     def mean_reward(self, rows: list[int]) -> float | None:
         """Return the mean of the known rewards of the trajectories of `rows`; None if none is known."""
         if self.rewards is None:

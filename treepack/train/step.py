@@ -113,7 +113,7 @@ def train_step(run: TrainingRun, optimiser: torch.optim.Optimizer, number: int, 
     sizes = run.dataset.num_tokens[step.rows].tolist()
     row_ids = run.dataset.row_ids[step.rows].tolist()
     tokens = sum(sizes)
-    means = step_means(sums)
+    means = step_means(sums, run.constant_means)
     reward, weight = run.mean_reward(step.rows), _total_weight(run, step.rows)
     means = {**(means if reward is None else {"reward": reward, **means}), **balancing}
     seconds = time.perf_counter() - start

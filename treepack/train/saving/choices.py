@@ -38,7 +38,8 @@ def chosen_values(run: TrainingRun) -> dict[str, dict[str, Any]]:
 def with_recorded(options: TrainOptions, out: AnyPath, ranks: Ranks) -> TrainOptions:
     """Return the options with the values of the run in `out`, if there is one; all ranks must call this function.
 
-    They replace "auto", and a number of blocks that is None: a resumed run keeps its order on any number of machines.
+    They replace "auto", and a number of blocks that is None: a resumed run keeps its order on any number of machines,
+    and its old log-probabilities with any number of steps.
     The choices of several ranks are taken again by the same number of ranks.
 
     Raises:
@@ -76,6 +77,9 @@ def _recorded(options: TrainOptions, out: AnyPath, num_ranks: int) -> dict[str, 
         record = json.loads(content or b"")
         if options.blocks is None:
             values["blocks"] = int(record["options"].get("blocks", 1))
+        if options.objective.old_logprobs == "auto":
+            old = record["options"]["objective"].get("old_logprobs", "recorded")
+            values["objective"] = replace(options.objective, old_logprobs=old)
         chosen = record.get(ENTRY, {})
         names = (*PLANNED, *(RANK_OPTIONS if chosen.get("ranks") == num_ranks else ()))
         given = {name: chosen[name] for name in names if getattr(options, name) == "auto" and name in chosen}

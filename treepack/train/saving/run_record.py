@@ -46,7 +46,7 @@ _OPTIONS |= {name if name in ("quantize", "merge") else f"lora_{name}" for name 
 
 
 # Options of the loss that a run does not read, or that the version that started it did not have yet.
-_USUAL = {field.name: field.default for field in fields(Objective)} | {"loss_constants": {}}
+_USUAL = {field.name: field.default for field in fields(Objective)} | {"loss_constants": {}, "old_logprobs": "recorded"}
 
 
 def check_out(out: AnyPath, *, inputs: Iterable[str | AnyPath], overwrite: bool, resume: bool) -> None:

@@ -42,7 +42,7 @@ from treepack.train.saving.run_record import files_sha256, package_entry
 from treepack.train.setup.compute import choose_compute
 from treepack.train.setup.memory_input import MemoryInput
 from treepack.train.setup.rank_choice import choose_ranks
-from treepack.train.setup.run_data import RunData, open_data, open_held_out
+from treepack.train.setup.run_data import RunData, choose_old_logprobs, open_data, open_held_out
 from treepack.train.setup.run_memory import choose_memory
 from treepack.train.setup.run_model import NO_ROOM, check_fit, check_stored_use, load_run_model
 from treepack.train.setup.run_teacher import load_teacher
@@ -77,6 +77,7 @@ def open_run(
     check_expert_ranks(options.ranks_of_experts, ranks.size, grouped=ranks.grouped)
     data = open_data(packed, options, ranks)
     evaluated = None if held_out is None else open_held_out(held_out, options, ranks, blocks=data.blocks)
+    options, data = choose_old_logprobs(options, data, evaluated)
     check_stored_use(model, options, compute.device)
     # A machine that has opened the data before waits here for one that has not, by gloo, which waits 30 minutes. The
     # first collective of NCCL would wait 10 minutes. Each rank may name its own device.
@@ -154,7 +155,7 @@ def open_verification(packed: Packed, model: str | Path, options: TrainOptions) 
     exact = exact and not is_stored and not (options.lora is not None and options.lora.quantize)  # no float64 products
     weights = torch.float64 if exact else torch.float32
     compute = choose_compute(options, weights=weights)
-    data = open_data(packed, options, Ranks())
+    options, data = choose_old_logprobs(options, open_data(packed, options, Ranks()))
     with memory_errors(*NO_ROOM):
         loaded = load_model(
             model,

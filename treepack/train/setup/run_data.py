@@ -2,6 +2,7 @@
 
 packed, options, ranks --open_data--> RunData         damaged or unsuitable data is refused here
 held-out rows --open_held_out--> RunData              one step that has all of them
+options, RunData --choose_old_logprobs--> options     old log-probabilities: recorded, or those of the sampler
 """
 
 from __future__ import annotations
@@ -15,7 +16,13 @@ import numpy as np
 from treepack.data.mixture import AnyDataset, open_packed
 from treepack.errors import TreepackError
 from treepack.objectives.check_loss import check_loss
-from treepack.objectives.denominators import TrajectoryTable, check_columns, trainable_rows, trajectory_table
+from treepack.objectives.denominators import (
+    TrajectoryTable,
+    check_columns,
+    has_whole_column,
+    trainable_rows,
+    trajectory_table,
+)
 from treepack.train.division import Division, choose_blocks, divide_rows
 from treepack.train.options import TrainOptions
 from treepack.train.ranks import Ranks
@@ -79,6 +86,36 @@ def open_held_out(packed: Packed, options: TrainOptions, ranks: Ranks, *, blocks
     # All held-out rows are one step, whatever training steps they have.
     division = divide_rows(dataset, np.asarray(rows), blocks, ranks, steps=[None] * len(dataset))
     return RunData(dataset, table, rows, [OptimiserStep(0, [int(row) for row in rows])], blocks, division)
+
+
+def choose_old_logprobs(
+    options: TrainOptions, data: RunData, held_out: RunData | None = None
+) -> tuple[TrainOptions, RunData]:
+    """Return options that name the old log-probabilities of a policy loss, and the data with a note if auto chose them.
+
+    Auto is the sampler's if no others are recorded, and a later update of the same batch of rollouts would otherwise
+    count as on-policy. A batch is a training step of the rows, or all rows if they have no steps.
+    """
+    objective = options.objective
+    if objective.old_logprobs != "auto" or not objective.is_policy:
+        return options, data
+    datasets = [each.dataset for each in (data, held_out) if each is not None]
+    num_batches = len({data.dataset.steps[step.rows[0]] for step in data.schedule})
+    takes_sampler = (
+        objective.has_ratio
+        and not objective.corrects_sampler
+        and num_batches < len(data.schedule)
+        and not any("term_old_logprob" in each.term_columns for each in datasets)
+        and all(has_whole_column(each, "term_sampling_logprob") for each in datasets)
+    )
+    if takes_sampler:
+        note = (
+            "several updates use one batch of rollouts, whose only log-probabilities are the sampler's: ratios are to "
+            "them, as with --old-logprobs sampler; with --old-logprobs recorded every ratio is 1"
+        )
+        data = replace(data, notes=(*data.notes, note))
+    chosen = replace(objective, old_logprobs="sampler" if takes_sampler else "recorded")
+    return replace(options, objective=chosen), data
 
 
 def _open_rows(packed: Packed, options: TrainOptions) -> tuple[AnyDataset, TrajectoryTable | None]:

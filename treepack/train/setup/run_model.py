@@ -160,9 +160,10 @@ def check_fit(
     if num_left_out:
         lacking = "pairs to compare" if objective.has_pairs else "trained tokens"
         notes = (*notes, f"{num_left_out} rows without {lacking} are left out")
-    if objective.is_policy and objective.old_logprobs == "recorded" and "term_old_logprob" not in dataset.term_columns:
+    is_recorded = objective.old_logprobs != "sampler"
+    if is_recorded and objective.has_ratio and "term_old_logprob" not in dataset.term_columns:
         remedy = "write them with `treepack logprobs --column old`"
-        if "term_sampling_logprob" in dataset.term_columns:
+        if "term_sampling_logprob" in dataset.term_columns and not objective.corrects_sampler:
             remedy = f"for ratios to the sampler give --old-logprobs sampler, or {remedy}"
         missing = "the rows have no old log-probabilities: every update counts as on-policy, with ratios of 1"
         notes = (*notes, f"{missing}; {remedy}")
