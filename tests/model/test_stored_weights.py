@@ -13,11 +13,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
+from torch.multiprocessing import ProcessRaisedException
 from transformers import AutoModelForCausalLM
 
 from support.command_line import Run as Command
 from support.oracle_model import packed_directory, worst_error
+from support.rank_processes import Case, train_over
 from support.stored_models import save_stored, save_whole_model, set_quantization
 from support.strategies import make
 from support.tiny_vision import save_vision, tiny_vision
@@ -297,6 +300,36 @@ def test_the_rule_holds_for_checkpoints_with_towers(packed: Path, tmp_path: Path
     assert "its weights are quantised (fp8), so full training" in refusal(open_run, packed, source, OPTIONS)
     whole = replace(OPTIONS, dequantize=True)
     assert "cannot be read as whole ones" in refusal(open_run, packed, source, whole)
+
+
+@pytest.mark.slow
+def test_two_ranks_train_what_one_process_trains_or_refuse(
+    packed: Path, stored: Callable[[str], Path], tmp_path: Path
+) -> None:
+    whole, rows = {"dequantize": True, "rows_per_step": 2}, {"rows_per_step": 2}
+    cases = [
+        Case("nf4 below an adapter", packed, stored("nf4"), {**rows, "lora": LORA}),
+        Case("fp8 as whole weights below an adapter", packed, stored("fp8"), {**whole, "lora": LORA}),
+        Case("fp8, merged", packed, stored("fp8"), {**whole, "lora": replace(LORA, merge=True)}),
+        *(Case(f"{kind} as whole weights", packed, stored(kind), whole) for kind in KINDS),
+    ]
+    divided = Case("divided experts", packed, stored("mxfp4"), {**whole, "expert_ranks": 2})
+    ours, expected = train_over(2, tmp_path, [*cases, divided]), train_over(0, tmp_path, cases)
+    expected[divided.name] = expected["mxfp4 as whole weights"]
+    for case in (*cases, divided):
+        folders = [Path(each[case.name]["out"]) for each in (ours, expected)]
+        mine, reference = (load_file(next(folder.glob("*model.safetensors"))) for folder in folders)
+        assert mine.keys() == reference.keys()
+        for name, weight in reference.items():
+            torch.testing.assert_close(mine[name], weight, rtol=1e-3, atol=2e-5)
+        losses = [[record["loss"] for record in each[case.name]["records"]] for each in (ours, expected)]
+        assert losses[0] == pytest.approx(losses[1], rel=2e-5)
+    for kind in ("fp8", "mxfp4"):
+        refused = Case("refused", packed, stored(kind), {**rows, "lora": LORA})
+        with pytest.raises(
+            ProcessRaisedException, match=rf"its weights are quantised \({kind}\), which ranks cannot sha"
+        ):
+            train_over(2, tmp_path, [refused])
 
 
 def test_whole_weights_have_no_kind(stored: Callable[[str], Path]) -> None:

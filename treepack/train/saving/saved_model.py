@@ -60,8 +60,8 @@ def save_model(
             if is_adapted(model):
                 assert not isinstance(weights, SavedWeights)
                 save_adapter(model, directory, weights)
-                if merge:
-                    model = _merge(run, directory, base)
+                if merge:  # the weights were those of the adapter
+                    model, weights = _merge(run, directory, base), None
             if not is_adapted(model):
                 _save_weights(run, model, base, directory, weights)
     except SafetensorError as error:
