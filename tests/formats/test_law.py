@@ -353,6 +353,93 @@ def test_a_result_inside_an_answer_is_the_result_of_its_call(name: str) -> None:
                 assert [trained for text, trained in said if text == "Zq7 third."] in ([], [False])
 
 
+# `law.MIXED` in the parts of libraries and programs, by the kind of each part.
+PARTS: dict[str, dict[str, Callable[[Any], dict[str, Any]]]] = {
+    "AI SDK": {
+        "text": lambda said: {"type": "text", "text": said},
+        "thinking": lambda said: {"type": "reasoning", "text": said},
+        "tool_use": lambda call: {"type": "tool-call", "toolCallId": "c", "toolName": "f", "input": call},
+        "tool_result": lambda said: {"type": "tool-result", "toolCallId": "c", "output": {"value": said}},
+    },
+    "OpenTelemetry": {
+        "text": lambda said: {"type": "text", "content": said},
+        "thinking": lambda said: {"type": "reasoning", "content": said},
+        "tool_use": lambda call: {"type": "tool_call", "id": "c", "name": "f", "arguments": call},
+        "tool_result": lambda said: {"type": "tool_call_response", "id": "c", "response": said},
+    },
+    "Gemini": {
+        "text": lambda said: {"text": said},
+        "thinking": lambda said: {"text": said, "thought": True},
+        "tool_use": lambda call: {"functionCall": {"id": "c", "name": "f", "args": call}},
+        "tool_result": lambda said: {"functionResponse": {"id": "c", "name": "f", "response": {"output": said}}},
+    },
+    "OpenInference": {
+        "text": lambda said: {"message_content": {"type": "text", "text": said}},
+        "thinking": lambda said: {"message_content": {"type": "reasoning", "text": said}},
+        "tool_use": lambda call: {
+            "tool_call": {"id": "c", "function": {"name": "f", "arguments": json.dumps(call)}},
+        },
+    },
+    "pi": {
+        "text": lambda said: {"type": "text", "text": said},
+        "thinking": lambda said: {"type": "thinking", "thinking": said},
+        "tool_use": lambda call: {"type": "toolCall", "id": "c", "name": "f", "arguments": call},
+    },
+    "opencode": {
+        "text": lambda said: {"type": "text", "text": said},
+        "thinking": lambda said: {"type": "reasoning", "text": said},
+        "tool_use": lambda call: {"type": "tool", "callID": "c", "tool": "f", "state": {"input": call}},
+    },
+}
+
+
+def _in_parts(name: str, blocks: list[dict[str, Any]]) -> list[Any]:
+    """The values of a file whose answer, and in some formats whose prompt, has the parts of `blocks`."""
+    values = [block.get(block["type"]) or block.get("input") or block.get("content") for block in blocks]
+    parts = [PARTS[name][block["type"]](value) for block, value in zip(blocks, values, strict=True)]
+    later = {"role": "user", "content": "Nuts?"}
+    if name == "AI SDK":
+        said = {"role": "assistant", "content": parts}
+        return [GENERATION | {"input": {"messages": [ASK_JSON, said, later]}, "output": said}]
+    if name == "OpenTelemetry":
+        span, said = _span("gen_ai", "m"), {"role": "assistant", "parts": parts}
+        span["attributes"] |= {"gen_ai.input.messages": [ASK_JSON, said, later], "gen_ai.output.messages": [said]}
+        return [span]
+    if name == "OpenInference":
+        span = _span("llm", "m")
+        span["attributes"] = {key: each for key, each in span["attributes"].items() if "_messages.1" not in key}
+        del span["attributes"]["llm.output_messages.0.message.content"]
+        span["attributes"]["llm.output_messages.0.message.contents"] = parts
+        return [span]
+    if name == "Gemini":
+        said = {"role": "model", "parts": parts}
+        asked = [{"role": role, "parts": [{"text": "Bolts?"}]} for role in ("user", "user")]
+        output = {"candidates": [{"content": said, "finishReason": "STOP"}]}
+        return [GENERATION | {"input": {"contents": [asked[0], said, asked[1]]}, "output": output}]
+    if name == "pi":
+        return [*_pi("s")[:2], _pi("s")[2] | {"message": {"role": "assistant", "content": parts}}]
+    messages = [{"info": {"role": role}, "parts": [TEXT_BLOCK]} for role in ("user", "assistant")]
+    return [{"info": {"id": "s"}, "messages": [messages[0], messages[1] | {"parts": [{"type": "step-start"}, *parts]}]}]
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_parts_of_an_answer_keep_their_order_in_each_form(name: str) -> None:
+    reading = law.read([Record(f"r:{number}", "r", value) for number, value in enumerate(_in_parts(name, law.MIXED))])
+    assert not reading.refusal
+    (said,) = law.said_in_order(reading)
+    marks = ["first", "second", "third", "fourth", "fifth"]
+    assert law.order_of_marks([each for each in said if each[1]]) == marks
+    assert law.order_of_marks([each for each in said if not each[1]]) in ([], marks)
+
+
+@pytest.mark.parametrize("name", [name for name in PARTS if "tool_result" in PARTS[name]])
+def test_a_result_among_the_parts_of_an_answer_is_that_of_its_call(name: str) -> None:
+    reading = law.read([Record("r:1", "r", value) for value in _in_parts(name, law.WITH_RESULT)])
+    said = law.said_in_order(reading)[0][-4:]
+    assert law.order_of_marks(said) == ["first", "second", "third", "fourth"]
+    assert [weight for _, weight in said] == [True, True, False, True]
+
+
 ASK_JSON = {"role": "user", "content": "Bolts as JSON?"}
 HEAD = {"role": "assistant", "content": '{"count": '}
 REST = {"role": "assistant", "content": "7}"}

@@ -13,6 +13,7 @@ from typing import Any
 from treepack.errors import TreepackError
 from treepack.files.input_files.json_text import parsed
 from treepack.ingest.readers.fields.values import is_messages, shown
+from treepack.ingest.readers.messages.content_blocks import split_blocks
 
 Message = dict[str, Any]
 
@@ -25,24 +26,30 @@ def has_sdk_parts(content: Any) -> bool:
     )
 
 
-def messages_of_sdk(message: Message) -> Iterator[Message]:
-    """Yield a message of the AI SDK: the results of tools as messages, then its text, reasoning and calls."""
-    parts = message["content"]
-    results = [part for part in parts if part.get("type") == "tool-result"]
-    for part in results:
-        output = part.get("output", part.get("result"))
-        if isinstance(output, dict) and "value" in output:
-            output = output["value"]
-        text = output if isinstance(output, str) else json.dumps(output, ensure_ascii=False)
-        yield {"role": "tool", "tool_call_id": part.get("toolCallId"), "name": part.get("toolName"), "content": text}
-    others = [part for part in parts if part.get("type") not in ("tool-result", "tool-call", "reasoning")]
-    done = message | {"content": others}
-    if calls := [sdk_call(part) for part in parts if part.get("type") == "tool-call"]:
-        done["tool_calls"] = calls
-    if thoughts := [str(part.get("text")) for part in parts if part.get("type") == "reasoning" and part.get("text")]:
-        done["reasoning_content"] = "\n\n".join(thoughts)
-    if others or calls or thoughts or not results:
-        yield done
+def messages_of_sdk(message: Message) -> list[Message]:
+    """Return a message of the AI SDK as messages: the results of tools, and its texts, thoughts and calls, in order."""
+    return split_blocks([message | {"content": [_block(part) for part in message["content"]]}])
+
+
+def _block(part: Message) -> Message:
+    kind = part.get("type")
+    if kind == "tool-call":
+        call = sdk_call(part)
+        return {"type": "tool_use", "id": call["id"], "name": call["name"], "input": call["arguments"]}
+    if kind != "tool-result":
+        return part
+    output = part.get("output", part.get("result"))
+    if isinstance(output, dict) and "value" in output:
+        output = output["value"]
+    is_content = is_messages(output) and all(isinstance(each.get("type"), str) for each in output)
+    if not isinstance(output, str | None) and not is_content:
+        output = json.dumps(output, ensure_ascii=False)
+    return {
+        "type": "tool_result",
+        "tool_use_id": part.get("toolCallId"),
+        "name": part.get("toolName"),
+        "content": output,
+    }
 
 
 def sdk_call(part: Message) -> Message:

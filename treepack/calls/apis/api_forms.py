@@ -229,7 +229,7 @@ def _message(value: Message, source: str) -> list[Message]:
     content = done.get("content")
     if done.get("role") in ("tool", "function") and not _is_schema(done) and _is_data(content):
         done["content"] = json.dumps(content, ensure_ascii=False)
-    return list(messages_of_sdk(done)) if has_sdk_parts(content) else [done]
+    return messages_of_sdk(done) if has_sdk_parts(content) else [done]
 
 
 def _is_data(content: Any) -> bool:
@@ -261,6 +261,8 @@ def responses_of(value: Any, *, source: str) -> list[list[Message]]:
 
 def _said(message: Message, source: str) -> Message:
     role = message.get("role", "assistant")
+    if role == "tool":  # a result among the parts of an answer
+        return message
     if not isinstance(role, str) or RENAMED.get(role, role) != "assistant":
         raise TreepackError(f"{source}: the response has a message of role {quoted(role)}; expected the assistant's")
     return message | {"role": "assistant"}

@@ -12,6 +12,7 @@ from typing import Any
 from treepack.errors import TreepackError
 from treepack.files.input_files.json_text import parsed
 from treepack.ingest.readers.fields.values import as_objects, shown
+from treepack.ingest.readers.messages.content_blocks import plain_content, split_blocks
 from treepack.ingest.readers.messages.merged_turns import left_over
 from treepack.ingest.readers.messages.message_trees import RENAMED_ROLES
 
@@ -21,7 +22,7 @@ _PART_FIELDS = frozenset("type content id name arguments response result modalit
 
 
 def messages_of_parts(messages: Any, source: str, name: str) -> list[Message]:
-    """Return messages `{role, parts}` of the conventions of OpenTelemetry in chat form, one for each result of a tool.
+    """Return messages `{role, parts}` of the conventions of OpenTelemetry in chat form, with their parts in order.
 
     Raises:
         TreepackError: `name`, the attribute of the messages, has another form.
@@ -31,33 +32,28 @@ def messages_of_parts(messages: Any, source: str, name: str) -> list[Message]:
         parts = parsed(message["parts"]) if "parts" in message else message.get("content")
         parts = [{"type": "text", "content": parts}] if isinstance(parts, str) else parts
         parts = as_objects(parts, source=source, name=f"parts of {name}")
-        results = [part for part in parts if part.get("type") == "tool_call_response"]
-        done += [{"role": "tool", "tool_call_id": part.get("id"), "content": _result(part)} for part in results]
-        others = [part for part in parts if part.get("type") != "tool_call_response"]
-        if others or not results:
-            role = message.get("role")
-            role = RENAMED_ROLES.get(role, role) if isinstance(role, str) else role
-            rest = {key: value for key, value in message.items() if key not in ("role", "parts", "content")}
-            done.append(rest | _message_of_parts(role, others, source, name))
+        role = message.get("role")
+        role = RENAMED_ROLES.get(role, role) if isinstance(role, str) else role
+        said = {key: value for key, value in message.items() if key not in ("parts", "content")} | {"role": role}
+        for part in parts:
+            said |= left_over(part, _PART_FIELDS, "parts")
+        blocks = [_block(part, source, name) for part in parts if part.get("content") != ""]
+        done += split_blocks([said | {"content": plain_content(blocks)}], between="")
     return done
 
 
-def _message_of_parts(role: Any, parts: list[Message], source: str, name: str) -> Message:
-    message: Message = {"role": role, "content": ""}
-    for part in parts:
-        message |= left_over(part, _PART_FIELDS, "parts")
-        kind, content = part.get("type"), part.get("content")
-        if kind == "tool_call":
-            message.setdefault("tool_calls", []).append({key: part.get(key) for key in ("id", "name", "arguments")})
-        elif kind in ("text", "reasoning") and isinstance(content, str):
-            key = "content" if kind == "text" else "reasoning_content"
-            message[key] = message.get(key, "") + content
-        # A blob or a file: `skip_reason` finds the part, and the call is skipped.
-        elif isinstance(kind, str) and kind not in ("text", "reasoning"):
-            return {"role": role, "content": [{"type": str(part.get("modality") or kind)}]}
-        else:
-            raise TreepackError(f"{source}: {name} has the part {shown(part)}; expected text under content")
-    return message
+def _block(part: Message, source: str, name: str) -> Message:
+    kind, content = part.get("type"), part.get("content")
+    if kind == "tool_call":
+        return {"type": "tool_use", "id": part.get("id"), "name": part.get("name"), "input": part.get("arguments")}
+    if kind == "tool_call_response":
+        return {"type": "tool_result", "tool_use_id": part.get("id"), "content": _result(part)}
+    if kind in ("text", "reasoning") and isinstance(content, str):
+        return {"type": kind, "text": content}
+    # A blob or a file: `skip_reason` finds the part, and the call is skipped.
+    if isinstance(kind, str) and kind not in ("text", "reasoning"):
+        return {"type": str(part.get("modality") or kind)}
+    raise TreepackError(f"{source}: {name} has the part {shown(part)}; expected text under content")
 
 
 def _result(part: dict[str, Any]) -> str:

@@ -25,6 +25,7 @@ from treepack.errors import TreepackError
 from treepack.files.input_files.json_text import parsed
 from treepack.ingest.readers.fields.rollout_facts import temperature_of
 from treepack.ingest.readers.fields.values import as_objects, is_messages, shown
+from treepack.ingest.readers.messages.content_blocks import split_blocks
 from treepack.ingest.readers.messages.merged_turns import answered, left_over, merged_turns
 from treepack.ingest.readers.messages.message_trees import RENAMED_ROLES, message_of_tree
 from treepack.ingest.readers.messages.prefills import mark_prefills
@@ -185,7 +186,8 @@ def _openinference(span: TraceSpan, notes: dict[str, None]) -> Iterator[ChatCall
     # The items of one response may be several messages, and so may be several answers to one question.
     is_several = isinstance(settings.get("n"), int) and settings["n"] > 1
     for responses in [[each] for each in said] if is_several else [said]:
-        yield ChatCall(merged_turns(prompt), answered(merged_turns(responses)), tools, temperature=temperature)
+        asked, answers = (merged_turns(split_blocks(each, between="")) for each in (prompt, responses))
+        yield ChatCall(asked, answered(answers), tools, temperature=temperature)
 
 
 def _list(span: TraceSpan, name: str) -> list[Message]:

@@ -183,20 +183,17 @@ def _answer(session: _SessionState, message: _Message, where: str) -> _Message |
     if is_said and listed and said != listed:
         raise TreepackError(f"{where} has content and parts, which differ; remove one of them")
     parts = said if is_said else listed
-    answer = assistant_message(parts, where=where) or {"role": "assistant", "content": ""}
-    calls = objects_at(message, "toolCalls", where)
-    if calls:
-        own = [{"id": call.get("id"), "name": call.get("name"), "arguments": call.get("args")} for call in calls]
-        answer["tool_calls"] = [*answer.get("tool_calls", []), *own]
+    answer = assistant_message(parts, where=where) or {"role": "assistant", "content": []}
+    calls = [
+        {"type": "tool_use", "id": call.get("id"), "name": call.get("name"), "input": call.get("args")}
+        for call in objects_at(message, "toolCalls", where)
+    ]
     thoughts = [_thought(each, where) for each in objects_at(message, "thoughts", where)]
-    if "reasoning_content" in answer:
-        thoughts.append(answer["reasoning_content"])
-    if not answer["content"] and "tool_calls" not in answer:
-        session.log.note(THOUGHTS_NOTE if thoughts else EMPTY_NOTE)
+    if not calls and all(block["type"] == "thinking" for block in answer["content"]):
+        session.log.note(THOUGHTS_NOTE if thoughts or answer["content"] else EMPTY_NOTE)
         return None
-    if any(thoughts):
-        answer["reasoning_content"] = "\n\n".join(thought for thought in thoughts if thought)
-    return answer
+    said = [{"type": "thinking", "thinking": thought} for thought in thoughts if thought]
+    return answer | {"content": [*said, *answer["content"], *calls]}
 
 
 def _thought(thought: dict[str, Any], where: str) -> str:

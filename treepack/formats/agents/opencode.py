@@ -262,25 +262,22 @@ def _steps(parts: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
 
 def _step(session: _SessionState, step: list[dict[str, Any]], where: str) -> tuple[_Message | None, list[_Message]]:
     """Return the message of a step and the results of its calls; no message if the step is empty."""
-    texts, thoughts, calls = [], [], []
+    blocks: list[_Message] = []
     results: list[_Message] = []
     for part in step:
         kind, text = part.get("type"), part.get("text")
-        if kind == "text" and not part.get("ignored") and text:
-            texts.append({"type": "text", "text": text})
-        elif kind == "reasoning" and text:
-            thoughts.append(text)
+        if kind in ("text", "reasoning") and text and not (kind == "text" and part.get("ignored")):
+            blocks.append({"type": kind, "text": text})
         elif kind == "tool":
             state = part.get("state") or {}
-            calls.append({"id": part.get("callID"), "name": part.get("tool"), "arguments": state.get("input")})
+            about = {"id": part.get("callID"), "name": part.get("tool")}
+            blocks.append({"type": "tool_use", **about, "input": state.get("input")})
             results += _result(session, part, state, where)
         elif kind == "file" and not str(part.get("mime")).startswith(_TEXT_FILES):
-            texts.append({"type": "image"})
-    if not texts and not calls:
+            blocks.append({"type": "image"})
+    if all(block["type"] == "reasoning" for block in blocks):
         return None, []
-    answer: _Message = {"role": "assistant", "content": texts}
-    answer |= {"reasoning_content": "\n\n".join(thoughts)} if thoughts else {}
-    return answer | ({"tool_calls": calls} if calls else {}), results
+    return {"role": "assistant", "content": blocks}, results
 
 
 def _result(session: _SessionState, part: dict[str, Any], state: dict[str, Any], where: str) -> list[_Message]:

@@ -273,19 +273,18 @@ def _chat_message(message: dict[str, Any], source: str) -> dict[str, Any]:
     ended = {"stopReason": message.get("stopReason")}
     if isinstance(content, str):
         return {"role": role, "content": content} | ended
-    said: dict[str, Any] = {"role": role, "content": []} | ended
-    for part in as_objects(content, source=source, name="content"):
-        kind = part.get("type")
-        if kind == "thinking":
-            thought = as_text(part.get("thinking"), source=source, name="thinking", default="")
-            said["reasoning_content"] = said.get("reasoning_content", "") + thought
-        elif kind == "toolCall":
-            call = {"id": part.get("id"), "name": part.get("name"), "arguments": part.get("arguments")}
-            said.setdefault("tool_calls", []).append(call)
-        else:
-            # Unknown kinds become parts without text, which `normalise_messages` refuses.
-            said["content"].append({"type": kind, "text": part.get("text")})
-    return said
+    parts = as_objects(content, source=source, name="content")
+    return {"role": role, "content": [_block(part, source) for part in parts]} | ended
+
+
+def _block(part: dict[str, Any], source: str) -> dict[str, Any]:
+    """Return a part of the assistant as a block; unknown kinds are parts without text, which are refused later."""
+    kind = part.get("type")
+    if kind == "thinking":
+        return {"type": kind, kind: as_text(part.get(kind), source=source, name=kind, default="")}
+    if kind == "toolCall":
+        return {"type": "tool_use", "id": part.get("id"), "name": part.get("name"), "input": part.get("arguments")}
+    return {"type": kind, "text": part.get("text")}
 
 
 def _command(message: dict[str, Any]) -> str:

@@ -53,6 +53,18 @@ def split_blocks(messages: Sequence[Any], *, between: str = "\n\n") -> list[Any]
     return with_prefills(split)[0]
 
 
+def plain_content(parts: list[Any]) -> str | list[Any]:
+    """Return the text of a content that consists of text only; the parts of any other."""
+    is_text = all(
+        isinstance(part, dict) and part.keys() == {"type", "text"} and part["type"] == "text" for part in parts
+    )
+    return (
+        "".join(part["text"] for part in parts)
+        if is_text and all(isinstance(part["text"], str) for part in parts)
+        else parts
+    )
+
+
 def skip_reason(messages: Sequence[Message]) -> str | None:
     """Return the reason why text cannot represent `messages`: a part of a different type; None if there is none.
 
@@ -135,7 +147,7 @@ def _assistant(message: Message, parts: list[Any], between: str) -> Message:
         for part in parts
         if _kind(part) == "tool_use"
     ]
-    split = message | {"content": [part for part in parts if _kind(part) not in _BLOCKS]}
+    split = message | {"content": plain_content([part for part in parts if _kind(part) not in _BLOCKS])}
     # `normalise_messages` refuses a list with anything else than text.
     wrong = [part["thinking"] for part in parts if _kind(part) == "thinking" and not _is_thought(part.get("thinking"))]
     if texts or wrong:

@@ -19,7 +19,7 @@ from typing import Any
 from treepack.errors import TreepackError
 from treepack.ingest.readers.fields.unread import is_empty
 from treepack.ingest.readers.fields.values import as_objects, as_text, is_messages, quoted, shown
-from treepack.ingest.readers.messages.content_blocks import plain_part
+from treepack.ingest.readers.messages.content_blocks import plain_content, plain_part, split_blocks
 from treepack.ingest.readers.messages.merged_turns import left_over
 
 EMPTY_NOTE = "message of the model without text or calls not used"
@@ -98,7 +98,7 @@ def messages_of_content(content: Any, *, where: str) -> list[Message]:
     role, parts = content.get("role"), gemini_parts_of(content.get("parts"), where=where)
     if role == "model":
         message = assistant_message(parts, where=where)
-        messages = [message] if message else []
+        messages = split_blocks([message]) if message else []
     elif role == "system":
         messages = [_message("system", parts, where)] if parts else []
     elif isinstance(role, str) and role in _USER_ROLES:
@@ -132,33 +132,34 @@ def parts_or_text(content: Any, *, where: str) -> list[Part]:
 
 
 def assistant_message(parts: list[Part], *, where: str) -> Message | None:
-    """Return the message of the model that consists of `parts`, or None if they contain nothing.
+    """Return the message of the model that consists of `parts`, as blocks for `split_blocks`; None without any.
 
     Raises:
         TreepackError: a text or the mark of a thought has another form.
     """
-    said: list[Part] = []
-    thoughts: list[str] = []
-    calls: list[dict[str, Any]] = []
+    blocks: list[Part] = []
     rest: Message = {}
     for part in parts:
         name, call = _object(part, _CALL)
         if _is_thought(part, where):
-            thoughts.append(as_text(part.get("text"), source=where, name="text", default=""))
+            text = as_text(part.get("text"), source=where, name="text", default="")
             rest |= left_over(part, ("text", "thought", *_DETAILS), "content")
-        elif name is not None:
+            if blocks and "thinking" in blocks[-1]:  # parts of a stream
+                blocks[-1]["thinking"] += text
+            elif text:
+                blocks.append({"type": "thinking", "thinking": text})
+            continue
+        if name is not None:
             arguments = {} if call.get("args") is None else call["args"]
-            calls.append({"id": call.get("id"), "name": call.get("name"), "arguments": arguments})
+            blocks.append({"type": "tool_use", "id": call.get("id"), "name": call.get("name"), "input": arguments})
             rest |= left_over(call, ("id", "name", "args"), "tool_calls")
-            said.append(_without(part, name))
-        else:
-            said.append(part)
-    message = _message("assistant", said, where) | rest
-    if any(thoughts):
-        message["reasoning_content"] = "".join(thoughts)
-    if calls:
-        message["tool_calls"] = calls
-    return message if any(message.get(name) for name in ("content", "reasoning_content", "tool_calls")) else None
+        elif (name := (found := _object(part, _RESULT))[0]) is not None:  # a server ran the tool
+            result = _result(found[1], where)
+            blocks.append(result | {"type": "tool_result", "tool_use_id": result.get("tool_call_id")})
+        content, more = _content([part if name is None else _without(part, name)], where)
+        blocks += content
+        rest |= more
+    return {"role": "assistant", "content": blocks} | rest if blocks else None
 
 
 def user_messages(parts: list[Part], *, where: str) -> Iterator[Message]:
@@ -218,7 +219,12 @@ def _is_thought(part: Part, where: str) -> bool:
 
 
 def _message(role: str, parts: list[Part], where: str) -> Message:
-    """Return the message of text and files; a part that is not text has the type of its field."""
+    content, rest = _content(parts, where)
+    return {"role": role, "content": plain_content(content)} | rest
+
+
+def _content(parts: list[Part], where: str) -> tuple[list[Part], Message]:
+    """Return text and files as parts of chat, and fields to note; a part that is not text has the type of its field."""
     content: list[dict[str, Any]] = []
     rest: Message = {}
     for part in parts:
@@ -233,6 +239,4 @@ def _message(role: str, parts: list[Part], where: str) -> Message:
             content.append({"type": next(iter(fields))})
         else:
             rest |= left_over(fields, media, "content")
-    if all(part["type"] == "text" for part in content):
-        return {"role": role, "content": "".join(part["text"] for part in content)} | rest
-    return {"role": role, "content": content} | rest
+    return content, rest

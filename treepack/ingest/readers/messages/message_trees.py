@@ -9,8 +9,13 @@ from __future__ import annotations
 from typing import Any
 
 from treepack.errors import TreepackError
+<<<<<<< HEAD
 from treepack.ingest.readers.fields.values import objects_at, shown
 from treepack.ingest.readers.messages.content_blocks import MEDIA_PARTS
+=======
+from treepack.ingest.readers.fields.values import as_objects, object_or_empty, shown
+from treepack.ingest.readers.messages.content_blocks import MEDIA_PARTS, plain_content
+>>>>>>> 146d482c (Keep the order of the parts of an answer in the AI SDK, OpenTelemetry, OpenInference, Gemini, pi and opencode)
 from treepack.ingest.readers.messages.merged_turns import left_over
 
 Message = dict[str, Any]
@@ -43,46 +48,56 @@ def message_of_tree(message: Message, source: str, notes: dict[str, None]) -> Me
     calls = [each.get("tool_call", each) for each in tool_calls]
     if isinstance(name := fields.get("function_call_name"), str):
         done["function_call"] = {"name": name, "arguments": fields.get("function_call_arguments_json")}
+<<<<<<< HEAD
     contents: list[dict[str, Any]] = []
     for part in objects_at(fields, "contents", source):
+=======
+    blocks: list[dict[str, Any]] = []
+    for part in as_objects(fields.get("contents"), source=source, name="contents"):
+>>>>>>> 146d482c (Keep the order of the parts of an answer in the AI SDK, OpenTelemetry, OpenInference, Gemini, pi and opencode)
         if isinstance(call := part.get("tool_call"), dict):
-            calls += [call] if call not in calls else []
+            calls = [each for each in calls if each != call]  # it is there twice
+            own = _call(call, done, notes)
+            function = object_or_empty(own.get("function", own))
+            blocks.append({"type": "tool_use", "id": own.get("id"), "name": function.get("name")})
+            blocks[-1]["input"] = function.get("arguments")
         elif isinstance(content := part.get("message_content"), dict):
             if not isinstance(content.get("type"), str) or not isinstance(content.get("text", ""), str):
                 raise TreepackError(f"{source}: has the content {shown(content)}; expected text")
-            contents += _content(content, done, notes)
+            blocks += _content(content, done, notes)
         else:
             raise TreepackError(f"{source}: has the content {shown(part)}; expected message_content or tool_call")
-    done["content"] = _joined(fields.get("content"), contents, source)
+    done["content"] = _joined(fields.get("content"), blocks, source)
     if calls:
         done["tool_calls"] = [_call(call, done, notes) for call in calls]
     return done
 
 
 def _content(part: dict[str, Any], message: Message, notes: dict[str, None]) -> list[dict[str, Any]]:
-    """Return a part of the content as a part of chat; reasoning goes into `message`."""
+    """Return a part of the content as a block; fields that are not read go into `message`."""
     kind, text = part.get("type"), part.get("text")
     message |= left_over(part, PART_FIELDS, "contents")
-    if kind == "reasoning":
-        if isinstance(text, str):
-            message["reasoning_content"] = message.get("reasoning_content", "") + text
-        elif any(part.get(key) is not None for key in ("signature", "data", "encrypted_content")):
+    if kind == "reasoning" and not isinstance(text, str):
+        if any(part.get(key) is not None for key in ("signature", "data", "encrypted_content")):
             notes[_HIDDEN_NOTE] = None
         return []
     # Anything but text stays a part of its type, which `skip_reason` finds.
     if kind in MEDIA_PARTS or not isinstance(text, str):
         return [{"type": "text without text" if kind == "text" else str(kind)}]
-    return [{"type": "text", "text": text}]
+    return [{"type": kind if kind == "reasoning" else "text", "text": text}]
 
 
-def _joined(content: Any, parts: list[dict[str, Any]], source: str) -> Any:
-    """Return the content of a message, given as text, as parts, or as both."""
-    text = "".join(part["text"] for part in parts if part["type"] == "text")
+def _joined(content: Any, blocks: list[dict[str, Any]], source: str) -> Any:
+    """Return the content of a message, given as text, as blocks, or as both."""
+    text = "".join(block["text"] for block in blocks if block["type"] == "text")
     if content and text and content != text:
         raise TreepackError(f"{source}: has the content {shown(content)} and other contents; expected one of them")
-    if any(part["type"] != "text" for part in parts):
-        return parts
-    return content or text or content
+    if not blocks:
+        return content
+    if content and not text:  # after the thoughts, before the calls
+        place = next((index for index, block in enumerate(blocks) if block["type"] == "tool_use"), len(blocks))
+        blocks.insert(place, {"type": "text", "text": content})
+    return plain_content(blocks)
 
 
 def _call(call: Message, message: Message, notes: dict[str, None]) -> Message:
