@@ -23,6 +23,7 @@ from treepack.files.input_files.record_files import read_records
 from treepack.files.input_files.records import Record
 from treepack.ingest.options import BuildOptions
 from treepack.ingest.readers.messages.content_blocks import MEDIA_REASON
+from treepack.ingest.readers.messages.normal_form import EMPTY_NOTE
 from treepack.ingest.readers.messages.prefills import NEW_TURN_NOTE
 from treepack.ingest.readers.registry import formats_by_name
 from treepack.trajectory import AnswerBounds, Chat, PromptCompletion, Skipped, Trajectory
@@ -400,13 +401,13 @@ def _in_parts(name: str, blocks: list[dict[str, Any]]) -> list[Any]:
     later = {"role": "user", "content": "Nuts?"}
     if name == "AI SDK":
         said = {"role": "assistant", "content": parts}
-        return [GENERATION | {"input": {"messages": [ASK_JSON, said, later]}, "output": said}]
+        return [GENERATION | CLAUDE | {"input": {"messages": [ASK_JSON, said, later]}, "output": said}]
     if name == "OpenTelemetry":
-        span, said = _span("gen_ai", "m"), {"role": "assistant", "parts": parts}
+        span, said = _span("gen_ai", "claude-x"), {"role": "assistant", "parts": parts}
         span["attributes"] |= {"gen_ai.input.messages": [ASK_JSON, said, later], "gen_ai.output.messages": [said]}
         return [span]
     if name == "OpenInference":
-        span = _span("llm", "m")
+        span = _span("llm", "claude-x")
         span["attributes"] = {key: each for key, each in span["attributes"].items() if "_messages.1" not in key}
         del span["attributes"]["llm.output_messages.0.message.content"]
         span["attributes"]["llm.output_messages.0.message.contents"] = parts
@@ -588,6 +589,22 @@ def test_an_answer_that_a_stop_string_ended_has_no_end_token(end: dict[str, Any]
         assert isinstance(item.content, Chat)
         last = (item.content.message_bounds or [None])[-1]
         assert (last.stop if last else None) == stop
+
+
+@pytest.mark.parametrize("content", ["", " \n", [], [{"type": "text", "text": ""}]])
+@pytest.mark.parametrize("place", ["a record", "a call", "after a prefill", "an earlier turn"])
+def test_an_answer_without_text_is_not_trained(place: str, content: Any) -> None:
+    empty = {"role": "assistant", "content": content}
+    value: dict[str, Any] = {"messages": [ASK_JSON, empty]}
+    if place == "a call":
+        value = {"request": {"model": "m", "messages": [ASK_JSON]}, "response": {"choices": [{"message": empty}]}}
+    elif place == "after a prefill":
+        value = {"messages": [ASK_JSON, HEAD | {"prefix": True}, empty]}
+    elif place == "an earlier turn":
+        value = {"messages": [ASK_JSON, empty, ASK_JSON, SAYS]}
+    reading = law.read([Record("r:1", "r", value)])
+    assert [said[0] for turns in reading.trained for _, said in turns] == (["Seven."] if "earlier" in place else [])
+    assert EMPTY_NOTE in reading.notes or "no call with a response" in reading.notes
 
 
 RESULTS: dict[str, tuple[dict[str, Any], str]] = {

@@ -12,6 +12,7 @@ from support.read_rollouts import read_trajectories
 from support.readings import chats, read_whole, reasons, refusal_as, trajectories
 from treepack.errors import TreepackError
 from treepack.formats.trainers.trl_labels import STEPS_NOTE
+from treepack.ingest.readers.messages.normal_form import EMPTY_NOTE
 from treepack.trajectory import PromptCompletion, Skipped, Trajectory
 
 USER = {"role": "user", "content": "2+2?"}
@@ -43,7 +44,7 @@ def test_a_note_on_the_rejected_answer_alone_is_not_lost(name: str) -> None:
     pair: dict[str, Any] = {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD, empty]}
     if name == "openai-preference":
         pair = {"input": {"messages": [USER]}, "preferred_output": [GOOD], "non_preferred_output": [BAD, empty]}
-    assert [item.notes for item in sides(name, pair)] == [(), ("message of role 'assistant' without text",)]
+    assert [item.notes for item in sides(name, pair)] == [(), (EMPTY_NOTE,)]
 
 
 def test_only_behind_the_prompt_is_a_pair_trained_whether_it_is_given_or_implied() -> None:

@@ -485,14 +485,14 @@ def _change(records: Sequence[Record], base: Reading, number: int, kind: str, pa
 
 
 # One answer in blocks whose order chat messages do not have, and one with the result of its call inside.
-MIXED = [
+MIXED: list[dict[str, Any]] = [
     {"type": "text", "text": "Zq7 first."},
     {"type": "thinking", "thinking": "Zq7 second."},
     {"type": "text", "text": "Zq7 third."},
     {"type": "tool_use", "id": "zq7", "name": "zq7_call", "input": {"zq7": "fourth"}},
     {"type": "text", "text": "Zq7 fifth."},
 ]
-WITH_RESULT = [
+WITH_RESULT: list[dict[str, Any]] = [
     {"type": "text", "text": "Zq7 first."},
     {"type": "tool_use", "id": "zq7", "name": "zq7_call", "input": {"zq7": "second"}},
     {"type": "tool_result", "tool_use_id": "zq7", "content": "Zq7 third."},

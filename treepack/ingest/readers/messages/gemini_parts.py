@@ -140,7 +140,6 @@ def assistant_message(parts: list[Part], *, where: str) -> Message | None:
     blocks: list[Part] = []
     rest: Message = {}
     for part in parts:
-        name, call = _object(part, _CALL)
         if _is_thought(part, where):
             text = as_text(part.get("text"), source=where, name="text", default="")
             rest |= left_over(part, ("text", "thought", *_DETAILS), "content")
@@ -149,14 +148,15 @@ def assistant_message(parts: list[Part], *, where: str) -> Message | None:
             elif text:
                 blocks.append({"type": "thinking", "thinking": text})
             continue
+        (name, call), (ran, result) = _object(part, _CALL), _object(part, _RESULT)
         if name is not None:
             arguments = {} if call.get("args") is None else call["args"]
             blocks.append({"type": "tool_use", "id": call.get("id"), "name": call.get("name"), "input": arguments})
             rest |= left_over(call, ("id", "name", "args"), "tool_calls")
-        elif (name := (found := _object(part, _RESULT))[0]) is not None:  # a server ran the tool
-            result = _result(found[1], where)
-            blocks.append(result | {"type": "tool_result", "tool_use_id": result.get("tool_call_id")})
-        content, more = _content([part if name is None else _without(part, name)], where)
+        elif ran is not None:
+            message = _result(result, where)
+            blocks.append(message | {"type": "tool_result", "tool_use_id": message.get("tool_call_id")})
+        content, more = _content([part if (done := name or ran) is None else _without(part, done)], where)
         blocks += content
         rest |= more
     return {"role": "assistant", "content": blocks} | rest if blocks else None

@@ -9,13 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from treepack.errors import TreepackError
-<<<<<<< HEAD
-from treepack.ingest.readers.fields.values import objects_at, shown
-from treepack.ingest.readers.messages.content_blocks import MEDIA_PARTS
-=======
-from treepack.ingest.readers.fields.values import as_objects, object_or_empty, shown
+from treepack.ingest.readers.fields.values import object_or_empty, objects_at, shown
 from treepack.ingest.readers.messages.content_blocks import MEDIA_PARTS, plain_content
->>>>>>> 146d482c (Keep the order of the parts of an answer in the AI SDK, OpenTelemetry, OpenInference, Gemini, pi and opencode)
 from treepack.ingest.readers.messages.merged_turns import left_over
 
 Message = dict[str, Any]
@@ -48,13 +43,8 @@ def message_of_tree(message: Message, source: str, notes: dict[str, None]) -> Me
     calls = [each.get("tool_call", each) for each in tool_calls]
     if isinstance(name := fields.get("function_call_name"), str):
         done["function_call"] = {"name": name, "arguments": fields.get("function_call_arguments_json")}
-<<<<<<< HEAD
-    contents: list[dict[str, Any]] = []
-    for part in objects_at(fields, "contents", source):
-=======
     blocks: list[dict[str, Any]] = []
-    for part in as_objects(fields.get("contents"), source=source, name="contents"):
->>>>>>> 146d482c (Keep the order of the parts of an answer in the AI SDK, OpenTelemetry, OpenInference, Gemini, pi and opencode)
+    for part in objects_at(fields, "contents", source):
         if isinstance(call := part.get("tool_call"), dict):
             calls = [each for each in calls if each != call]  # it is there twice
             own = _call(call, done, notes)

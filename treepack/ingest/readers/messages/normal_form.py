@@ -63,6 +63,8 @@ _NUMBERED = frozenset(
     "advantage value return tokens cost".split()
 )
 _NO_CONTENT = "message without content"
+EMPTY_NOTE = "message of role 'assistant' without text, not trained"
+_EMPTY = frozenset({EMPTY_NOTE, endings.EMPTY_NOTE})
 _OPEN_NOTE = "answer in several turns, because its blocks are not in the order thought, text, calls"
 MEDIA = ("images", "videos", "audios")
 
@@ -158,7 +160,7 @@ def normalise_messages(messages: Sequence[Any], *, source: str, before: NormalMe
             normal.update(id_of_last_call(done))
         done.append(normal)
         weight, remarks = weight_of(message, where) if role == "assistant" else (0.0, ())
-        weights.append(0.0 if endings.EMPTY_NOTE in more else weight)
+        weights.append(0.0 if _EMPTY & set(more) else weight)
         cuts.append(is_cut)
         bounds.append(bound)
         notes |= dict.fromkeys((*remarks, *more))
@@ -234,13 +236,14 @@ def _ending(message: dict[str, Any], normal: dict[str, Any]) -> tuple[bool, Answ
     bounds = AnswerBounds(message.get(endings.PREFILL, 0), stop if ending == endings.STOPPED else None, is_open)
     if is_open:
         notes = (*notes, _OPEN_NOTE)
-    if ending != endings.ENDED and not endings.has_text(normal):
-        notes = (*notes, endings.EMPTY_NOTE)
+    said = normal | {"content": normal["content"][bounds.prefill :]}
+    if not endings.has_text(said):
+        notes = (*notes, EMPTY_NOTE if ending == endings.ENDED else endings.EMPTY_NOTE)
     return ending in (endings.CUT, endings.FILTERED), bounds if bounds != AnswerBounds() else None, notes
 
 
 def _check_content(message: dict[str, Any], normal: dict[str, Any], where: str, notes: dict[str, None]) -> None:
-    """Refuse a message without content that nothing explains; note an empty one.
+    """Refuse a message without content that nothing explains; note an empty result.
 
     Raises:
         BadValueError: the content is missing, or null in a turn without reasoning and calls.
@@ -256,8 +259,8 @@ def _check_content(message: dict[str, Any], normal: dict[str, Any], where: str, 
                 f"--columns content={texts[0]}"
             )
         raise BadValueError(f"{where} has no content; expected text, or the calls of a turn", _NO_CONTENT)
-    # The result of a tool may be empty; an empty turn of the model trains the end of a turn only.
-    if normal["role"] in ("assistant", "tool") or message.get("content") is None:
+    # The result of a tool may be empty.
+    if normal["role"] == "tool" or message.get("content") is None:
         notes[f"message of role '{normal['role']}' without text"] = None
 
 

@@ -55,7 +55,10 @@ def mark_prefills(messages: Sequence[Any], settings: Any = None, *, model: Any =
     after = [*messages[1:], {"role": "assistant"}]
     return [
         message | {_MARKS[0]: mark}
-        if is_answer(message) and is_answer(next_one) and (is_anthropic or message is messages[-1])
+        if is_answer(message)
+        and is_answer(next_one)
+        and not message.get(endings.OPEN)
+        and (is_anthropic or message is messages[-1])
         else message
         for message, next_one in zip(messages, after, strict=True)
     ]
