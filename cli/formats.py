@@ -83,6 +83,7 @@ def _print_one(name: str) -> None:
             "recognised by": one.recognised_by,
             "fields used": ", ".join(one.used),
             "fields dropped": ", ".join(one.dropped) or "none",
+            "failures recorded in": ", ".join(one.failed) or "none",
             "keeps": ", ".join(keep for keep in KEEPS if keep in one.keeps) or "text or lengths only",
         }
     )

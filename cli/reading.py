@@ -26,7 +26,7 @@ reading_options = option_group(
         *TEMPLATE_OPTIONS,
         *field_options(
             BuildOptions,
-            "expand per_path share reward_key normalize_ids train_all control_tokens truncated strict skip_bad "
+            "expand per_path share reward_key normalize_ids train_all control_tokens truncated failed strict skip_bad "
             "max_record_size workers",
             share={"type": WordChoice([name for name in SHARES if name != "none"])},
             reward_key={"metavar": "KEY"},

@@ -141,7 +141,8 @@ class Trajectory:
     they were sampled. Samples with the same `rollout_id` and `source` belong to one rollout, which counts once in its
     group. The part is `ON_SEVERAL_PATHS` for a turn that several paths of a search tree have.
 
-    `is_truncated` is True if a limit or a filter cut the last answer of the rollout.
+    `is_truncated` is True if a limit or a filter cut the last answer of the rollout. `failed` is the cause if the
+    rollout failed because its environment or harness broke, else "".
     """
 
     trajectory_id: str
@@ -159,6 +160,7 @@ class Trajectory:
     rollout_id: str | None = None
     rollout_part: int | None = None
     is_truncated: bool = False
+    failed: str = ""
 
 
 @dataclass(frozen=True, slots=True)

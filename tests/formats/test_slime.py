@@ -48,10 +48,10 @@ def test_the_reward_key_picks_the_reward_out_of_several() -> None:
         read(sample)
 
 
-def test_what_the_sampler_removed_or_did_not_finish_is_skipped() -> None:
+def test_what_the_sampler_removed_is_skipped_and_what_it_did_not_finish_failed() -> None:
     assert read(SAMPLE | {"remove_sample": True}) == [Skipped("r.jsonl:1", "removed by the sampler")]
-    assert read(SAMPLE | {"status": "aborted"}) == [Skipped("r.jsonl:1", "sampling aborted")]
-    assert read(SAMPLE | {"status": "pending"}) == [Skipped("r.jsonl:1", "sampling pending")]
+    assert one(SAMPLE | {"status": "aborted"}).failed == "aborted"
+    assert one(SAMPLE | {"status": "pending"}).failed == "pending"
     assert one(SAMPLE | {"status": "truncated"}).metadata["status"] == "truncated"
 
 

@@ -99,6 +99,7 @@ class Reading:
 
 FACTS = """
     trajectory_id group_id step weight reward advantage metadata temperature rollout_id rollout_part source is_truncated
+    failed
 """.split()
 
 

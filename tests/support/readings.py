@@ -43,10 +43,11 @@ def records_of(values: Iterable[dict[str, Any]], path: str = "r.jsonl") -> list[
 def read_as(name: str, *values: dict[str, Any], path: str = "r.jsonl", **options: Any) -> list[Any]:
     """The items of the reader of format `name` for one file with these `values`; unused fields are not noted."""
     form, records = formats_by_name()[name], records_of(values, path)
+    how = ReadOptions(**options, failed=form.failed)
     if form.read_file is not None:
-        return list(form.read_file(iter(records), ReadOptions(**options)))
+        return list(form.read_file(iter(records), how))
     assert form.read is not None
-    return [item for record in records for item in form.read(record, ReadOptions(**options))]
+    return [item for record in records for item in form.read(record, how)]
 
 
 def read_whole(name: str, *values: dict[str, Any], path: str = "r.jsonl", **options: Any) -> list[Any]:

@@ -23,6 +23,7 @@ SHARES = ("all", "group", "none")
 ROUTE_CONFLICTS = ("split", "first")
 _CONTROL_TOKENS = ("keep", "text", "skip")
 _TRUNCATED = ("keep", "drop")
+_FAILED = ("drop", "keep")
 _MIN_RECORD_SIZE = 1 << 20  # a lower limit would be below the blocks in which files are read
 
 
@@ -82,6 +83,12 @@ class BuildOptions:
         "Rollouts whose last answer was cut: keep trains them without an end token, drop masks their loss and keeps "
         "their reward in the baseline of the group.",
         choices=_TRUNCATED,
+    )
+    failed: str = option(
+        "drop",
+        "Rollouts that failed because their environment or harness broke: drop leaves them out of training and groups, "
+        "and counts them by cause; keep reads them as the others.",
+        choices=_FAILED,
     )
     strict: bool = option(False, "Refuse the first rollout that would be skipped.")
     skip_bad: bool = option(False, "Skip and count damaged records and files, which are refused otherwise.")
@@ -185,6 +192,8 @@ class BuildOptions:
             record["control_tokens"] = self.control_tokens
         if self.truncated != "keep":
             record["truncated"] = self.truncated
+        if self.failed != "drop":
+            record["failed"] = self.failed
         if self.keep_routes:
             record |= {"keep_routes": True, "route_conflicts": self.route_conflicts}
         return record | {name: True for name in ("normalize_ids", "per_path", "skip_bad") if getattr(self, name)}

@@ -90,6 +90,7 @@ def options_and_job(options: BuildOptions, tokenizer: Any = None) -> tuple[ReadO
         chat_template=options.template_file(),
         control_tokens=options.control_tokens,
         truncated=options.truncated,
+        failed=options.failed,
     )
     return how, job
 

@@ -144,6 +144,7 @@ class TokenisationJob:
     chat_template: TemplateFile | None = None
     control_tokens: str = "keep"
     truncated: str = "keep"
+    failed: str = "drop"
 
     def by_name(self) -> TokenisationJob:
         """Return the same job for another process, which loads the tokenizer itself instead of receiving it."""
@@ -160,6 +161,7 @@ class TrajectoryTokeniser:
         self._encoder: Encoder | None = None
         self._template: ChatTemplate | None = None
         self._control = ControlTokens()
+        self._failed: tuple[str, str | None] = ("", None)  # source and rollout of the failed trajectory before
 
     def record(self, items: list[Item]) -> list[tuple[Item, list[Item]]]:
         """Return each of the `items` of a record with its samples.
@@ -178,6 +180,9 @@ class TrajectoryTokeniser:
         if isinstance(item, Skipped):
             yield item
             return
+        if item.failed and self._job.failed == "drop":
+            yield self._of_failed(item)
+            return
         item = self._without_loss(item)
         if self._job.normalize_ids:
             item = with_stable_ids(item)
@@ -188,6 +193,14 @@ class TrajectoryTokeniser:
             # A skipped rollout needs its group too, because the group's baseline is computed over fewer rollouts then.
             is_known = isinstance(sample, Trajectory) or sample.group_id is not None
             yield sample if is_known else replace(sample, group_id=self._group(item))
+
+    def _of_failed(self, item: Trajectory) -> Skipped:
+        # A rollout of several trajectories counts once.
+        before, self._failed = self._failed, (item.source, item.rollout_id)
+        if item.rollout_id is not None and before == self._failed:
+            return Skipped(item.source, "further trajectory of a failed rollout", is_rollout=False)
+        reason = f"failed rollout ({item.failed})"
+        return Skipped(item.source, reason, self._group(item), f"{item.source}: {reason}; --failed keep trains it")
 
     def _group(self, item: Trajectory) -> str:
         """Return the group of `item`, or the one that is derived from its prompt."""

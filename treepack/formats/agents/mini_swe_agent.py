@@ -188,5 +188,6 @@ FORMAT = Format(
         "messages.extra (costs, times, parsed actions, raw outputs)",
     ),
     keeps="token ids, masks, log-probabilities, lineage",
+    failed="exit_status",
     read=read_mini_swe_agent,
 )

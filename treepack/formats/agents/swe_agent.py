@@ -201,5 +201,6 @@ FORMAT = Format(
         "replay_config but for the temperature of its model",
     ),
     keeps="masks, lineage",
+    failed="info.exit_status",
     read=read_swe_agent,
 )

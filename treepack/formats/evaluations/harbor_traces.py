@@ -153,5 +153,6 @@ FORMAT = Format(
         "conversations_sharegpt (the same)",
     ),
     keeps="masks, rewards, lineage",
+    failed="error",
     read_file=_read_harbor_traces,
 )

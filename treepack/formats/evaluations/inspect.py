@@ -10,8 +10,8 @@ that the model saw, so an agent that shortens its history gives several trajecto
 `attachments`; messages are stored once, in a pool, and `input_refs` are ranges of the pool. Calls of scorers, and of
 models with a role of their own such as a grader, are left out. A log without events is read from `messages`, with a
 note, because messages that an agent changed later differ from the sampled ones. C or true is the reward 1, P is 0.5,
-and I, N or false is 0. If there are several scores, `--reward-key` selects one. A sample that ended in an error is
-skipped.
+and I, N or false is 0. If there are several scores, `--reward-key` selects one. A sample that ended in an error
+failed.
 """
 
 from __future__ import annotations
@@ -48,7 +48,6 @@ MESSAGES_NOTE = "log without model events, read from its messages"
 SCORES_NOTE = "several scores, none of them used; choose one with --reward-key"
 NO_CALL = "sample without a response of the model"
 EVENTS_ONLY = "sample with events only, none of which has a response of the model"
-ERROR = "sample that ended in an error"
 
 _Sample = dict[str, Any]
 
@@ -71,15 +70,13 @@ def read_inspect(record: Record, options: ReadOptions) -> Outcomes:
 def _read_sample(record: Record, sample: _Sample, options: ReadOptions) -> Outcomes:
     task = record.value["eval"]["task"]
     group = f"{task}/{sample.get('id')}"
-    if sample.get("error") is not None:
-        yield Skipped(record.source, ERROR, group_id=group)
-        return
     reward, notes = _reward(sample, options.reward_key)
     value = {
         "trajectory_id": f"{group}/{sample.get('epoch')}",
         "group_id": group,
         "reward": reward,
         "model": record.value["eval"].get("model"),
+        "error": object_or_empty(sample.get("error")).get("message"),
     }
     one = replace(record, value=value)
     log = _calls(sample, record.source)
@@ -232,5 +229,6 @@ FORMAT = Format(
         "plan, results, stats, reductions",
     ),
     keeps="masks, rewards, lineage",
+    failed="error",
     read=read_inspect,
 )

@@ -70,5 +70,6 @@ FORMAT = Format(
         "state.finished, state.latest_output, state.agent_action_count, state.token_counter (follow from the history)",
     ),
     keeps="rewards, lineage",
+    failed="error terminate_reason",
     read=read_mint,
 )

@@ -207,5 +207,6 @@ FORMAT = Format(
         "tasks (all but the messages that they begin with)",
     ),
     keeps="masks, rewards, lineage",
+    failed="termination_reason",
     read=read_tau2,
 )

@@ -161,5 +161,6 @@ FORMAT = Format(
         "trajectories.info and trajectories.steps.info",
     ),
     keeps="token ids, masks, log-probabilities, rewards, lineage",
+    failed="termination_reason",
     read=_read_rllm,
 )

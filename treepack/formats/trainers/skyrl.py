@@ -173,5 +173,6 @@ FORMAT = Format(
         "rewards of steps but the last",
     ),
     keeps="token ids, masks, log-probabilities, rewards, lineage",
+    failed="stop_reason",
     read=read_skyrl,
 )

@@ -45,8 +45,6 @@ from treepack.ingest.readers.tokens.route_fields import kept_routes
 
 # Fields of a tokenised sample; the reader of chats would count them as not used.
 _OF_TOKENS = KEPT_FIELDS | {"tokens", "response_length", "loss_mask", "rollout_log_probs", "teacher_log_probs"}
-# Statuses of samples that the sampler did not complete.
-_UNFINISHED = frozenset({"pending", "aborted"})
 _LINE = re.compile(r"[:\[](\d+)\]?$")  # of a record in its file
 _TEXT = frozenset({"prompt", "response", "apply_chat_template_kwargs"})
 # Bookkeeping of the sampler, and fields that are read under another name.
@@ -118,9 +116,6 @@ def _read_sample(record: Record, options: ReadOptions) -> Outcomes:
     if value.get("remove_sample"):
         yield Skipped(record.source, "removed by the sampler")
         return
-    if isinstance(value["status"], str) and value["status"] in _UNFINISHED:
-        yield Skipped(record.source, f"sampling {value['status']}")
-        return
     if value.get("multimodal_inputs"):
         yield Skipped(record.source, MEDIA_REASON)
         return
@@ -186,5 +181,6 @@ FORMAT = Format(
     ),
     keeps="token ids, masks, log-probabilities, rewards, lineage",
     arrays=NUMBERS,
+    failed="status",
     read=_read_slime,
 )

@@ -55,6 +55,7 @@ from treepack.ingest.readers.kinds import optional
 
 _AGENT = "agent"  # the name that verifiers gives to the only agent of an environment
 PARTIAL_NOTE = "token ids of some messages only, all messages read as text"
+REJECTED = "compaction that the harness rejected"
 WEIGHTS_NOTE = "loss weights of nodes not used"
 # Fields that are read under another name, or that `FORMAT.dropped` lists.
 _KNOWN = frozenset(
@@ -117,7 +118,10 @@ def _read_trace(record: Record, episode: dict[str, Any], trace: dict[str, Any], 
         return
     nodes = trace.get("nodes") or []
     paths = graphs.before(nodes, source=record.source)
-    sampled = [number for number, node in enumerate(nodes) if node.get("sampled") is True]
+    rejected = _rejected(nodes, record.source)
+    sampled = [k for k, node in enumerate(nodes) if node.get("sampled") is True and k not in rejected]
+    for _ in rejected:
+        yield Skipped(record.source, REJECTED, is_rollout=False)
     if not sampled:
         yield Skipped(record.source, "no call with a response")
         return
@@ -149,6 +153,20 @@ def _read_trace(record: Record, episode: dict[str, Any], trace: dict[str, Any], 
         ]
         items = read_chats(one, chats, options)
     yield from with_notes(items, notes)
+
+
+def _rejected(nodes: list[dict[str, Any]], source: str) -> set[int]:
+    """Return the sampled leaves that are attempts of a compaction from which no node continues."""
+    edges = [
+        (number, edge.get("type"), edge.get("node"))
+        for number, node in enumerate(nodes)
+        for edge in objects_at(node, "semantic_parents", source)
+    ]
+    attempts = {number for number, kind, _ in edges if kind == "compaction_attempt" and nodes[number].get("sampled")}
+    parents = {node.get("parent") for node in nodes}
+    return (
+        attempts - parents - {origin for _, kind, origin in edges if kind == "compaction" and isinstance(origin, int)}
+    )
 
 
 def _temperatures(trace: dict[str, Any], agent: dict[str, Any], source: str) -> dict[int, float]:
@@ -215,7 +233,8 @@ def _facts(episode: dict[str, Any], trace: dict[str, Any], agent: dict[str, Any]
         "env": object_at(episode, "env", source).get("id"),
         "agent": name,
         "model": config.get("model") or next((model for model in models if model), None),
-        "ok": trace.get("ok"),
+        "ok": next((ok for ok in (False, True) if ok in (trace.get("ok"), episode.get("ok"))), None),
+        "errors": trace.get("errors") or episode.get("errors") or None,
         "stop_condition": trace.get("stop_condition"),
         "info": trace.get("info") or None,
         "extra": object_at(trace, "metrics", source) or None,
@@ -236,6 +255,7 @@ FORMAT = Format(
     used="""
         env.id group.id run.work.step traces.id traces.task.key traces.agent.name traces.agent.trainable
         traces.tools traces.nodes.tools traces.rewards traces.metrics traces.info traces.stop_condition traces.ok
+        traces.errors ok errors
         traces.calls.model traces.calls.finish_reason traces.nodes.parent traces.nodes.message traces.nodes.sampled
         traces.nodes.token_ids traces.nodes.sampling_mask=traces.nodes.token_ids
         traces.nodes.mask traces.nodes.logprobs traces.nodes.advantages traces.nodes.reference_logprobs
@@ -244,12 +264,14 @@ FORMAT = Format(
     dropped=(
         "traces with images, audio or video (they are skipped)",
         "traces.nodes.loss_weights (noted)",
-        "traces.nodes.is_content, entropies, semantic_parents and timestamp",
+        "traces.nodes.is_content, entropies and timestamp",
         "traces.root_reply and numbers of tokens",
         "traces.calls but for model, temperature and finish_reason (usage, times)",
-        "timing, errors, rewrites, versions and extra_usage",
+        "timing, rewrites, versions and extra_usage",
         "task.data",
     ),
+    also="traces.nodes.semantic_parents.type traces.nodes.semantic_parents.node",
     keeps="token ids, masks, log-probabilities, rewards, lineage",
+    failed="errors ok",
     read=_read_verifiers,
 )

@@ -45,7 +45,7 @@ _SUMMARY = "metadata.json"
 # Fields that become messages, and measurements of the run.
 _DROPPED = frozenset(
     """
-    prompt completion trajectory tool_defs oai_tools timing token_usage metrics error error_chain long_error_chain
+    prompt completion trajectory tool_defs oai_tools timing token_usage metrics error_chain long_error_chain
     """.split()
 )
 
@@ -153,14 +153,16 @@ FORMAT = Format(
         example_id prompt completion reward metrics info answer is_truncated tool_defs trajectory.tokens.prompt_ids
         trajectory.tokens.completion_ids trajectory.tokens.completion_mask trajectory.tokens.completion_logprobs
         trajectory.tokens.sampling_mask=trajectory.tokens.prompt_ids
-        trajectory.advantage trajectory.is_truncated trajectory.trajectory_id model sampling_args.temperature
+        trajectory.advantage trajectory.is_truncated trajectory.trajectory_id model sampling_args.temperature error
+        stop_condition
     """,
     dropped=(
-        "timing, token_usage and errors",
+        "timing, token_usage, error_chain",
         "trajectory.reward (the rollout has its own) and response",
         "trajectory.tokens.prompt_mask",
         "trajectory.tokens.routed_experts (kept by --keep-routes)",
     ),
     keeps="token ids, masks, log-probabilities, rewards, lineage",
+    failed="error stop_condition",
     read=_read_verifiers_results,
 )

@@ -83,6 +83,8 @@ class Format:
     notes_unused: bool = True
     # Fields that connect records, such as the id of the one before, which are ids or null.
     links: Sequence[str] = ()
+    # Fields of the facts of a rollout that say whether its environment or harness broke (`fields.failures`), in a list or as text.
+    failed: Sequence[str] = ()
     # More paths as in `used`, of forms that neither the sample nor the documentation shows.
     also: Sequence[str] = ()
     # Returns a record of a file as it is declared, if names of fields are among its values, or values are among its
@@ -97,7 +99,7 @@ class Format:
         assert (self.read is None) != (self.read_file is None), self.name
         assert self.read is not None or not self.arrays, self.name
         assert self.read_file is not None or self.view is None, self.name
-        for name, separator in (("used", None), ("also", None), ("links", None), ("keeps", ", ")):
+        for name, separator in (("used", None), ("also", None), ("links", None), ("failed", None), ("keeps", ", ")):
             texts = getattr(self, name)
             object.__setattr__(self, name, tuple(texts.split(separator) if isinstance(texts, str) else texts))
         assert set(self.keeps) <= set(KEEPS), self.name
@@ -139,6 +141,7 @@ class Format:
         Raises:
             TreepackError: a record does not have this format, or its fields contradict each other.
         """
+        options = replace(options, failed=self.failed)
         if self.read_file is None:
             for number, record in enumerate(records):
                 items = self._of_record(record, number, options)

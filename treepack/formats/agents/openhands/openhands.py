@@ -178,5 +178,6 @@ FORMAT = Format(
     ),
     keeps="masks, rewards",
     links="kind id",
+    failed="error",
     read_file=_read_openhands,
 )

@@ -348,7 +348,13 @@ def _facts(
     `names` belong to the step of the trial and of the file, empty if there is none.
     """
     task = "/".join(filter(None, (str(result["task_name"]), names[0])))
-    return {"trajectory_id": _name(result, *names), "group_id": task, "reward": _reward(part, source, options)}
+    error = object_or_empty(part.get("exception_info") or result.get("exception_info")).get("exception_type")
+    return {
+        "trajectory_id": _name(result, *names),
+        "group_id": task,
+        "reward": _reward(part, source, options),
+        "exception": error,
+    }
 
 
 def _name(result: dict[str, Any], *names: str) -> str:
@@ -392,8 +398,10 @@ FORMAT = Format(
         "steps.timestamp, steps.extra, other metrics",
         "final_metrics",
         "observation.results.subagent_trajectory_ref (a file of its own, or embedded)",
-        "of result.json: config, times, costs, exceptions",
+        "of result.json: config, times, costs, messages of exceptions",
     ),
+    also="exception_info.exception_type step_results.exception_info.exception_type",
     keeps="token ids, masks, log-probabilities, rewards, lineage",
+    failed="exception",
     read=read_atif,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from treepack.files.input_files.limits import DEFAULT_LIMITS, RecordLimits
@@ -22,6 +23,7 @@ class ReadOptions:
     limits: RecordLimits = DEFAULT_LIMITS
     keep_routes: bool = False  # keep recorded routes, see `tokens.route_fields`
     harmless: frozenset[str] = frozenset()  # fields that are metadata although an answer or a mask may have their names
+    failed: Sequence[str] = ()  # `Format.failed` of the format that is read
     columns: ColumnMap | None = None  # maps records of a homemade layout, see `readers.columns`
     # The file of each line of a model that was read so far in sessions; None if files are read apart.
     turns: dict[str, str] | None = field(default=None, compare=False)

@@ -20,6 +20,7 @@ import numpy as np
 from treepack.errors import TreepackError
 from treepack.files.input_files.records import Record
 from treepack.ingest.readers.fields import endings
+from treepack.ingest.readers.fields.failures import failure
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.rewards import REWARDS, is_equal, reward_of
 from treepack.ingest.readers.fields.unread import ANSWER, MASK, danger, is_empty, is_prose, not_used
@@ -82,7 +83,10 @@ def describe(
     reward, reward_field = reward_of(value, source, reward_key=options.reward_key)
     weight = value.get("weight")
     temperature, temperature_field = _temperature(value)
-    taken = {group_field, id_field, step_field, reward_field, "weight", temperature_field}
+    failed, remarks_on_failure = failure(value, options.failed)
+    # Errors are lists or objects, a status is metadata too.
+    errors = {name for name in options.failed if isinstance(value.get(name), list | dict)}
+    taken = {group_field, id_field, step_field, reward_field, "weight", temperature_field, *errors}
     rest = {k: v for k, v in value.items() if k not in used and k not in taken}
     # Alpaca's `text` is the instruction and the output in one text.
     repeated = [k for k, v in rest.items() if danger(k, v) == ANSWER and _repeats(v, content)]
@@ -104,9 +108,10 @@ def describe(
             reward=reward,
             advantage=advantage,
             metadata=metadata,
-            notes=notes + dropped + remarks,
+            notes=notes + dropped + remarks + remarks_on_failure,
             temperature=temperature,
             is_truncated=isinstance(content, Chat) and endings.last_is_cut(content),
+            failed=failed,
         )
     )
     if ending == endings.ENDED or (ending == endings.STOPPED and not has_end):
