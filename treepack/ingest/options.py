@@ -46,9 +46,7 @@ class BuildOptions:
     )
     tokenizer: str | None = option(None, "Hugging Face tokenizer whose chat template renders conversations.")
     chat_template: str | None = option(
-        None,
-        "File with a chat template in Jinja, which replaces the template of the tokenizer; for token ids, the template "
-        "of their prompts, which the trained model is saved with.",
+        None, "File with a chat template in Jinja, which replaces the template of the tokenizer."
     )
     # The schemas, or the path of a JSON file with them.
     tools: list[dict[str, Any]] | str | None = option(
