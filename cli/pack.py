@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .option_groups import refuse_given
-from .output import next_training, reserve_directory, say, show_end, show_figures, show_notes
+from .output import next_training, percent, reserve_directory, say, show_end, show_figures, show_notes
 from .paths import RATED_TRIE, READ, WRITE
 from .planning import REPLACED_BY_PLAN, chosen_options, model_options, pack_options
 from .progress import progress_bars, quiet_option
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from treepack.files.remote.address import AnyPath
     from treepack.pack.directory import PackSummary
     from treepack.pack.options import PackOptions
+
+MANY_DROPPED = 0.1  # share of the trajectories
 
 
 @click.command()
@@ -127,6 +129,7 @@ def show_packing(summary: PackSummary, why: str = "", *, verbose: bool = False, 
     `built`, and its figures are left out.
     """
     from treepack.analysis.summary import summary_of_manifest
+    from treepack.pack.capacity import NO_TOKEN_WITHIN, TOO_LONG_DROPPED
 
     manifest, totals = summary.manifest, summary.totals
     before = {} if built is None else built["totals"]
@@ -136,6 +139,10 @@ def show_packing(summary: PackSummary, why: str = "", *, verbose: bool = False, 
     size = sum(entry["bytes"] for entry in manifest["files"]) / totals["tokens_packed"]
     figures = {name: value for name, value in totals.items() if before.get(name) != value}
     show_figures(figures | {"bytes_per_token": size}, verbose=verbose)
+    dropped = sum(summary.counts.get(reason, 0) for reason in (TOO_LONG_DROPPED, NO_TOKEN_WITHIN))
+    if dropped >= MANY_DROPPED * (total := dropped + totals["num_trajectories"]):
+        share = f"{dropped:,} of {total:,} trajectories ({percent(dropped / total)})"
+        click.echo(f"note: {share} are longer than --capacity and were dropped; give a larger one", err=True)
     show_notes(summary.counts, _packing_notes(summary, why))
     if built is None:
         print_control_tokens(manifest.get("control_tokens"))

@@ -13,10 +13,12 @@ Without a terminal, commands that take less than ten seconds write nothing.
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from itertools import accumulate
 from threading import Event, Lock, Thread
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 INTERVAL = 10.0  # seconds between two lines
+BAR_WIDTH = 62  # characters of a bar with ten blocks, besides its stage and values
 _QUIET = "treepack.quiet"
 
 
@@ -111,10 +114,12 @@ def step_progress(
     elif sys.stderr.isatty():
         from tqdm import tqdm
 
-        with tqdm(total=total, initial=first, desc=stage, unit="step", **_shape()) as bar:
+        shape = _shape()
+        with tqdm(total=total, initial=first, desc=stage, unit="step", **shape) as bar:
 
             def draw(done: int, values: Mapping[str, str]) -> None:
-                bar.set_postfix(dict(values), refresh=False)
+                room = (shape.get("ncols") or shutil.get_terminal_size().columns) - len(stage) - BAR_WIDTH
+                bar.set_postfix_str(", ".join(_fitting(values, room)), refresh=False)
                 bar.update(done - bar.n)
 
             yield draw
@@ -131,6 +136,16 @@ def step_progress(
                 click.echo(f"{stage}: {', '.join(parts)}", err=True)
 
         yield write
+
+
+def _fitting(values: Mapping[str, str], room: int) -> list[str]:
+    """Return the first values, which are the most important ones, within `room` characters; at least one.
+
+    {"loss": "1.25", "lr": "1e-05"}, 15 -> ["loss=1.25"]
+    """
+    texts = [f"{name}={value}" for name, value in values.items()]
+    ends = accumulate(len(text) + 2 for text in texts)
+    return [text for place, (text, end) in enumerate(zip(texts, ends, strict=True)) if not place or end <= room]
 
 
 def _shape() -> dict[str, int]:

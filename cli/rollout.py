@@ -114,9 +114,16 @@ def rollout(
     if as_json:
         click.echo(orjson.dumps(_figures(summary, queries.num_unused)))
     else:
-        _show(summary, queries.num_unused)
+        _show(summary, queries.num_unused, independent=sampler == "independent", is_server=engine.is_server)
     rewarded = "" if summary.reward is None else "--advantages grpo "
-    show_end(out, then=f"treepack prepare {quoted(out)} {rewarded}--out DATA")
+    template = "" if prompt.chat_template is None else f"--chat-template {quoted(prompt.chat_template)} "
+    if template:
+        click.echo(
+            f"note: token ids do not name {prompt.chat_template}; give {template}to prepare too, so that the trained "
+            "model is saved with it",
+            err=True,
+        )
+    show_end(out, then=f"treepack prepare {quoted(out)} {template}{rewarded}--out DATA")
 
 
 def _check_engine(engine: EngineOptions) -> None:
@@ -300,7 +307,8 @@ def _figures(summary: RolloutSummary, num_unused: int) -> dict[str, Any]:
     return {**asdict(summary), "saved": summary.saved, "num_unused": num_unused}
 
 
-def _show(summary: RolloutSummary, num_unused: int) -> None:
+def _show(summary: RolloutSummary, num_unused: int, *, independent: bool, is_server: bool) -> None:
+    """Print the figures; independent rollouts share no decoded token, so some have no meaning there."""
     rollouts, decoded = summary.num_rollouts, summary.tokens_decoded
     rows: dict[str, Any] = {"queries": summary.num_queries}
     if num_unused:
@@ -316,11 +324,13 @@ def _show(summary: RolloutSummary, num_unused: int) -> None:
         rows["added by a fallback"] = f"{summary.num_fallback:,}, {percent(summary.num_fallback / rollouts)}"
     rows["tokens decoded"] = decoded
     if summary.length is not None and summary.saved is not None:
-        rows["tokens decoded per rollout"] = decoded / rollouts
+        if not independent:
+            rows["tokens decoded per rollout"] = decoded / rollouts
         rows |= _mean_rows("tokens of a rollout", summary.length)
-        rows["saved against independent sampling, estimated"] = percent(summary.saved)
+        if not independent:
+            rows["saved against independent sampling, estimated"] = percent(summary.saved)
     rows |= {"requests": summary.requests, "tokens of their prompts": summary.tokens_prefilled}
-    if summary.tokens_cached is not None:
+    if summary.tokens_cached is not None and (is_server or not independent):
         rows["in the engine's cache"] = percent(summary.tokens_cached / max(1, summary.tokens_prefilled))
     if summary.reward is not None:
         rows |= _mean_rows("pass rate" if summary.is_pass_rate else "reward", summary.reward)

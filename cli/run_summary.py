@@ -107,9 +107,7 @@ def run_summary(run: TrainingRun, out: AnyPath, steps: list[StepMetrics]) -> dic
         skipped = sum(bool(metrics.skipped_rows) for metrics in steps)
         record |= {"skipped steps": skipped} if skipped else {}
     # Only a signal ends a run early without an error, and only after a step: `steps` has at least one.
-    if is_finished(out):
-        record["saved"] = str(out)
-    else:
+    if not is_finished(out):
         record["stopped"] = f"after step {steps[-1].step} of {len(run.schedule)}; continue with --resume"
     return record
 

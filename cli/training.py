@@ -100,7 +100,7 @@ def train_model(
     """
     if _check_early(packed, model, options, out, run_options, overwrite=overwrite):
         if is_first_process():
-            show({"steps": 0, "saved": str(out)})
+            show({"steps": 0})
             show_end(out, then=_next_command(out, options, {}))
         return
     with _watched_start(out, run_options) as start:

@@ -155,7 +155,6 @@ def fit(
             # Packing saves the difference between these two numbers in every epoch.
             "tokens of an epoch": sum(row.row.num_tokens for row in data.rows),
             "tokens if each prefix is computed alone": data.tokens_alone,
-            "saved": str(out),
         }
     )
     show_end(out, then=f"treepack values predict {quoted(trie)} --values {quoted(out)} --out PREDICTIONS.jsonl")

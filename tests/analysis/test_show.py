@@ -246,5 +246,7 @@ def test_rollouts_after_the_wanted_one_are_not_read() -> None:
 
     (rollout,) = selection.first_named(stream(), "b", where="here", skipped={})
     assert rollout.trajectory_id == "b"
-    with pytest.raises(TreepackError, match=r"here \(skipped: none trained: 2\): has no trajectory 'x'; .* 'a'"):
-        list(selection.first_named(iter([make("a", [1, 2])]), "x", where="here", skipped={"skipped: none trained": 2}))
+    counts = {"skipped: none trained": 2, **{f"field 'answer.{name}' not used": 9 for name in "abcdefgh"}}
+    wanted = r"^here: has no trajectory 'x'; give .* 'a'; skipped: none trained: 2; fields not used: .* \(8 in total"
+    with pytest.raises(TreepackError, match=wanted):
+        list(selection.first_named(iter([make("a", [1, 2])]), "x", where="here", skipped=counts))

@@ -350,6 +350,20 @@ def test_too_long(treepack: Run, trie: Path, tmp_path: Path) -> None:
     assert treepack("stats", tmp_path / "b", "--check").status == 0
 
 
+@pytest.mark.parametrize(("num_long", "share"), [(1, None), (2, "2 of 12 trajectories (16.7 %)")])
+def test_many_dropped_trajectories_are_a_note(treepack: Run, tmp_path: Path, num_long: int, share: str | None) -> None:
+    lengths = [9] * num_long + [3] * 10
+    records = [{"input_ids": [i, *range(20, 19 + n)], "loss_mask": [0] + [1] * (n - 1)} for i, n in enumerate(lengths)]
+    (tmp_path / "r.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
+    note = f"note: {share} are longer than --capacity and were dropped; give a larger one"
+    assert treepack("build-trie", tmp_path / "r.jsonl", "--out", tmp_path / "trie").status == 0
+    for command, source in (("pack", "trie"), ("prepare", "r.jsonl")):
+        limits = ("--capacity", 4, "--too-long", "drop")
+        done = treepack(command, tmp_path / source, *limits, "--out", tmp_path / f"{command}-out")
+        assert done.status == 0, done.err
+        assert (note in done.err.splitlines()) == (share is not None)
+
+
 def test_standard_input(tmp_path: Path) -> None:
     data = write_rollouts(tmp_path / "r.jsonl").read_bytes()
     command: list[str | Path] = [TREEPACK, "build-trie", "-", "--out", tmp_path / "trie"]

@@ -24,7 +24,7 @@ BUILD = "make a trie of rollouts with: treepack build-trie rollouts.jsonl --out 
 PREDICTIONS = (
     "is a directory; give a file of predictions, JSON lines or Parquet, such as treepack values predict writes"
 )
-PACK = "pack it with: treepack pack TRIE --out PACKED"
+PREPARE = "pack rollouts with: treepack prepare rollouts.jsonl --out DATA"
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ PACK = "pack it with: treepack pack TRIE --out PACKED"
             "packed: is packed already; give the trie that it was packed from, trie",
         ),
         ("train trie --model none --out x", "trie: is a trie; pack it first with: treepack pack trie --out PACKED"),
-        ("train rollouts.jsonl --model none --out x", f"rollouts.jsonl: is no packed directory; {BUILD}, and {PACK}"),
+        ("train rollouts.jsonl --model none --out x", f"rollouts.jsonl: is no packed directory; {PREPARE}"),
         ("logprobs trie --model none --out x", "trie: is a trie; pack it first with: treepack pack trie --out PACKED"),
         ("augment trie --packed trie --out x", "trie: is a trie; pack it first with: treepack pack trie --out PACKED"),
         (

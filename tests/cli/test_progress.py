@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import sys
 import time
 from importlib import import_module
@@ -92,6 +93,26 @@ def test_steps_have_a_line_each_or_one_in_every_interval(capsys: pytest.CaptureF
         report(1, {})
         report(2, {})
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("columns", [40, 80, 110, 200])
+def test_a_bar_of_steps_shows_the_values_for_which_there_is_room(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr(progress, "_shape", lambda: {"ncols": columns, "nrows": 24})
+    values = {"loss": "1.2345", "reward": "0.575", "entropy": "0.403", "KL from the sampler": "0.188", "lr": "5e-05"}
+    with progress.step_progress("training", 20) as report:
+        report(4, values)
+    lines = [line for line in re.split("[\r\n]", terminal.getvalue()) if "4/20" in line]
+    assert lines
+    for line in lines:
+        assert len(line) <= columns
+        if columns >= 80:
+            bar, shown = line.split("|")[1], re.findall(r"[A-Za-z ]+=[^,\]]+", line)
+            assert len(bar) >= 8
+            assert shown[0] == " loss=1.2345"
+            assert len(shown) == {80: 1, 110: 2, 200: 5}[columns]
+            assert line.endswith("]")
 
 
 def test_a_bar_of_unknown_length_gets_one_from_the_share(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -343,7 +343,8 @@ def packed(tmp_path: Path) -> Path:
 def test_missing_manifest_is_named(packed: Path) -> None:
     (packed / "manifest.json").unlink()
     with pytest.raises(
-        TreepackError, match=r"has no manifest\.json, so it is no packed directory; make a trie of rollouts with"
+        TreepackError,
+        match=r"has no manifest\.json, so it is no packed directory; pack rollouts with: treepack prepare",
     ):
         list(read_rows(packed))
 

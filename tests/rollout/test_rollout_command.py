@@ -6,6 +6,7 @@ The programs of docs/rollouts.md and docs/tree-rl.md sample from a model in this
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from collections.abc import Iterator
 from importlib import import_module
@@ -18,6 +19,7 @@ import pytest
 from support.command_line import Result, Run
 from support.engine_server import EngineServer, in_thread
 from support.paths import ROOT
+from treepack.files.manifest import read_manifest
 from treepack.rollout.answers import answer_test, has_boxed
 from treepack.rollout.options import BRANCHING, FALLBACK, TreeOptions
 
@@ -95,6 +97,36 @@ def test_sampled_trees_are_built_credited_packed_and_continued(treepack: Run, fo
         assert [(each["prompt_token_ids"], each["parent_tokens"]) for each in same] == [(ids, size)] * 2
     run("build-trie", "rollouts.jsonl", "more.jsonl", "--out", "whole", "--quiet")
     run("advantages", "whole", "--estimator", "treerpo", "--segment", "recorded", "--keep-equal", "--out", "second")
+
+
+def test_a_given_template_is_named_for_the_next_command_which_keeps_it(
+    treepack: Run, folder: Path, server: str
+) -> None:
+    Path("my template.jinja").write_text("{{ messages[0].content }}")
+    command = ("rollout", "prompts.jsonl", "--engine", server, *TREES, "--max-tokens", 24, "--out")
+    done = treepack(*command, "plain.jsonl")
+    assert "template" not in done.err
+    assert "saved against independent sampling, estimated" in done.out
+    done = treepack(*command, "rollouts.jsonl", "--chat-template", "my template.jinja")
+    assert (
+        "note: token ids do not name my template.jinja; give --chat-template 'my template.jinja' to prepare" in done.err
+    )
+    following = shlex.split(done.err.splitlines()[-1])
+    assert following[:3] == ["next:", "treepack", "prepare"]
+    done = treepack(*following[2:-1], "data")
+    assert done.status == 0, done.err
+    assert read_manifest(Path("data/packed"))["chat_template"]["name"] == "my template.jinja"
+
+
+def test_independent_rollouts_have_no_figures_about_shared_tokens(treepack: Run, folder: Path) -> None:
+    done = treepack(
+        *("rollout", "prompts.jsonl", "--engine", "model.json", "--stop-token-id", 2, "--sampler", "independent"),
+        *("--width", 2, "--max-tokens", 4, "--out", "rollouts.jsonl"),
+    )
+    names = [line.split("  ")[0] for line in done.out.splitlines()]
+    assert "mean tokens of a rollout" in names
+    assert not {"tokens decoded per rollout", "saved against independent sampling, estimated"} & {*names}
+    assert "in the engine's cache" not in names
 
 
 def test_rollouts_of_a_server_are_repeatable_and_resumed(treepack: Run, folder: Path) -> None:

@@ -133,7 +133,7 @@ def test_a_conversation_is_skipped_only_if_its_calls_are_not_printed(bare: Any) 
     silent = with_template(bare, START + END)
     samples(chat([user("Q"), assistant("A")]), silent)
     sentence = "r.jsonl:1: the chat template does not print the arguments of tool calls{}; "
-    sentence += "use another template (--chat-template FILE), or remove the tool calls"
+    sentence += "use another template (--chat-template FILE; docs/templates.md compares many), or remove the tool calls"
     assert skip(calling("{}"), silent).detail == sentence.format("")
     assert skip(calling("{}"), silent).reason == "the chat template does not print the arguments of tool calls"
     strict = with_template(bare, START + "{{ raise_exception('no calls') }}" + END)
@@ -174,7 +174,7 @@ def test_any_exception_of_a_template_is_one_sentence(bare: Any, expression: str,
     assert skipped.reason == "the chat template refuses the messages"
     assert skipped.detail == (
         f"r.jsonl:1: turn 1 (message 2): the chat template refuses the messages ({reason}); "
-        "fix them or use another template (--chat-template FILE)"
+        "fix them or use another template (--chat-template FILE; docs/templates.md compares many)"
     )
 
 
@@ -251,7 +251,7 @@ def test_several_marks_in_a_turn_are_several_spans(bare: Any) -> None:
             "{{ raise_exception('no system') }}",
             "the chat template refuses the messages",
             "the chat template refuses the messages (no system); "
-            "fix them or use another template (--chat-template FILE)",
+            "fix them or use another template (--chat-template FILE; docs/templates.md compares many)",
         ),
         (
             "{% if add_generation_prompt %}[prompt]{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}",

@@ -122,6 +122,21 @@ def test_data_of_token_ids_has_no_template_and_trains_with_any(tmp_path: Path) -
     assert shared_origin(headers)["chat_template"] == headers[1].manifest["chat_template"]
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_data_of_token_ids_has_the_template_that_is_given(tmp_path: Path, treepack: Run, workers: int) -> None:
+    ids, file = tmp_path / "ids.jsonl", tmp_path / "new.jinja"
+    ids.write_text(json.dumps({"input_ids": [5, 6, 7], "loss_mask": [0, 1, 1]}))
+    file.write_text(NEW)
+    done = treepack("build-trie", ids, "--chat-template", file, "--workers", workers, "--out", tmp_path / "trie")
+    assert done.status == 0, done.err
+    pack_trie(tmp_path / "trie", tmp_path / "packed")
+    entry = {"name": "new.jinja", "sha256": read_template(str(file)).sha256, "text": NEW}
+    assert [read_manifest(tmp_path / name).get("chat_template") for name in ("trie", "packed")] == [entry, entry]
+    file.write_text("{% for")
+    done = treepack("build-trie", ids, "--chat-template", file, "--out", tmp_path / "other")
+    assert (done.status, "new.jinja" in done.err, (tmp_path / "other").exists()) == (1, True, False)
+
+
 def test_a_name_of_the_template_cannot_leave_the_folder_of_the_model(tmp_path: Path, treepack: Run) -> None:
     rollouts = tmp_path / "r.jsonl"
     rollouts.write_text(json.dumps(CHAT))

@@ -184,7 +184,7 @@ def build_trie_on(
         tables, ranges = _sort_ranges(scheduler, reading, options.share, num_ranges, watch)
         nodes = join_ranges(ranges, share=options.share)
         totals = _totals(reading, nodes)
-        conversations = conversations_of_log(reading.log, totals)
+        conversations, given = conversations_of_log(reading.log, totals), job.chat_template
         groups = frozenset[str]().union(*(each.groups for each in ranges))
         provenance = Provenance(
             options=recorded,
@@ -194,7 +194,7 @@ def build_trie_on(
             conversations=conversations.as_record() if conversations else None,
             totals=totals,
             tokenizer=fingerprint(tokenizer) if tokenizer else None,
-            chat_template=template_entry(tokenizer, job.chat_template) if conversations else None,
+            chat_template=template_entry(tokenizer, given) if conversations or given else None,
             input={"sha256": reading.digest.hexdigest(), "num_files": reading.digest.num_files},
         )
         parts = list(nodes_of_ranges(nodes, ranges, share=options.share))

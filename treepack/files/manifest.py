@@ -288,10 +288,11 @@ def _no_manifest(directory: DirectoryLocation, kind: str | None) -> TreepackErro
         if (trie / MANIFEST).is_file():
             pack = shlex.join(["treepack", "pack", str(trie), "--out", str(inner)])
             return TreepackError(f"{directory}: is no {wanted}, but contains a trie; pack it with: {pack}")
-    pack = "" if kind == schema.TRIE_FORMAT else ", and pack it with: treepack pack TRIE --out PACKED"
     fault = f"has no {MANIFEST}, so it is" if path.is_dir() else "is"
-    build = f"treepack build-trie {shlex.quote(str(directory))} --out TRIE{pack}"
-    return TreepackError(f"{directory}: {fault} no {wanted}; make a trie of rollouts with: {build}")
+    remedy = "pack rollouts with: treepack prepare {} --out DATA"
+    if kind == schema.TRIE_FORMAT:
+        remedy = "make a trie of rollouts with: treepack build-trie {} --out TRIE"
+    return TreepackError(f"{directory}: {fault} no {wanted}; {remedy.format(shlex.quote(str(directory)))}")
 
 
 def _other_kind(directory: DirectoryLocation, manifest: dict[str, Any]) -> TreepackError:

@@ -46,7 +46,9 @@ class BuildOptions:
     )
     tokenizer: str | None = option(None, "Hugging Face tokenizer whose chat template renders conversations.")
     chat_template: str | None = option(
-        None, "File with a chat template in Jinja, which replaces the template of the tokenizer."
+        None,
+        "File with a chat template in Jinja, which replaces the template of the tokenizer; for token ids, the template "
+        "of their prompts, which the trained model is saved with.",
     )
     # The schemas, or the path of a JSON file with them.
     tools: list[dict[str, Any]] | str | None = option(

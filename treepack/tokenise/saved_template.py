@@ -3,7 +3,8 @@
     tokenizer --template_entry--> {"name": "chatml.jinja", "sha256": "...", "text": "{% for message ..."}
     entry, folder of a saved tokenizer --write_template--> the same folder, whose conversations look like the data
 
-Data of token ids has no entry. Templates that no conversation of the data can use, such as rag, are left out.
+Data of token ids has an entry only if its template is given. Templates that no conversation of the data can use, such
+as rag, are left out.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _OLD = "chat_template.json"  # of the processor of an older vision-language mode
 
 
 def template_entry(tokenizer: Any, file: TemplateFile | None = None) -> TemplateEntry:
-    """Return the entry for conversations that the template in `file` rendered, or else that of `tokenizer`.
+    """Return the entry for data that the template in `file` rendered, or else that of `tokenizer`.
 
     The hash is that of the text, or of both texts, each after its length in digits and a colon.
 
@@ -35,7 +36,7 @@ def template_entry(tokenizer: Any, file: TemplateFile | None = None) -> Template
         TreepackError: as `ChatTemplate`.
     """
     name = Path(file.path).name if file else str(tokenizer.name_or_path)
-    texts = ChatTemplate(tokenizer, file).texts
+    texts = (file.text, file.text) if file else ChatTemplate(tokenizer).texts
     if texts[0] == texts[1]:
         return {"name": name, "sha256": hashlib.sha256(texts[0].encode()).hexdigest(), "text": texts[0]}
     joined = "".join(f"{len(text)}:{text}" for text in texts)

@@ -93,7 +93,7 @@ def build_trie_directory(
         ) as builder:
             trie = builder.read(log, progress)
             totals = trie_totals(trie) if isinstance(trie, Trie) else _totals_of_runs(trie)
-            conversations = conversations_of_log(log, totals)
+            conversations, template = conversations_of_log(log, totals), options.template_file()
             provenance = Provenance(
                 options=recorded,
                 counts=dict(sorted(log.counts.items())),
@@ -103,7 +103,7 @@ def build_trie_directory(
                 totals=totals,
                 routes=None if (costs := builder.route_costs) is None else costs.as_record(options.route_conflicts),
                 tokenizer=fingerprint(tokenizer) if tokenizer else None,
-                chat_template=template_entry(tokenizer, options.template_file()) if conversations else None,
+                chat_template=template_entry(tokenizer, template) if conversations or template else None,
                 input={"sha256": digest.hexdigest(), "num_files": digest.num_files},
             )
             manifest = builder.write(trie, temporary, provenance)

@@ -266,7 +266,7 @@ def test_marks_at_the_end_of_the_text_belong_to_the_last_turn(tokenizers: dict[s
     assert text == "<|user|>\nQ<|end|>\n<|assistant|>\n[[A<|end|>\n]][[<|endoftext|>]]"
 
 
-OTHER = "use another template (--chat-template FILE)"
+OTHER = "use another template (--chat-template FILE; docs/templates.md compares many)"
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from treepack.errors import TreepackError
 from treepack.files import schema
 from treepack.files.manifest import Manifest
 from treepack.files.parts import open_part
+from treepack.ingest.read_log import without_unused
 from treepack.pack.files import row_of_table
 from treepack.pack.row import Row
 from treepack.sequences import take_rows
@@ -130,8 +131,10 @@ def first_named(
         elif source is None:
             ids.append(rollout.trajectory_id)
     if source is None:
-        counts = ", ".join(f"{reason}: {count:,}" for reason, count in sorted(skipped.items()))
-        raise unknown(wanted, ids, noun="trajectory", where=where + (f" ({counts})" if counts else ""))
+        error = unknown(wanted, ids, noun="trajectory", where=where)
+        counts, unused = without_unused(skipped)
+        listed = [*(f"{reason}: {count:,}" for reason, count in sorted(counts.items())), *filter(None, [unused])]
+        raise TreepackError("; ".join([str(error), *listed]))
 
 
 def unknown(wanted: str, names: Iterable[str], *, noun: str, where: str) -> TreepackError:

@@ -35,6 +35,7 @@ from treepack.tokenise.template.reasoning_tags import (
     without_empty_thought,
 )
 from treepack.tokenise.template.rendering import (
+    ANOTHER_TEMPLATE,
     BAD_MARKS,
     GENERATION_MARK,
     Message,
@@ -47,9 +48,7 @@ from treepack.tokenise.template.texts import ChainedText
 
 _NOT_CONTINUED = "the chat template does not continue its own generation prompt"
 _NO_THINKING = "the generation prompt of the chat template excludes the reasoning of a turn"
-_THINKING_REMEDY = (
-    "set chat_template_kwargs of the rollout, such as enable_thinking, or use another template (--chat-template FILE)"
-)
+_THINKING_REMEDY = f"set chat_template_kwargs of the rollout, such as enable_thinking, or {ANOTHER_TEMPLATE}"
 _CLOSED_NOTE = "thought opened by the generation prompt closed without reasoning, untrained"
 _EMPTY_NOTE = "assistant turn without text, reasoning or calls, not trained"
 _PROBE_THOUGHT = "probe_thought"

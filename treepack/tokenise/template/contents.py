@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from treepack.tokenise.template.reasoning_tags import inner_thought, thought_of
-from treepack.tokenise.template.rendering import Message, UnfaithfulError
+from treepack.tokenise.template.rendering import ANOTHER_TEMPLATE, Message, UnfaithfulError
 
 _TEXT_MISSING = "the chat template leaves out the text of a turn"
 _CALLS_MISSING = "the chat template leaves out tool calls of a turn"
@@ -41,14 +41,12 @@ def check_answer(message: Message, answer: str, *, end: str, source: str) -> tup
     content = str(message.get("content") or "")
     inner = inner_thought(content)
     if not _has_text(printed, inner.rest if inner else content):
-        raise UnfaithfulError(f"{source}: {_TEXT_MISSING}; use another template (--chat-template FILE)", _TEXT_MISSING)
+        raise UnfaithfulError(f"{source}: {_TEXT_MISSING}; {ANOTHER_TEMPLATE}", _TEXT_MISSING)
     calls = message.get("tool_calls") or []
     if not _has_calls(answer, calls):
-        raise UnfaithfulError(
-            f"{source}: {_CALLS_MISSING}; use another template (--chat-template FILE)", _CALLS_MISSING
-        )
+        raise UnfaithfulError(f"{source}: {_CALLS_MISSING}; {ANOTHER_TEMPLATE}", _CALLS_MISSING)
     if end and _ends_early(answer, end, [content, thought_of(message), json.dumps(calls, ensure_ascii=False)]):
-        raise UnfaithfulError(f"{source}: {_ENDS_EARLY}; use another template (--chat-template FILE)", _ENDS_EARLY)
+        raise UnfaithfulError(f"{source}: {_ENDS_EARLY}; {ANOTHER_TEMPLATE}", _ENDS_EARLY)
     return () if _has_text(printed, thought_of(message)) else (_THOUGHT_NOTE,)
 
 

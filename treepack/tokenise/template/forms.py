@@ -18,7 +18,14 @@ from functools import cached_property
 from itertools import product
 from typing import Any
 
-from treepack.tokenise.template.rendering import Message, TemplateSetting, Tools, UnfaithfulError, render
+from treepack.tokenise.template.rendering import (
+    ANOTHER_TEMPLATE,
+    Message,
+    TemplateSetting,
+    Tools,
+    UnfaithfulError,
+    render,
+)
 
 PROBE_TEXT = '{"probe_key": "probe_value"}'
 OTHER_TEXT = '{"probe_key": "probe_other"}'
@@ -203,7 +210,7 @@ def _calling(arguments: list[Any], empty: str | None) -> Message:
 
 
 def _remedy(other: str) -> str:
-    return f"use another template (--chat-template FILE), or {other}"
+    return f"{ANOTHER_TEMPLATE}, or {other}"
 
 
 def _parts(text: str) -> list[dict[str, str]]:

@@ -19,6 +19,7 @@ from typing import Any
 from treepack.errors import TreepackError
 
 GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+ANOTHER_TEMPLATE = "use another template (--chat-template FILE; docs/templates.md compares many)"  # the usual remedy
 _REFUSED = "the chat template refuses the messages"
 BAD_MARKS = "the chat template puts no usable generation marks"
 
@@ -156,6 +157,6 @@ def render_with_marks(
         kind = "" if isinstance(error, TemplateError) and message else type(error).__name__
         reason = ": ".join(part for part in (kind, message) if part)
         raise UnfaithfulError(
-            f"{setting.source}: {_REFUSED} ({reason}); fix them or use another template (--chat-template FILE)",
+            f"{setting.source}: {_REFUSED} ({reason}); fix them or {ANOTHER_TEMPLATE}",
             _REFUSED,
         ) from error

@@ -22,7 +22,14 @@ from treepack.tokenise.template.answers import TurnAnswer
 from treepack.tokenise.template.contents import text_forms
 from treepack.tokenise.template.forms import CONTEXTS, PROBE_CONTENT, PROBE_TEXT, MessageForms, calls_of
 from treepack.tokenise.template.reasoning_tags import inner_thought
-from treepack.tokenise.template.rendering import GENERATION_MARK, Message, UnfaithfulError, is_json_object, render
+from treepack.tokenise.template.rendering import (
+    ANOTHER_TEMPLATE,
+    GENERATION_MARK,
+    Message,
+    UnfaithfulError,
+    is_json_object,
+    render,
+)
 
 CUT_NOTE = "answer cut by a limit or a filter, its end token is not trained"
 STOP_NOTE = "answer ended by a stop string, its end token is not trained"
@@ -70,8 +77,7 @@ def after_prefill(answer: TurnAnswer, turn: Message, prefill: int, source: str) 
     first = max(0, start - prefill)
     if (index := answer.text.slice(first, end).find(head)) >= 0:
         return max(start, first + index + len(head))
-    remedy = "use another template (--chat-template FILE)"
-    raise UnfaithfulError(f"{source}: {_PREFILL_CHANGED}; {remedy}", _PREFILL_CHANGED)
+    raise UnfaithfulError(f"{source}: {_PREFILL_CHANGED}; {ANOTHER_TEMPLATE}", _PREFILL_CHANGED)
 
 
 def _last_texts(turn: Message) -> Iterator[str]:
