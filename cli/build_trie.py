@@ -47,7 +47,8 @@ def build_trie(
 ) -> None:
     """Read rollouts and write their prefix tries.
 
-    INPUT is a file, a directory, a glob, or - for standard input; .gz and .zst are read directly. Prints how many
+    INPUT is a file, a directory, a glob, or - for standard input; .gz and .zst are read directly. A trie that this
+    command wrote counts as the rollouts that it has, so a trie can grow without them. Prints how many
     conversations were read, how many trajectories they became and why, the rollouts that were skipped, N_flat (tokens
     of all trajectories), N_tree (tokens of the tries) and POR, the potential overlap ratio 1 - N_tree / N_flat.
     """

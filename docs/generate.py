@@ -119,6 +119,7 @@ def filled_page(name: str) -> str:
     blocks: dict[str, Callable[[], str]] = {
         "nodes": lambda: _columns(schema.node_columns(schema.NODE_OPTIONAL.names)),
         "trajectories": lambda: _columns(schema.trajectory_columns(schema.OPTIONAL.names)),
+        "renamed": lambda: _columns(schema.RENAMED),
         "rows": lambda: _columns(schema.ROWS),
         "terms": lambda: _columns(schema.TERMS),
         "queries": lambda: _columns(schema.QUERIES),

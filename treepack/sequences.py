@@ -39,14 +39,14 @@ class Sequences:
 
     `tokens` int32 [N_flat] and `offsets` int64 [num_trajectories + 1] contain the token ids. `table` has the columns
     of `schema.trajectory_columns` except tree_id and node_id. `routes` [N_flat, layers, k] are as in `Tokens`, None
-    if no trajectory has some. `num_renamed` trajectories have another id than they were read with.
+    if no trajectory has some. `renamed` has the ids that `unique_ids` changed, None if they are as they were read.
     """
 
     tokens: Int32
     offsets: Int64
     table: pa.Table
     routes: Routes | None = None
-    num_renamed: int = 0
+    renamed: pa.Table | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -172,11 +172,11 @@ def _table(records: list[Trajectory], contents: list[Tokens]) -> pa.Table:
             columns[name] = [getattr(record, name) for record in records]
     for column in COLUMNS:
         columns |= _cells(column, records, contents)
-    known = schema.trajectory_columns(columns)
-    fields = [known.field(name) for name in columns]
+    fields = [field for field in schema.trajectory_columns(columns) if field.name in columns]
+    given = [columns[field.name] for field in fields]
     arrays = [
         column if isinstance(column, pa.Array) else pa.array(column, field.type)
-        for column, field in zip(columns.values(), fields, strict=True)
+        for column, field in zip(given, fields, strict=True)
     ]
     return pa.Table.from_arrays(arrays, schema=pa.schema(fields))
 
@@ -200,21 +200,35 @@ def with_unique_ids(sequences: Sequences) -> Sequences:
     """Return `sequences` with unique ids: an id that occurs more than once gets its source as a suffix."""
     table = sequences.table
     column = table.schema.get_field_index("trajectory_id")
-    ids = unique_ids(table["trajectory_id"], table["source"])
-    renamed = num_changed(table["trajectory_id"], ids)
-    return replace(sequences, table=table.set_column(column, table.schema.field(column), ids), num_renamed=renamed)
+    ids, renamed = unique_ids(table["trajectory_id"], table["source"])
+    return replace(sequences, table=table.set_column(column, table.schema.field(column), ids), renamed=renamed)
 
 
-def num_changed(before: pa.ChunkedArray, after: pa.ChunkedArray) -> int:
-    """Return how many texts of two columns differ."""
-    return 0 if before is after else int(pc.sum(pc.not_equal(before, after)).as_py() or 0)
+def unique_ids(ids: pa.ChunkedArray, sources: pa.ChunkedArray) -> tuple[pa.ChunkedArray, pa.Table | None]:
+    """Return `ids`, in order of arrival, without repetitions, and a table of `schema.RENAMED`, None if none repeats.
 
-
-def unique_ids(ids: pa.ChunkedArray, sources: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Return `ids` without repetitions: a repeated id gets `@` and its source, and then a number if it still repeats.
-
-    Python looks only at the rows whose names collide; all others are handled by Arrow.
+    A repeated id gets `@` and its source, and then a number if it still repeats, by source, id and arrival. So the
+    names do not depend on the order of files. Python looks only at the rows whose names collide; all others are handled
+    by Arrow.
     """
+    names = _unique_ids(ids, sources)
+    if names is ids:
+        return ids, None
+    rows = np.flatnonzero(pc.not_equal(ids, names).to_numpy(zero_copy_only=False))
+    changed = pa.table([names.take(pa.array(rows)), ids.take(pa.array(rows))], schema=schema.RENAMED)
+    order = _by_source(sources.take(pa.array(rows)), changed["read_id"])
+    return names, changed.take(pa.array(order))
+
+
+def _by_source(sources: pa.ChunkedArray, ids: pa.ChunkedArray) -> Int64:
+    """Return the order of rows by source and id; equal ones keep their order."""
+    table = pa.table({"source": sources, "id": ids, "row": np.arange(len(ids))})
+    keys = [(name, "ascending") for name in table.column_names]
+    order: Int64 = pc.sort_indices(table, sort_keys=keys).to_numpy().astype(np.int64)
+    return order
+
+
+def _unique_ids(ids: pa.ChunkedArray, sources: pa.ChunkedArray) -> pa.ChunkedArray:
     repeated = is_repeated(ids)
     if not repeated.any():
         return ids
@@ -222,7 +236,9 @@ def unique_ids(ids: pa.ChunkedArray, sources: pa.ChunkedArray) -> pa.ChunkedArra
     names = pc.if_else(pa.array(repeated), pc.binary_join_element_wise(ids, sources, "@"), ids)
     rows = np.flatnonzero(is_repeated(names))
     while len(rows):
-        numbered = pa.array(_with_numbers(names.take(pa.array(rows)).to_pylist()), names.type)
+        rows = rows[_by_source(sources.take(pa.array(rows)), ids.take(pa.array(rows)))]
+        texts = _with_numbers(names.take(pa.array(rows)).to_pylist())
+        numbered = pa.array([texts[i] for i in np.argsort(rows)], names.type)
         is_row = np.zeros(len(names), np.bool_)
         is_row[rows] = True
         # A numbered name, such as a#2, may be the name of a different row of the input. Then that row joins `rows`, and

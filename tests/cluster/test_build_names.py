@@ -38,7 +38,7 @@ def test_names_of_parts_are_those_of_all_rows(parts: list[list[tuple[str, str]]]
 
     names = repeated_names([text_hashes(table["trajectory_id"].to_pylist()) for table in tables], look_up)
     whole = pa.concat_tables(tables)
-    expected = unique_ids(whole["trajectory_id"], whole["source"]).to_pylist()
+    expected = unique_ids(whole["trajectory_id"], whole["source"])[0].to_pylist()
     result = whole["trajectory_id"].to_pylist()
     if names is not None:
         at = np.searchsorted(whole["arrival"].to_numpy(), names.arrival)

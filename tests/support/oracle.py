@@ -74,12 +74,12 @@ def best_plan(sequences: Sequence[Path], capacity: int) -> tuple[int, int]:
 
 
 def unique_names(names: Sequence[str], sources: Sequence[str]) -> list[str]:
-    """`names`; repeated ones get their source and, if that name is taken too, the next free number."""
+    """`names`; repeated ones get their source and, if that is taken too, the next free number, by source and id."""
     counts = Counter(names)
     result = [name if counts[name] == 1 else f"{name}@{source}" for name, source in zip(names, sources, strict=True)]
     taken: set[str] = set()
-    for i, name in enumerate(result):
-        number = 1
+    for i in sorted(range(len(names)), key=lambda i: (sources[i], names[i])):
+        name, number = result[i], 1
         while result[i] in taken:
             number += 1
             result[i] = f"{name}#{number}"

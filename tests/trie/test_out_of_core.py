@@ -102,7 +102,7 @@ def test_more_than_256_partitions_are_in_order_in_memory_and_on_disk(share: str)
 @given(repeated())
 def test_names_are_those_of_the_plain_loop(rollouts: list[Trajectory]) -> None:
     names, sources = [one.trajectory_id for one in rollouts], [one.source for one in rollouts]
-    result = unique_ids(pa.chunked_array([pa.array(names)]), pa.chunked_array([pa.array(sources)]))
+    result, _ = unique_ids(pa.chunked_array([pa.array(names)]), pa.chunked_array([pa.array(sources)]))
     assert result.to_pylist() == oracle.unique_names(names, sources)
 
 

@@ -290,7 +290,7 @@ def _sort_ranges(
         return watch.results("names", scheduler.run(rows_of_hashes, calls))
 
     names = repeated_names(reading.ids, look_up)
-    reading.log.count_renamed(0 if names is None else len(names.arrival))
+    reading.log.count_renamed(None if names is None else pa.table({"arrival": names.arrival}))
     count = max(1, -(-reading.num_bytes // RANGE_BYTES)) if num_ranges is None else num_ranges
     splitters = choose_splitters(reading.samples, count)
     reading.samples.clear()

@@ -53,5 +53,5 @@ def repeated_names(ids: Sequence[UInt64], look_up: LookUp) -> UniqueNames | None
 
 def _unique(ids: list[str], sources: list[str]) -> list[str]:
     columns = (pa.chunked_array([texts], pa.string()) for texts in (ids, sources))
-    names: list[str] = unique_ids(*columns).to_pylist()
+    names: list[str] = unique_ids(*columns)[0].to_pylist()
     return names

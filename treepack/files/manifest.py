@@ -73,6 +73,16 @@ class InputEntry(TypedDict):
     num_files: int
 
 
+class ReadingEntry(TypedDict):
+    """The reading of the rollouts of a trie, so that a later build can go on with it.
+
+    `log` are the numbers and names of a `ReadLog` beside `counts`, and `files` the sha256 of each input file.
+    """
+
+    log: dict[str, Any]
+    files: list[str]
+
+
 class Manifest(TypedDict):
     """The content of manifest.json. A trie has `share`, a packed directory has `capacity`."""
 
@@ -90,6 +100,7 @@ class Manifest(TypedDict):
     share: NotRequired[str]
     capacity: NotRequired[int]
     input: NotRequired[InputEntry]
+    reading: NotRequired[ReadingEntry]
     skipped: NotRequired[dict[str, Any]]
     control_tokens: NotRequired[dict[str, Any]]
     conversations: NotRequired[dict[str, Any]]
@@ -105,7 +116,8 @@ class Provenance:
     """Origin of a directory: all entries of its manifest that do not follow from its files.
 
     `options` belong to the command; `counts` has a number for each reason of skipping and each note; `totals` are sums
-    over trajectories and rows. `input` and `trie` are the sources; `skipped` names rollouts that were skipped, and
+    over trajectories and rows. `input` and `trie` are the sources; `reading` lets `build-trie` read a trie that it
+    wrote, which copies with further columns do not have; `skipped` names rollouts that were skipped, and
     `control_tokens` rollouts that train control tokens of their text; `ingest.conversations` describes
     `conversations`; `advantages`, `logprobs` and `critic` describe columns that a later command added, and `routes` the
     recorded experts that were kept.
@@ -117,6 +129,7 @@ class Provenance:
     tokenizer: TokenizerEntry | None = None
     chat_template: TemplateEntry | None = None
     input: InputEntry | None = None
+    reading: ReadingEntry | None = None
     skipped: Mapping[str, Any] | None = None
     control_tokens: Mapping[str, Any] | None = None
     conversations: Mapping[str, Any] | None = None
@@ -128,8 +141,8 @@ class Provenance:
 
     @classmethod
     def of(cls, manifest: Manifest, names: Collection[str] | None = None) -> Provenance:
-        """Return the provenance of an existing directory, or its entries `names`; a copy replaces some entries."""
-        names = {entry.name for entry in fields(cls)} if names is None else names
+        """Return the provenance of a copy of an existing directory, or its entries `names`."""
+        names = {entry.name for entry in fields(cls)} - {"reading"} if names is None else names
         return cls(**{name: value for name, value in manifest.items() if name in names})  # type: ignore[arg-type]
 
 
@@ -189,6 +202,7 @@ _OPTIONAL: dict[str, dict[str, Any]] = {
     "conversations": _CONVERSATIONS,
     "tokenizer": {"name": str, "vocab_size": int, "sha256": str},
     "chat_template": {"name": str, "sha256": str},
+    "reading": {"log": dict, "files": list},
     "logprobs": {},
     "critic": {},
     "routes": {},

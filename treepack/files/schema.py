@@ -2,6 +2,7 @@
 
     trie/    nodes-*.parquet (NODES, plus NODE_VALUES and ROUTES if known)  manifest.json
              trajectories-*.parquet (TRAJECTORIES, plus columns of OPTIONAL if known)
+             renamed-*.parquet (RENAMED, if ids repeat)
     packed/  part-*.parquet (ROWS, plus TERMS if trajectories carry rewards or log-probabilities, plus ROUTES if known)
              manifest.json
     the state of treepack select, one Parquet file (QUERIES)
@@ -165,8 +166,17 @@ _COMPUTED_NAMES = {column.stored for column in COMPUTED}
 RECORDED = pa.schema([field for field in OPTIONAL if field.name not in _COMPUTED_NAMES])  # those that rollouts may have
 
 
+# One row per trajectory whose id another one has too, by source, id and arrival. A later build that reads the trie
+# gives the same names as if it had read the rollouts.
+RENAMED = pa.schema(
+    [
+        _field("trajectory_id", pa.string(), "the id in the trie, which no other trajectory has"),
+        _field("read_id", pa.string(), "the id that was read"),
+    ]
+)
+
 TRIE = {"nodes": pa.schema([*NODES, *NODE_OPTIONAL]), "trajectories": pa.schema([*TRAJECTORIES, *OPTIONAL])}
-"""All columns that the parts of a trie may have, by the first word of their names."""
+"""All columns that the parts of a trie with its tokens may have, by the first word of their names."""
 
 
 def trajectory_columns(names: Iterable[str]) -> pa.Schema:
@@ -240,6 +250,7 @@ def documents() -> dict[str, str]:
     trie = {
         "nodes": schema_as_json(node_columns(NODE_OPTIONAL.names)),
         "trajectories": schema_as_json(trajectory_columns(OPTIONAL.names)),
+        "renamed": schema_as_json(RENAMED),
     }
     packed = {"rows": schema_as_json(ROWS), "terms": schema_as_json(TERMS), "routes": schema_as_json(ROUTES)}
     formats = {

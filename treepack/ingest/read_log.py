@@ -12,9 +12,11 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from types import MappingProxyType
 from typing import Any, TypeVar
+
+import pyarrow as pa
 
 from treepack.errors import TreepackError
 from treepack.sequences import NO_TRAJECTORY
@@ -107,10 +109,10 @@ class ReadLog:
             if isinstance(item, Trajectory):
                 self.unused.update(note for note in item.notes if _UNUSED.fullmatch(note))
 
-    def count_renamed(self, number: int) -> None:
+    def count_renamed(self, renamed: pa.Table | None) -> None:
         """Count trajectories whose id is not unique."""
-        if number:
-            self.counts[_RENAMED_NOTE] += number
+        if renamed is not None:
+            self.counts[_RENAMED_NOTE] += len(renamed)
 
     def _lose(self, skipped: Skipped) -> None:
         self.num_skipped += 1
@@ -121,6 +123,28 @@ class ReadLog:
             self.num_without_group += 1
         else:
             self.groups.add(skipped.group_id)
+
+    def as_record(self) -> dict[str, Any]:
+        """Return the log, without what `count_renamed` counted, as JSON values that `of_record` reads."""
+        record = {each.name: getattr(self, each.name) for each in fields(self)}
+        lists = {"skipped": [asdict(each) for each in self.skipped], "groups": sorted(self.groups)}
+        sums = {name: dict(sorted(value.items())) for name, value in record.items() if isinstance(value, Counter)}
+        sums["counts"].pop(_RENAMED_NOTE, None)  # a build of more rollouts renames others
+        return {**record, **sums, **lists}
+
+    @classmethod
+    def of_record(cls, record: Mapping[str, Any]) -> ReadLog:
+        """Return the log of `as_record`.
+
+        Raises:
+            KeyError, TypeError, ValueError: the record was altered, or written by a different version.
+        """
+        log = cls(**record)
+        log.skipped = [Skipped(**each) for each in record["skipped"]]
+        log.groups, log.trained_control = set(record["groups"]), [(a, b) for a, b in record["trained_control"]]
+        for name in ("counts", "reasons", "totals", "unused"):
+            setattr(log, name, Counter(record[name]))
+        return log
 
     def control_record(self) -> dict[str, Any] | None:
         """Return the rollouts that train control tokens of their text as a manifest records them, or None."""

@@ -11,7 +11,7 @@ columns of it. The result does not depend on the number of workers.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from treepack.errors import TreepackError
@@ -22,14 +22,14 @@ from treepack.files.input_files.remote_inputs import named_by_address
 from treepack.ingest.options import BuildOptions
 from treepack.ingest.read_log import PREFIX, ReadLog
 from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.reading import FinishedPart, UnreadPart, read_parts
+from treepack.ingest.readers.reading import FinishedPart, UnreadPart, WholePart, read_parts
 from treepack.processes import in_order
 from treepack.sequences import Sequences, as_columns
 from treepack.tokenise.search_turns import records_of
 from treepack.tokenise.tokenization import TokenisationJob, TrajectoryTokeniser, read_tokenizer
 from treepack.trajectory import Outcome, Outcomes, Skipped, Trajectory
 
-Part = UnreadPart | FinishedPart
+Part = UnreadPart | FinishedPart | WholePart
 
 
 def read(
@@ -55,10 +55,14 @@ def parts_and_job(
     input_hash: InputHash | None = None,
     *,
     as_ranges: bool = False,
+    is_whole: Callable[[str], bool] = lambda _: False,
 ) -> tuple[Iterator[Part], TokenisationJob]:
-    """Return the parts of `inputs`, for `ColumnsWork`, and its job; with `as_ranges` most parts contain no data."""
+    """Return the parts of `inputs`, for `ColumnsWork`, and its job; with `as_ranges` most parts contain no data.
+
+    A directory that `is_whole` is a `WholePart`, which the caller reads.
+    """
     how, job = options_and_job(options, tokenizer)
-    parts = read_parts(inputs, how, input_hash=input_hash, as_ranges=as_ranges)
+    parts = read_parts(inputs, how, input_hash=input_hash, as_ranges=as_ranges, is_whole=is_whole)
     return parts, job if options.workers == 1 else job.by_name()
 
 

@@ -24,6 +24,7 @@ from treepack.processes import ReportProgress
 from treepack.tokenise.saved_template import template_entry
 from treepack.tokenise.tokenization import fingerprint, read_tokenizer
 from treepack.trie.builders.builder import TrieBuilder
+from treepack.trie.builders.earlier_tries import earlier_tries, entry_of, reading_entry
 from treepack.trie.builders.merged import MergedRuns
 from treepack.trie.totals import COLUMNS, totals_of, trie_totals
 from treepack.trie.trie import Trie
@@ -71,7 +72,8 @@ def build_trie_directory(
     """Read rollouts and write their prefix tries to the directory `out`, which appears when it is complete.
 
     Args:
-        inputs: a file, a folder, a glob or an address, or several of them; "-" is standard input.
+        inputs: a file, a folder, a glob or an address, or several of them; "-" is standard input. A trie directory
+            that this function wrote counts as its rollouts.
         out: the directory to write, or an address.
         options: how to read, tokenise and share.
         overwrite: replace `out` if treepack wrote it.
@@ -80,7 +82,8 @@ def build_trie_directory(
         progress: called after each batch with the tokens read so far.
 
     Raises:
-        TreepackError: bad input, no trajectory at all, text without a tokenizer, or `out` cannot be written.
+        TreepackError: bad input, no trajectory at all, text without a tokenizer, or `out` cannot be written; or as
+            `earlier_tries`.
     """
     out, names = as_output(out), path_names(inputs)
     refuse_existing(out, overwrite=overwrite, inputs=names)
@@ -88,12 +91,15 @@ def build_trie_directory(
     with finished_directory(out, overwrite=overwrite) as temporary:
         recorded = options.as_record()  # reads the file of tool schemas, so a bad one is refused before the rollouts
         tokenizer = read_tokenizer(options.tokenizer) if options.tokenizer else None
+        tries = earlier_tries(names, options, tokenizer)
         with TrieBuilder(
-            names, options, tokenizer=tokenizer, input_hash=digest, folder=temporary, memory=memory
+            names, options, tokenizer=tokenizer, input_hash=digest, folder=temporary, memory=memory, tries=tries
         ) as builder:
             trie = builder.read(log, progress)
             totals = trie_totals(trie) if isinstance(trie, Trie) else _totals_of_runs(trie)
-            conversations, template = conversations_of_log(log, totals), options.template_file()
+            conversations, template = conversations_of_log(log, totals), entry_of(tries, "chat_template")
+            if tokenizer and (conversations or options.template_file()):
+                template = template_entry(tokenizer, options.template_file())
             provenance = Provenance(
                 options=recorded,
                 counts=dict(sorted(log.counts.items())),
@@ -102,9 +108,10 @@ def build_trie_directory(
                 conversations=conversations.as_record() if conversations else None,
                 totals=totals,
                 routes=None if (costs := builder.route_costs) is None else costs.as_record(options.route_conflicts),
-                tokenizer=fingerprint(tokenizer) if tokenizer else None,
-                chat_template=template_entry(tokenizer, template) if conversations or template else None,
+                tokenizer=fingerprint(tokenizer) if tokenizer else entry_of(tries, "tokenizer"),
+                chat_template=template,
                 input={"sha256": digest.hexdigest(), "num_files": digest.num_files},
+                reading=None if options.keep_routes else reading_entry(log, digest),
             )
             manifest = builder.write(trie, temporary, provenance)
     return TrieSummary(out, manifest, time.perf_counter() - start, log)

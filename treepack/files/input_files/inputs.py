@@ -12,7 +12,7 @@ import hashlib
 import os
 import stat
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path, PurePath
 from threading import Condition, Thread
 
@@ -178,12 +178,15 @@ def unreadable(path: str, error: OSError | EOFError) -> TreepackError:
     return TreepackError(f"{path}: cannot be read ({reason}); {remedy}")
 
 
-def list_inputs(inputs: Iterable[str | Path], *, copy: bool = True) -> tuple[list[str], list[Skipped], frozenset[str]]:
+def list_inputs(
+    inputs: Iterable[str | Path], *, copy: bool = True, is_whole: Callable[[str], bool] = lambda _: False
+) -> tuple[list[str], list[Skipped], frozenset[str]]:
     """Return the files of `inputs`, the files of folders that are not read, and the files that came from a folder.
 
     The third value lets the caller skip a file of unknown format if it came from a folder, and refuse it if the user
-    named it. Folders are searched recursively. Folders and globs are sorted; inputs keep their order. With `copy`, the
-    small files below a prefix of an object store are copied to this machine; without it, all files are addresses.
+    named it. Folders are searched recursively, except those that are whole. Folders and globs are sorted; inputs keep
+    their order. With `copy`, the small files below a prefix of an object store are copied to this machine; without it,
+    all files are addresses.
 
     Raises:
         TreepackError: an input matches nothing, or a file occurs twice.
@@ -192,6 +195,9 @@ def list_inputs(inputs: Iterable[str | Path], *, copy: bool = True) -> tuple[lis
     skipped: list[Skipped] = []
     searched: set[str] = set()
     for name in map(str, inputs):
+        if is_whole(name):
+            files.append(name)
+            continue
         if is_address(name) and not name.startswith("file:"):
             matches, others, below = expand_address(name, _unread, copy=copy)
             files += matches

@@ -9,7 +9,7 @@ and `tokens`, `chat` and `columns` come last, because records of other formats c
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import chain
@@ -82,20 +82,40 @@ class FinishedPart:
         yield from self.items
 
 
+@dataclass(frozen=True, slots=True)
+class WholePart:
+    """A directory among the inputs that the caller of `read_parts` reads itself."""
+
+    path: str
+
+    def parts(self) -> Iterator[WholePart]:
+        """Yield the part itself."""
+        yield self
+
+    def trajectories(self) -> Iterator[Trajectory | Skipped]:
+        """Refuse to read it.
+
+        Raises:
+            TreepackError: always.
+        """
+        raise TreepackError(f"{self.path}: is a trie, and only build-trie reads tries; give its rollouts")
+
+
 def read_parts(
     inputs: Iterable[str | Path],
     options: ReadOptions,
     *,
     input_hash: InputHash | None = None,
     as_ranges: bool = False,
-) -> Iterator[UnreadPart | FinishedPart]:
+    is_whole: Callable[[str], bool] = lambda _: False,
+) -> Iterator[UnreadPart | FinishedPart | WholePart]:
     """Yield the trajectories of all `inputs`, in order, in parts that workers can read.
 
     An input is a file, a folder, a glob, or `-` for standard input. `input_hash` gets the sha256 of each file after the
     whole file is read. A file of no known format is skipped if a search of a folder found it and the folder contains
     other formats. It is refused if the caller named it. A copy of an earlier file is skipped (`copies`). If the records
     of a format belong together, this process reads them, and the part is a `FinishedPart`. With `as_ranges`, parts of
-    files that can be split contain no data, and the worker opens the file.
+    files that can be split contain no data, and the worker opens the file. A folder that `is_whole` is a `WholePart`.
 
     Raises:
         TreepackError: an input matches nothing, cannot be read or parsed, or is not of the format; errors inside of an
@@ -104,16 +124,20 @@ def read_parts(
     check_format(options.format)
     options = replace(options, turns={})  # this process reads all sessions, in the order of the files
     # `searched` are the files that a search of a folder found, rather than the caller named.
-    files, skipped, searched = list_inputs(inputs)
-    copies = find_copies(((path, size_of(path)) for path in files), detect_format)
+    files, skipped, searched = list_inputs(inputs, is_whole=is_whole)
+    whole = {path for path in files if is_whole(path)}
+    copies = find_copies(((path, size_of(path)) for path in files if path not in whole), detect_format)
     files = [path for path in files if path not in copies]
     skipped += skipped_copies(copies)
     if input_hash is not None:
-        input_hash.bytes_read.expect(files)
+        input_hash.bytes_read.expect(path for path in files if path not in whole)
     if skipped:
         yield FinishedPart(list(skipped))
     unknown: list[TreepackError] = []
     for path in files:
+        if path in whole:
+            yield WholePart(path)
+            continue
         parts, error = parts_of_path(
             path,
             options,

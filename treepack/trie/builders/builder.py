@@ -8,6 +8,8 @@
     plans parts of the output    --places-->    read tokens and trajectories from all spools, write the part
     manifest                     <--entry--
 
+A trie among the inputs is a run that a worker copies (`earlier_tries`).
+
 No token passes through this process, except of inputs that cannot be split. Input that fits into one run of one process
 is built in memory. The result does not depend on the number of workers.
 
@@ -26,12 +28,13 @@ many processes.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from importlib.abc import MetaPathFinder
 from multiprocessing import parent_process
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pyarrow as pa
@@ -41,11 +44,13 @@ from treepack.files.input_files.inputs import InputHash
 from treepack.files.manifest import Manifest, Provenance
 from treepack.ingest.options import BuildOptions
 from treepack.ingest.read_log import ReadLog, refuse_nothing
+from treepack.ingest.readers.reading import WholePart
 from treepack.ingest.readers.tokens.route_fields import NAMES
 from treepack.ingest.stream import ColumnsWork, Part, min_bytes, num_bytes, parts_and_job
 from treepack.memory.budget import usual_memory
 from treepack.processes import ProcessTeam, ReportProgress, with_progress
 from treepack.tokenise.tokenization import TokenisationJob
+from treepack.trie.builders.earlier_tries import store_trie
 from treepack.trie.builders.in_memory import build_trie, route_costs
 from treepack.trie.builders.merged import MergedRuns, RunsOfRange, merge_range, merge_runs
 from treepack.trie.builders.out_of_core import RUN_BYTES, mapped_trie, run_size, sequences_in_memory
@@ -54,8 +59,8 @@ from treepack.trie.builders.run_merge import MergedOrder
 from treepack.trie.builders.spool import RunStore, SpoolFiles, StoredRun, spool_disk
 from treepack.trie.builders.trie_parts import NodesPart, TrajectoriesPart, WrittenPart, part_tasks, write_part
 from treepack.trie.route_symbols import RouteCosts
-from treepack.trie.storage import ArrayStorage
-from treepack.trie.store.trie_files import write_trie, write_trie_manifest
+from treepack.trie.storage import SHARE, ArrayStorage
+from treepack.trie.store.trie_files import write_renamed, write_trie, write_trie_manifest
 from treepack.trie.trie import Trie
 
 MIN_RUN_BYTES = 1 << 25  # of a worker; smaller runs would make the merge slow
@@ -80,6 +85,14 @@ class _Worker:
         spool = job.spools[job.number]
         self.runs = RunStore(spool, number=job.number, share=job.share, run_bytes=job.run_bytes)
         self.routed = RoutedStore(spool, number=job.number) if job.keeps_routes else None
+        self._job = job
+
+    def store_trie(self, path: str, piece: int) -> tuple[ReadLog, int]:
+        """Store a trie as a run; return the log of its reading, and its tokens."""
+        number, memory = self._job.number, self._job.run_bytes * SHARE
+        run, log, num_tokens = store_trie(path, self.spools[number], number=number, piece=piece, memory=memory)
+        self.runs.runs.append(run)
+        return log, num_tokens
 
 
 class TrieBuilder:
@@ -94,19 +107,25 @@ class TrieBuilder:
         input_hash: InputHash,
         folder: Path | None = None,
         memory: int | None = None,
+        tries: Mapping[str, Manifest] = MappingProxyType({}),
     ) -> None:
         """Start no process yet. `tokenizer` is that of `options`, if the caller has loaded it already.
 
+        `tries` are those of `earlier_tries` among the inputs.
         `memory` is in bytes for all processes together, without their interpreters; None takes `usual_memory`.
         """
         self._share, self._folder, self._hash = options.share, folder, input_hash
         self._memory = usual_memory() if memory is None else memory
-        self._parts, job = parts_and_job(inputs, options, tokenizer, input_hash, as_ranges=options.workers > 1)
+        self._tries = dict(tries)
+        self._parts, job = parts_and_job(
+            inputs, options, tokenizer, input_hash, as_ranges=options.workers > 1, is_whole=self._tries.__contains__
+        )
         self._min_bytes = min_bytes(job)
         self._stack = ExitStack()
         self._spools = [self._stack.enter_context(SpoolFiles(folder)) for _ in range(options.workers)]
         self._keeps_routes, self._conflicts = options.keep_routes, options.route_conflicts
         self.route_costs: RouteCosts | None = None
+        self.renamed: pa.Table | None = None  # of `schema.RENAMED`
         all_bytes = min(RUN_BYTES, run_size(self._memory))
         run_bytes = min(all_bytes, max(MIN_RUN_BYTES, all_bytes // options.workers))
         jobs = [
@@ -143,7 +162,7 @@ class TrieBuilder:
         here = self._team.here
         if here is not None and not here.runs.runs:
             sequences = sequences_in_memory(here.runs.pending)
-            log.count_renamed(sequences.num_renamed)
+            self._keep_renamed(sequences.renamed, log)
             return build_trie(sequences, share=self._share)
         runs = [run for runs in self._team.each(_finish) for run in runs]
         with spool_disk(self._folder):
@@ -154,8 +173,12 @@ class TrieBuilder:
                 num_ranges=self._team.size,
                 merge_ranges=lambda tasks: self._team.in_order(_merge, tasks),
             )
-        log.count_renamed(merged.num_renamed)
+        self._keep_renamed(merged.renamed, log)
         return merged
+
+    def _keep_renamed(self, renamed: pa.Table | None, log: ReadLog) -> None:
+        self.renamed = renamed
+        log.count_renamed(renamed)
 
     def _routed_trie(self, log: ReadLog) -> Trie:
         """Return the trie of all rollouts with their routes, which are in mapped files if they are large.
@@ -165,7 +188,7 @@ class TrieBuilder:
         """
         stored = [batch for batches in self._team.each(_finish_routed) for batch in batches]
         sequences, storage = join_stored(self._spools, stored, ArrayStorage(self._memory, self._folder))
-        log.count_renamed(sequences.num_renamed)
+        self._keep_renamed(sequences.renamed, log)
         if sequences.routes is not None:
             self.route_costs = route_costs(sequences, share=self._share, storage=storage)
         if self.route_costs is None or not self.route_costs.recorded:
@@ -179,13 +202,21 @@ class TrieBuilder:
 
     def _batches(self, log: ReadLog) -> Iterator[int]:
         """Yield the tokens of each part that has a trajectory."""
-        numbered = enumerate(self._parts)
+        numbered = enumerate(self._hashed(self._parts))
         for log_of_part, num_tokens in self._team.in_order(
             _read, numbered, min_size=self._min_bytes, size=lambda item: num_bytes(item[1])
         ):
             log.merge(log_of_part)
             if num_tokens is not None:
                 yield num_tokens
+
+    def _hashed(self, parts: Iterator[Part]) -> Iterator[Part]:
+        """Yield `parts`, and count the input files of tries."""
+        for part in parts:
+            if isinstance(part, WholePart):
+                for sha256 in self._tries[part.path]["reading"]["files"]:
+                    self._hash.add("", sha256)
+            yield part
 
     def mapped(self, trie: Trie | MergedRuns) -> Trie:
         """Return `trie` as arrays, which are mapped files if it is large."""
@@ -197,11 +228,12 @@ class TrieBuilder:
     def write(self, trie: Trie | MergedRuns, directory: Path, provenance: Provenance) -> Manifest:
         """Write `trie` into an existing empty `directory`, with its manifest last; return the manifest."""
         if isinstance(trie, Trie):
-            return write_trie(trie, directory, provenance)
+            return write_trie(trie, directory, provenance, self.renamed)
         parts = dict(self._team.unordered(_write, part_tasks(trie, directory)))
         written = [parts[number] for number in sorted(parts)]
         max_token_id = max(part.max_token_id for part in written)
-        return write_trie_manifest(directory, provenance, trie.share, max_token_id, [part.entry for part in written])
+        entries = [*(part.entry for part in written), *write_renamed(directory, self.renamed)]
+        return write_trie_manifest(directory, provenance, trie.share, max_token_id, entries)
 
 
 def _worker(job: _WorkerJob) -> _Worker:
@@ -230,6 +262,8 @@ def _spare_pandas() -> None:
 def _read(worker: _Worker, item: tuple[int, Part]) -> tuple[ReadLog, int | None]:
     """Read a part of the input; return its log, and the number of its tokens, or None if it has no trajectory."""
     number, whole = item
+    if isinstance(whole, WholePart):
+        return worker.store_trie(whole.path, number)
     log, num_tokens = ReadLog(), None
     for part in whole.parts():
         batch, log_of_part = worker.columns(part)

@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from treepack.files import schema
-from treepack.sequences import concatenate, is_repeated, num_changed, unique_ids
+from treepack.sequences import concatenate, unique_ids
 from treepack.trajectory import Int32, Int64
 from treepack.trie.builders.run_merge import MergedOrder, SequenceRange, SortedRun, merge, read_into, split
 from treepack.trie.builders.spool import RunIndex, SpoolFiles, StoredRun, read_index, read_table, token_offsets
@@ -125,8 +125,8 @@ class MergedRuns:
 
     The new tokens of trajectory k, which it does not share with the one before, are tokens `begins[k] .. begins[k + 1]`
     of the trie. They are stored in spool `token_spool[k]` at byte `token_offset[k]`. Its row is row `row[k]` of table
-    `table[k]`, one of `tables`: spool, start and size. `names` are the ids in order if ids of different rows repeat;
-    `num_renamed` of them are new. `table_schema` has the columns of the trie and of all tables.
+    `table[k]`, one of `tables`: spool, start and size. `names` are the ids in order if ids of different rows repeat,
+    and `renamed` is as in `Sequences`. `table_schema` has the columns of the trie and of all tables.
     """
 
     spools: Sequence[SpoolFiles]
@@ -140,7 +140,7 @@ class MergedRuns:
     table: Int32
     row: Int32
     names: pa.Array | None
-    num_renamed: int
+    renamed: pa.Table | None
     table_schema: pa.Schema
 
     def token_places(self, begin: int, end: int) -> TokenPlaces:
@@ -194,7 +194,11 @@ def merge_runs(
         pa.chunked_array([chunk for each in stored for chunk in each[name].chunks])
         for name in ("trajectory_id", "source")
     )
-    names = _unique_names(ids, sources, _arrivals(runs, [index for _, index in opened]))
+    # The inverse of a permutation is its argsort: arrival [2, 0, 1] -> [1, 2, 0], the row of each arrival.
+    arrival = _arrivals(runs, [index for _, index in opened])
+    back = pa.array(np.argsort(arrival))
+    names, renamed = unique_ids(ids.take(back), sources.take(back))
+    names = None if renamed is None else names.take(pa.array(arrival))
     token_spool = np.array([run.spool for run in runs], np.int32)[np.array(order.run, np.int32)]
     rows = _by_name(rows, np.array(order.equal, np.bool_), ids if names is None else names)
     table = (np.searchsorted(first, rows, side="right") - 1).astype(np.int32)
@@ -210,7 +214,7 @@ def merge_runs(
         table=table,
         row=(rows - first[table]).astype(np.int32),
         names=None if names is None else names.take(pa.array(rows)),
-        num_renamed=0 if names is None else num_changed(ids, names),
+        renamed=renamed,
         table_schema=schema.trajectory_columns(name for each in stored for name in each.column_names),
     )
 
@@ -227,16 +231,6 @@ def _arrivals(runs: list[StoredRun], indices: list[RunIndex]) -> Int64:
     arrived = np.repeat(begins - (np.cumsum(counts) - counts), counts) + np.arange(counts.sum())
     first = np.cumsum([0, *(run.num_rows for run in runs)])
     return np.concatenate([arrived[start + index.arrival] for start, index in zip(first[:-1], indices, strict=True)])
-
-
-def _unique_names(ids: pa.ChunkedArray, sources: pa.ChunkedArray, arrival: Int64) -> pa.Array | None:
-    """Return unique ids of all rows, which are assigned in the order of arrival; None if `ids` are unique."""
-    if not is_repeated(ids).any():
-        return None
-    # The inverse of a permutation is its argsort: arrival [2, 0, 1] -> [1, 2, 0], the row of each arrival.
-    back = pa.array(np.argsort(arrival))
-    names = unique_ids(ids.take(back), sources.take(back))
-    return (names.combine_chunks() if isinstance(names, pa.ChunkedArray) else names).take(pa.array(arrival))
 
 
 def _by_name(rows: Int64, equal: NDArray[np.bool_], names: pa.ChunkedArray | pa.Array) -> Int64:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.reduction import DupFd
@@ -207,19 +207,36 @@ def _write_run(
     # The new tokens of each: offsets [0, 4, 9], order [1, 0], shared [0, 3] -> [4, 9) and [0 + 3, 4).
     begins, ends = sequences.offsets[:-1][order], sequences.offsets[1:][order]
     stored_from = begins + (shared if share != "none" else 0)
-    tokens, tables = spool.tokens.file, spool.tables.file
-    tokens_start = tokens.tell()
-    for begin, end in zip(stored_from.tolist(), ends.tolist(), strict=True):
-        tokens.write(sequences.tokens[begin:end].data)
-    table_start = tables.tell()
-    table_size = write_table(tables, [sequences.table.take(pa.array(order))])
-    index_start = tables.tell()
-    for values in (partition[order], shared, ends - begins, order):
-        tables.write(np.asarray(values, np.int32).data)
-    pad(tables, index_start)
-    tokens.flush()
-    tables.flush()
-    return StoredRun(number, tokens_start, index_start, len(order), table_start, table_size, distinct, pieces)
+    each = (sequences.tokens[a:b] for a, b in zip(stored_from.tolist(), ends.tolist(), strict=True))
+    index = RunIndex(*(np.asarray(x, np.int32) for x in (partition[order], shared, ends - begins, order)))
+    return append_run(spool, number, each, [sequences.table.take(pa.array(order))], index, distinct, pieces)
+
+
+def append_run(
+    spool: SpoolFiles,
+    number: int,
+    tokens: Iterable[Int32],
+    tables: Iterable[pa.Table],
+    index: RunIndex,
+    partitions: list[Partition],
+    pieces: list[tuple[int, int]],
+) -> StoredRun:
+    """Append a run to spool `number`; the fields of `StoredRun` and the header of this file explain the arguments.
+
+    `tokens` and `tables` are read once, piece by piece.
+    """
+    tokens_file, file = spool.tokens.file, spool.tables.file
+    tokens_start, table_start = tokens_file.tell(), file.tell()
+    for each in tokens:
+        tokens_file.write(np.ascontiguousarray(each).data)
+    table_size = write_table(file, tables)
+    index_start, num_rows = file.tell(), len(index.lengths)
+    for values in (index.partition, index.shared, index.lengths, index.arrival):
+        file.write(values.data)
+    pad(file, index_start)
+    tokens_file.flush()
+    file.flush()
+    return StoredRun(number, tokens_start, index_start, num_rows, table_start, table_size, partitions, pieces)
 
 
 def token_offsets(start: int, lengths: Int32, skipped: Int32) -> Int64:

@@ -120,8 +120,9 @@ def read_footers(location: DirectoryLocation) -> TrieFooters:
     """
     manifest = read_manifest(location, schema.TRIE_FORMAT)
     with ThreadPoolExecutor(1 if location.is_local else _OPENERS) as pool:
-        footers = [*pool.map(lambda entry: _footer(location, entry), manifest["files"])]
-    both = [*zip(manifest["files"], footers, strict=True)]
+        entries = [entry for entry in manifest["files"] if entry["name"].startswith(tuple(schema.TRIE))]
+        footers = [*pool.map(lambda entry: _footer(location, entry), entries)]
+    both = [*zip(entries, footers, strict=True)]
     parts = {stem: [pair for pair in both if pair[0]["name"].startswith(stem)] for stem in schema.TRIE}
     for stem, pairs in parts.items():
         if not pairs:

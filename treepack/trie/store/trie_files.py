@@ -38,10 +38,11 @@ def write_trie(
     trie: Trie,
     directory: Path,
     provenance: Provenance = Provenance(),  # noqa: B008 (immutable)
+    renamed: pa.Table | None = None,
 ) -> Manifest:
     """Write `trie` into an existing empty `directory`, with its manifest last; return the manifest.
 
-    `provenance` is the rest of the manifest.
+    `provenance` is the rest of the manifest, and `renamed` a table of `schema.RENAMED`.
     """
     values, routes = trie.token_values, trie.routes
     names = [*([] if values is None else schema.NODE_VALUES.names), *([] if routes is None else schema.ROUTES.names)]
@@ -67,9 +68,17 @@ def write_trie(
         # A page ends where a chunk ends. One chunk makes the bytes independent of how the table was put together.
         trajectories.write(trie.trajectories.slice(a, b - a).combine_chunks(), tokens=int(lengths[a:b].sum()))
         trie.storage.release()
-    return write_trie_manifest(
-        directory, provenance, trie.share, max_token_id, nodes.entries() + trajectories.entries()
-    )
+    entries = [*nodes.entries(), *trajectories.entries(), *write_renamed(directory, renamed)]
+    return write_trie_manifest(directory, provenance, trie.share, max_token_id, entries)
+
+
+def write_renamed(directory: Path, renamed: pa.Table | None) -> list[FileEntry]:
+    """Write the ids that were changed to be unique, a table of `schema.RENAMED`; return the entries of its parts."""
+    if renamed is None:
+        return []
+    writer = PartWriter(directory, "renamed", schema.RENAMED)
+    writer.write(renamed.combine_chunks(), tokens=0)
+    return writer.entries()
 
 
 @dataclass(frozen=True, slots=True)
