@@ -177,7 +177,7 @@ FAULTS = {
     ),
     "has a rank of text": ("    read=", "    rank='first',\n    read=", "its format has rank 'first'"),
     "has a number as name": ('name="NAME"', "name=7", "its format has name 7"),
-    "has a text as fields": ("    read=", "    dropped='diary',\n    read=", "its format has dropped 'diary'"),
+    "has a text as fields": ("    read=", "    arrays='diary',\n    read=", "its format has arrays 'diary'"),
     "has a reader of text": ("read=read_diary", "read='read_diary'", "its format has read 'read_diary'"),
     "has two readers": (
         "read=read_diary",

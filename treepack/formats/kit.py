@@ -2,7 +2,6 @@
 
     Format, Record, ReadOptions         the format as a value, and the arguments of its reader
     Outcomes of Trajectory, Skipped     what a reader yields; `describe` and `conversation` make a trajectory
-    ANY, TEXT, OBJECTS, each, no, ..    kinds of values in `requires` (`readers.kinds`)
     read_tokens, read_chat              a record of token ids or of messages to its trajectory
     read_calls, read_chats, CallLog     calls of a model, as ids or as messages, to the trajectories of their rollout
     as_text, as_objects, object_at, ..  checked values of fields (`readers.fields.values`)
@@ -39,22 +38,7 @@ from treepack.ingest.readers.fields.values import (
     shown,
 )
 from treepack.ingest.readers.format import Format
-from treepack.ingest.readers.kinds import (
-    ANY,
-    ARRAY,
-    FILLED,
-    LIST,
-    OBJECT,
-    OBJECTS,
-    TEXT,
-    Fields,
-    ValueKind,
-    each,
-    first,
-    has_fields,
-    no,
-    one_of,
-)
+from treepack.ingest.readers.kinds import has_fields
 from treepack.ingest.readers.messages.content_blocks import MEDIA_REASON, skip_reason
 from treepack.ingest.readers.messages.prefills import mark_prefills
 from treepack.ingest.readers.messages.response_items import messages_of_items
@@ -63,18 +47,10 @@ from treepack.ingest.readers.tokens.token_records import read_tokens
 from treepack.trajectory import Outcome, Outcomes, Skipped, Trajectory
 
 __all__ = [
-    "ANY",
-    "ARRAY",
-    "FILLED",
-    "LIST",
     "MEDIA_REASON",
-    "OBJECT",
-    "OBJECTS",
     "STDIN",
-    "TEXT",
     "CallLog",
     "ChatCall",
-    "Fields",
     "Format",
     "Outcome",
     "Outcomes",
@@ -84,7 +60,6 @@ __all__ = [
     "TokenCall",
     "Trajectory",
     "TreepackError",
-    "ValueKind",
     "as_flag",
     "as_id",
     "as_objects",
@@ -92,9 +67,7 @@ __all__ = [
     "companion_path",
     "conversation",
     "describe",
-    "each",
     "endings",
-    "first",
     "folder_and_document",
     "has_fields",
     "is_empty",
@@ -103,11 +76,9 @@ __all__ = [
     "mark_prefills",
     "mask_values",
     "messages_of_items",
-    "no",
     "object_at",
     "object_or_empty",
     "objects_at",
-    "one_of",
     "quoted",
     "read_calls",
     "read_chat",

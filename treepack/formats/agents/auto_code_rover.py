@@ -105,7 +105,7 @@ FORMAT = Format(
     requires=_is_rover_message,
     checked="first",
     used="role content tool_calls tool_call_id",
-    dropped=("rounds before the last (beginnings of it)",),
+    dropped="rounds before the last (beginnings of it)",
     keeps="masks, lineage",
     read_file=_read_auto_code_rover,
 )

@@ -253,11 +253,11 @@ FORMAT = Format(
         content.type content.text content.thinking content.path content.id content.name content.input
         content.tool_use_id content.content content.is_error
     """,
-    dropped=(
-        "summary, encrypted_content, text of an entry of type reasoning",
-        "ui_messages.json, task_metadata.json (what the program showed)",
-        "tool calls as text in tags stay text",
-    ),
+    dropped="""
+        summary, encrypted_content, text of an entry of type reasoning;
+        ui_messages.json, task_metadata.json (what the program showed);
+        tool calls as text in tags stay text
+    """,
     keeps="masks",
     read_file=_read_cline,
 )

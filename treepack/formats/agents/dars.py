@@ -15,7 +15,6 @@ from dataclasses import replace
 from typing import Any
 
 from treepack.formats.kit import (
-    ANY,
     Format,
     Outcomes,
     ReadOptions,
@@ -106,17 +105,17 @@ FORMAT = Format(
     rank=70,
     program="DARS",
     recognised_by="`root`, a message with `children`, beside `node_count`",
-    requires=[{"root.role": ANY, "root.content": ANY, "root.children": ANY, "node_count": ANY}],
+    requires="root.role, root.content, root.children, node_count",
     used="""
         root.role root.content root.children root.is_demo root.thought root.expansion_prompt root.children=root
     """,
-    dropped=(
-        "root.action (part of the content)",
-        "root.expansion_candidates (the one chosen is a node)",
-        "root.critic_prompt",
-        "root.critic_response (calls of a different model)",
-        "node_count, iterations, current_node_id, node_id_stack (bookkeeping)",
-    ),
+    dropped="""
+        root.action (part of the content);
+        root.expansion_candidates (the one chosen is a node);
+        root.critic_prompt;
+        root.critic_response (calls of a different model);
+        node_count, iterations, current_node_id, node_id_stack (bookkeeping)
+    """,
     keeps="masks, lineage",
     read=read_dars,
 )

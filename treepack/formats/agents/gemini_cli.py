@@ -23,10 +23,6 @@ from typing import Any
 
 from treepack.files.input_files.json_text import parsed_json
 from treepack.formats.kit import (
-    ANY,
-    LIST,
-    OBJECTS,
-    TEXT,
     CallLog,
     Format,
     Outcomes,
@@ -35,16 +31,13 @@ from treepack.formats.kit import (
     TreepackError,
     as_objects,
     as_text,
-    first,
     is_empty,
     is_messages,
     object_at,
     objects_at,
-    one_of,
     shown,
     skip_reason,
 )
-from treepack.ingest.readers.kinds import some
 from treepack.ingest.readers.messages.gemini_parts import (
     CONTENT,
     EMPTY_NOTE,
@@ -229,13 +222,13 @@ FORMAT = Format(
     rank=130,
     program="Gemini CLI",
     recognised_by="`sessionId` with `projectHash` or `messages`; `clientHistory`, `history` or a list of `parts`",
-    requires=[
-        {"sessionId": TEXT, "projectHash": TEXT},
-        {"sessionId": TEXT, "messages": some({"type": one_of("gemini")})},
-        {"clientHistory": first({"role": ANY, "parts": LIST}), "toolCall": ANY},
-        {"history": first({"role": ANY, "parts": LIST})},
-        {"role": one_of("user", "model"), "parts": OBJECTS},
-    ],
+    requires="""
+        sessionId:text, projectHash:text;
+        sessionId:text, messages:some(type:=gemini);
+        clientHistory:first(role, parts:list), toolCall;
+        history:first(role, parts:list);
+        role:=user|model, parts:objects
+    """,
     checked="first",
     used=(
         *"sessionId kind summary $rewindTo id type model content=parts thoughts.subject thoughts.description".split(),
@@ -243,11 +236,11 @@ FORMAT = Format(
         *CONTENT,
         *"messages=. $set=. history.role history.parts=parts clientHistory.role clientHistory.parts=parts".split(),
     ),
-    dropped=(
-        "messages of type info, warning and error (shown to the user only)",
-        "resultDisplay, displayContent (what the program showed)",
-        "toolCall of a checkpoint (the last call of its clientHistory)",
-    ),
+    dropped="""
+        messages of type info, warning and error (shown to the user only);
+        resultDisplay, displayContent (what the program showed);
+        toolCall of a checkpoint (the last call of its clientHistory)
+    """,
     keeps="masks",
     links="id $rewindTo",
     read_file=_read_gemini_cli,

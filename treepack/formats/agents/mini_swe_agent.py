@@ -19,8 +19,6 @@ from typing import Any
 
 from treepack.calls.served_tokens import SOME_NOTE, token_call
 from treepack.formats.kit import (
-    ANY,
-    OBJECTS,
     ChatCall,
     Format,
     Outcomes,
@@ -39,7 +37,6 @@ from treepack.formats.kit import (
     with_notes,
     without,
 )
-from treepack.ingest.readers.kinds import starting
 
 _EXIT = "exit"  # the role of the last message, which no model read
 # Fields of the agent and of LiteLLM that no model read.
@@ -169,10 +166,7 @@ FORMAT = Format(
     rank=40,
     program="mini-swe-agent",
     recognised_by="`messages` and `trajectory_format` that begins with mini-swe-agent, or `info.mini_version`",
-    requires=[
-        {"messages": OBJECTS, "trajectory_format": starting("mini-swe-agent")},
-        {"messages": OBJECTS, "info.mini_version": ANY},
-    ],
+    requires="messages:objects, trajectory_format:=mini-swe-agent*; messages:objects, info.mini_version",
     used="""
         messages messages.extra.interrupt_type messages.extra.response messages.tools info.exit_status
         messages.extra.response.prompt_token_ids messages.extra.response.choices.logprobs
@@ -181,12 +175,12 @@ FORMAT = Format(
         messages.content messages.tool_calls messages.tool_call_id messages.object messages.output
         messages.type messages.call_id messages.id
     """,
-    dropped=(
-        "info.config (all but the model's name and temperature)",
-        "info.submission (repeats the edits)",
-        "info.model_stats",
-        "messages.extra (costs, times, parsed actions, raw outputs)",
-    ),
+    dropped="""
+        info.config (all but the model's name and temperature);
+        info.submission (repeats the edits);
+        info.model_stats;
+        messages.extra (costs, times, parsed actions, raw outputs)
+    """,
     keeps="token ids, masks, log-probabilities, lineage",
     failed="exit_status",
     read=read_mini_swe_agent,

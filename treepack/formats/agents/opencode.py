@@ -26,10 +26,7 @@ from typing import Any
 
 from treepack.calls.rollout_names import of_agent
 from treepack.formats.kit import (
-    LIST,
-    OBJECT,
     STDIN,
-    TEXT,
     CallLog,
     Format,
     Outcomes,
@@ -38,7 +35,6 @@ from treepack.formats.kit import (
     Skipped,
     TreepackError,
     as_objects,
-    first,
     object_or_empty,
     objects_at,
     read_document,
@@ -299,13 +295,13 @@ FORMAT = Format(
     rank=140,
     program="opencode",
     recognised_by="`info` with `messages` or `parts`; or a session, message or part of its storage",
-    requires=[
-        {"info": OBJECT, "messages": first({"info": OBJECT, "parts": LIST})},
-        {"info.role": TEXT, "info.sessionID": TEXT, "parts": LIST},
-        {"id": TEXT, "projectID": TEXT, "directory": TEXT},
-        {"id": TEXT, "sessionID": TEXT, "role": TEXT, "time": OBJECT},
-        {"id": TEXT, "messageID": TEXT, "type": TEXT},
-    ],
+    requires="""
+        info:object, messages:first(info:object, parts:list);
+        info.role:text, info.sessionID:text, parts:list;
+        id:text, projectID:text, directory:text;
+        id:text, sessionID:text, role:text, time:object;
+        id:text, messageID:text, type:text
+    """,
     checked="first",
     used="""
         info.id info.parentID info.title info.directory info.version info.sessionID info.role info.modelID
@@ -314,12 +310,12 @@ FORMAT = Format(
         parts.state.input parts.state.output parts.state.error parts.state.time.compacted parts.reason parts.mime
         messages.info=info messages.parts=parts id parentID title directory version sessionID messageID
     """,
-    dropped=(
-        "parts of type snapshot, patch, agent and retry (no message of the model)",
-        "files of text (opencode sends their text in a text part)",
-        "tools of a message (names only)",
-        "state.title, state.metadata (what the program showed)",
-    ),
+    dropped="""
+        parts of type snapshot, patch, agent and retry (no message of the model);
+        files of text (opencode sends their text in a text part);
+        tools of a message (names only);
+        state.title, state.metadata (what the program showed)
+    """,
     keeps="masks",
     links="info.id info.parentID info.sessionID id parentID sessionID messageID",
     read_file=_read_opencode,

@@ -29,7 +29,6 @@ from typing import Any
 from treepack.calls.call_logs import COPIED_NOTE
 from treepack.calls.rollout_names import SPLIT_NOTE, in_rollout
 from treepack.formats.kit import (
-    ANY,
     CallLog,
     Format,
     Outcomes,
@@ -41,7 +40,6 @@ from treepack.formats.kit import (
     as_objects,
     as_text,
     conversation,
-    one_of,
     quoted,
 )
 
@@ -306,18 +304,18 @@ FORMAT = Format(
     rank=110,
     program="pi (session files; output of `pi --mode json`)",
     recognised_by="a first line of `type` session with `timestamp` and `cwd`",
-    requires=[{"type": one_of("session"), "timestamp": ANY, "cwd": ANY}],
+    requires="type:=session, timestamp, cwd",
     checked="first",
     used="""
         type id parentId cwd parentSession message.role message.content message.toolCallId message.toolName
         message.stopReason message.model summary firstKeptEntryId
     """,
-    dropped=(
-        "message.usage, message.api, message.provider, message.details",
-        "timestamp",
-        "thinkingSignature",
-        "entries that are not in the prompt: custom, label, session_info, thinking_level_change, model_change",
-    ),
+    dropped="""
+        message.usage, message.api, message.provider, message.details;
+        timestamp;
+        thinkingSignature;
+        entries that are not in the prompt: custom, label, session_info, thinking_level_change, model_change
+    """,
     keeps="masks, lineage",
     links="id parentId",
     read_file=_read_pi,

@@ -19,23 +19,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from treepack.calls.call_logs import ORDER_NOTE, passes_results
 from treepack.calls.rollout_names import of_agent
 from treepack.formats.kit import (
-    LIST,
-    OBJECT,
-    TEXT,
     CallLog,
     Format,
     Outcomes,
     ReadOptions,
     Record,
-    Skipped,
     as_objects,
     as_text,
     is_messages,
     object_or_empty,
-    one_of,
     skip_reason,
 )
 from treepack.ingest.readers.messages.gemini_parts import (
@@ -88,9 +82,6 @@ def _read_qwen_code(records: Iterator[Record], options: ReadOptions) -> Outcomes
     entries = _entries(rows)
     log = CallLog(options.turns, rows[0].path)
     log.note(*_missing(entries))
-    if _passes_results(entries):
-        yield Skipped(rows[0].path, ORDER_NOTE)
-        return
     system, tools = _launch(rows)
     prompts: dict[str | None, _CallPrompt] = {None: _CallPrompt(system)}
     for entry in entries.values():
@@ -151,20 +142,6 @@ def _missing(entries: dict[str, _SessionEntry]) -> Iterator[str]:
             yield ROOT_NOTE
 
 
-def _passes_results(entries: dict[str, _SessionEntry]) -> bool:
-    """Return whether an answer does not follow the result of a call before it."""
-
-    def ids(entry: _SessionEntry, name: str) -> set[str]:
-        parts = (object_or_empty(part.get(name)) for part in entry.content["parts"])
-        return {str(part["id"]) for part in parts if part.get("id")}
-
-    places = {name: k for k, entry in enumerate(entries.values()) for name in ids(entry, "functionResponse")}
-    answers = [(k, entry) for k, entry in enumerate(entries.values()) if entry.kind == "assistant"]
-    before = [entries[entry.parent] for _, entry in answers if entry.parent in entries]
-    is_next = any(places.keys() & ids(entry, "functionCall") for entry in before)
-    return is_next or passes_results(((ids(each, "functionCall"), each.parent, k) for k, each in answers), places)
-
-
 def _history(value: dict[str, Any], source: str) -> list[Any] | None:
     """Return the contents that replace the history at a line, or None if it is another line."""
     payload = value.get("systemPayload")
@@ -222,20 +199,20 @@ FORMAT = Format(
     rank=120,
     program="Qwen Code",
     recognised_by="`type` and `sessionId`, with `message.parts`, or with `subtype` and `systemPayload`",
-    requires=[
-        {"type": one_of("user", "assistant", "tool_result", "system"), "sessionId": TEXT, "message.parts": LIST},
-        {"type": one_of("system"), "sessionId": TEXT, "subtype": TEXT, "systemPayload": OBJECT},
-    ],
+    requires="""
+        type:=user|assistant|tool_result|system, sessionId:text, message.parts:list;
+        type:=system, sessionId:text, subtype:text, systemPayload:object
+    """,
     checked="first",
     used=(
         *"type subtype uuid parentUuid sessionId agentId cwd version gitBranch model systemPayload.tools".split(),
         *(f"message.{path}" for path in CONTENT),
         *(f"systemPayload.{name}=message" for name in ("compressedHistory", "history", "systemInstruction")),
     ),
-    dropped=(
-        "toolCallResult (the result as the program showed it)",
-        "systemPayload of other subtypes (commands of the user, titles, telemetry, snapshots of files)",
-    ),
+    dropped="""
+        toolCallResult (the result as the program showed it);
+        systemPayload of other subtypes (commands of the user, titles, telemetry, snapshots of files)
+    """,
     keeps="masks",
     read_file=_read_qwen_code,
 )

@@ -20,12 +20,7 @@ from typing import Any
 
 from treepack.calls.rollout_names import within
 from treepack.formats.kit import (
-    ANY,
-    FILLED,
-    OBJECT,
-    OBJECTS,
     ChatCall,
-    Fields,
     Format,
     Outcomes,
     ReadOptions,
@@ -33,10 +28,8 @@ from treepack.formats.kit import (
     as_flag,
     as_objects,
     conversation,
-    each,
     folder_and_document,
     is_messages,
-    no,
     objects_at,
     read_chats,
     temperature_of,
@@ -180,26 +173,28 @@ def _ends_with_step(messages: list[dict[str, Any]], step: dict[str, Any]) -> boo
     return len(messages) > 1 and messages[-2].get("role") == "assistant" and _is_reply(messages[-2], step)
 
 
-_RUN: Fields = {"history": OBJECTS, "trajectory": ANY, "info": OBJECT}
 FORMAT = Format(
     name="swe-agent",
     rank=30,
     program="SWE-agent",
     recognised_by="`history`, a list of messages, beside `trajectory` and `info`; or `attempts` of these",
-    requires=[{"attempts": each(_RUN, minimum=1)}, {"attempts": no(FILLED), **_RUN}],
+    requires="""
+        attempts:filled(history:objects, trajectory, info:object);
+        attempts:!filled, history:objects, trajectory, info:object
+    """,
     used="""
         history history.is_demo history.tool_calls history.tool_call_ids trajectory.query trajectory.messages
         trajectory.response trajectory.action environment replay_config history.role history.content
         history.agent attempts.trajectory=trajectory attempts.history=history attempts.environment
         attempts.info
     """,
-    dropped=(
-        "trajectory.observation, trajectory.state, trajectory.execution_time",
-        "trajectory.extra_info",
-        "info.submission and info.edited_files (repeat the edits)",
-        "info.review, info.chooser (of a different model)",
-        "replay_config but for the temperature of its model",
-    ),
+    dropped="""
+        trajectory.observation, trajectory.state, trajectory.execution_time;
+        trajectory.extra_info;
+        info.submission and info.edited_files (repeat the edits);
+        info.review, info.chooser (of a different model);
+        replay_config but for the temperature of its model
+    """,
     keeps="masks, lineage",
     failed="info.exit_status",
     read=read_swe_agent,

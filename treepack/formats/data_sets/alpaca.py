@@ -10,7 +10,7 @@ are not trained.
 
 from __future__ import annotations
 
-from treepack.formats.kit import TEXT, Format, Outcomes, ReadOptions, Record, Skipped, as_text
+from treepack.formats.kit import Format, Outcomes, ReadOptions, Record, Skipped, as_text
 from treepack.ingest.readers.messages.sft_messages import read_conversation, read_pair, rounds
 
 # The fields that become messages. `tools` and `kto_tag` are read by `sft_messages`, as for every format of chats.
@@ -45,7 +45,7 @@ FORMAT = Format(
     rank=290,
     program="Stanford Alpaca; LLaMA-Factory, ms-swift and Axolotl read it",
     recognised_by="`instruction` and `output`, or `instruction`, `chosen` and `rejected`, as text",
-    requires=[{"instruction": TEXT, "output": TEXT}, {"instruction": TEXT, "chosen": TEXT, "rejected": TEXT}],
+    requires="instruction:text, output:text; instruction:text, chosen:text, rejected:text",
     used="instruction input output history system tools chosen rejected kto_tag",
     keeps="rewards",
     read=_read_alpaca,

@@ -15,9 +15,6 @@ from dataclasses import replace
 from typing import Any
 
 from treepack.formats.kit import (
-    ANY,
-    OBJECTS,
-    TEXT,
     Format,
     Outcomes,
     ReadOptions,
@@ -71,7 +68,7 @@ FORMATS = (
         rank=10,
         program="tau-bench",
         recognised_by="`task_id` and `traj`, a list of messages",
-        requires=[{"task_id": ANY, "traj": OBJECTS}],
+        requires="task_id, traj:objects",
         used="task_id trial reward info traj!",
         keeps="rewards, lineage",
         read=by_columns("messages=traj"),
@@ -85,7 +82,7 @@ FORMATS = (
         rank=270,
         program="verl (rollout_data_dir, validation_data_dir)",
         recognised_by="`input` and `output` as text beside `score` and `step` or `gts`",
-        requires=[{"input": TEXT, "output": TEXT, "score": ANY, ("step", "gts"): ANY}],
+        requires="input:text, output:text, score, step|gts",
         used="input output gts score step",
         keeps="rewards",
         read=by_columns("prompt=input,answer=output", notes=(DECODED_NOTE,)),
@@ -97,9 +94,9 @@ FORMATS = (
         rank=330,
         program="OpenAI fine-tuning (preferences)",
         recognised_by="`input.messages`, `preferred_output` and `non_preferred_output`",
-        requires=[{"input.messages": OBJECTS, "preferred_output": OBJECTS, "non_preferred_output": OBJECTS}],
+        requires="input.messages:objects, preferred_output:objects, non_preferred_output:objects",
         used="input.messages input.tools preferred_output non_preferred_output",
-        dropped=("input.parallel_tool_calls",),
+        dropped="input.parallel_tool_calls",
         keeps="rewards",
         read=by_columns(
             "prompt=input.messages,chosen=preferred_output,rejected=non_preferred_output,tools=input.tools?"
@@ -113,9 +110,9 @@ FORMATS = (
         rank=420,
         program="SkyRL (evaluation dumps)",
         recognised_by="`input_prompt` and `output_response` as text",
-        requires=[{"input_prompt": TEXT, "output_response": TEXT}],
+        requires="input_prompt:text, output_response:text",
         used="input_prompt output_response score stop_reason env_class data_source",
-        dropped=("env_extras",),
+        dropped="env_extras",
         keeps="rewards",
         read=by_columns("prompt=input_prompt,answer=output_response,ignore=env_extras"),
     ),

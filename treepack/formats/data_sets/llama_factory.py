@@ -12,19 +12,15 @@ from __future__ import annotations
 from typing import Any
 
 from treepack.formats.kit import (
-    ANY,
     Format,
     Outcomes,
     ReadOptions,
     Record,
     TreepackError,
-    first,
     is_messages,
-    no,
     shown,
     without,
 )
-from treepack.ingest.readers.kinds import SET
 from treepack.ingest.readers.messages.sft_messages import Message, calls_of_text, read_conversation, read_whole_pair
 
 _PAIR = ("chosen_messages", "rejected_messages")
@@ -68,21 +64,21 @@ def _messages(messages: list[dict[str, Any]], source: str) -> list[Message]:
 
 
 # The first message decides: plain chat has text there, or parts with `text` in place of `value`.
-_IN_PARTS = first({"content": first({"type": ANY, "value": ANY})})
 FORMAT = Format(
     name="llama-factory",
     rank=320,
     program="LLaMA-Factory (version 1)",
     recognised_by="`messages`, or `chosen_messages` and `rejected_messages`, whose content is parts with a `value`",
-    requires=[
-        {"chosen_messages": _IN_PARTS, "rejected_messages": _IN_PARTS},
-        {("chosen_messages", "rejected_messages"): no(SET), "messages": _IN_PARTS},
-    ],
+    requires="""
+        chosen_messages:first(content:first(type, value)), rejected_messages:first(content:first(type,
+            value));
+        chosen_messages|rejected_messages:!set, messages:first(content:first(type, value))
+    """,
     used="""
         messages.content.value messages.loss_weight tools chosen_messages rejected_messages messages.role
         messages.content.type
     """,
-    dropped=("parts that are not text (records that have some are skipped)",),
+    dropped="parts that are not text (records that have some are skipped)",
     keeps="masks, rewards",
     read=read_llama_factory,
 )

@@ -15,9 +15,6 @@ from __future__ import annotations
 from typing import Any
 
 from treepack.formats.kit import (
-    ANY,
-    FILLED,
-    TEXT,
     Format,
     Outcomes,
     ReadOptions,
@@ -25,13 +22,9 @@ from treepack.formats.kit import (
     Skipped,
     TreepackError,
     endings,
-    first,
     is_messages,
-    no,
-    one_of,
     shown,
 )
-from treepack.ingest.readers.kinds import FLAG, SET, some
 from treepack.ingest.readers.messages.sft_messages import calls_of_text, read_conversation, read_whole_pair, rounds
 from treepack.ingest.readers.messages.turn_weights import WEIGHT_FIELDS
 
@@ -148,18 +141,18 @@ FORMAT = Format(
     recognised_by="`messages` with `rejected_response`, `rejected_messages`, a `label` that is true or false, or the "
     "role `tool_call`; "
     "`query` and `response`; or `conversation` of `human` and `assistant`",
-    requires=[
-        {"messages": FILLED, ("rejected_response", "rejected_messages"): SET},
-        {"messages": FILLED, ("label", "kto_tag"): FLAG},
-        {"messages": some({"role": one_of("tool_call", "tool_response")})},
-        {"messages": no(FILLED), "query": TEXT, "response": TEXT},
-        {"messages": no(FILLED), "conversation": first({"human": ANY, "assistant": ANY})},
-    ],
+    requires="""
+        messages:filled, rejected_response|rejected_messages:set;
+        messages:filled, label|kto_tag:flag;
+        messages:some(role:=tool_call|tool_response);
+        messages:!filled, query:text, response:text;
+        messages:!filled, conversation:first(human, assistant)
+    """,
     used="""
         messages.loss messages.loss_scale tools rejected_response rejected_messages label kto_tag query response
         history system conversation.human conversation.assistant messages!
     """,
-    dropped=("images, videos, audios (records that have some are skipped)",),
+    dropped="images, videos, audios (records that have some are skipped)",
     keeps="masks, rewards",
     read=_read_ms_swift,
 )

@@ -21,9 +21,6 @@ from typing import Any
 
 from treepack.calls.leaf_paths import distinct_paths, nodes_of, unused_fields
 from treepack.formats.kit import (
-    ANY,
-    OBJECTS,
-    TEXT,
     Format,
     Outcomes,
     ReadOptions,
@@ -36,7 +33,6 @@ from treepack.formats.kit import (
     conversation,
     is_empty,
     leaf_paths,
-    one_of,
     quoted,
     shown,
     with_notes,
@@ -208,21 +204,21 @@ FORMAT = Format(
     rank=520,
     program="Open Assistant",
     recognised_by="`message_id`, `text` and `role`, in `prompt` or in the record; or `thread_id` and `thread`",
-    requires=[
-        {"prompt.message_id": ANY, "prompt.text": TEXT, "prompt.role": one_of(*_ROLES)},
-        {"thread_id": ANY, "thread": OBJECTS},
-        {"message_id": TEXT, "parent_id": ANY, "text": TEXT, "role": one_of(*_ROLES)},
-        {"message_id": TEXT, "replies": OBJECTS, "text": TEXT, "role": one_of(*_ROLES)},
-    ],
+    requires="""
+        prompt.message_id, prompt.text:text, prompt.role:=prompter|assistant|system;
+        thread_id, thread:objects;
+        message_id:text, parent_id, text:text, role:=prompter|assistant|system;
+        message_id:text, replies:objects, text:text, role:=prompter|assistant|system
+    """,
     checked="first",
     used="""
         message_tree_id tree_state thread_id message_id parent_id text role rank labels deleted review_result lang
         model_name prompt=. thread=. replies=.
     """,
-    dropped=(
-        "emojis, events, detoxify (named in notes)",
-        "rank (kept as metadata)",
-    ),
+    dropped="""
+        emojis, events, detoxify (named in notes);
+        rank (kept as metadata)
+    """,
     keeps="masks, lineage",
     read_file=_read_openassistant,
 )

@@ -12,15 +12,12 @@ from __future__ import annotations
 from typing import Any
 
 from treepack.formats.kit import (
-    ANY,
     Format,
     Outcomes,
     ReadOptions,
     Record,
     TreepackError,
     as_text,
-    first,
-    no,
     quoted,
     without,
 )
@@ -45,7 +42,6 @@ _USED = frozenset({"conversations", "system"})
 # A pair has these two fields besides the common conversation.
 _PAIR = frozenset({"chosen", "rejected"})
 # Rows with both fields have the format harbor-traces: each row repeats the start of one conversation.
-_FIELDS_OF_HARBOR = ("trial_name", "episode")
 
 
 def _read_sharegpt(record: Record, options: ReadOptions) -> Outcomes:
@@ -85,17 +81,12 @@ FORMAT = Format(
     rank=300,
     program="ShareGPT; LLaMA-Factory, Axolotl and others read it",
     recognised_by="`conversations`, a list of objects with `from` and `value`, or `role` and `content`",
-    requires=[
-        {
-            "conversations": first({"from": ANY, "value": ANY}, {"role": ANY, "content": ANY}),
-            _FIELDS_OF_HARBOR: no(ANY),
-        },
-    ],
+    requires="conversations:first(from, value; role, content), trial_name|episode:!",
     used="""
         conversations.from conversations.value system tools chosen.value rejected.value kto_tag chosen.from
         rejected.from chosen.* rejected.* conversations!
     """,
-    dropped=("images, videos, audios (records that have some are skipped)",),
+    dropped="images, videos, audios (records that have some are skipped)",
     keeps="masks, rewards",
     read=_read_sharegpt,
 )

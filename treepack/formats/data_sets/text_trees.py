@@ -24,9 +24,6 @@ from typing import Any
 from treepack.calls.leaf_paths import nodes_of, unused_fields
 from treepack.files.input_files.json_text import parsed_json
 from treepack.formats.kit import (
-    ANY,
-    FILLED,
-    OBJECT,
     Format,
     Outcome,
     Outcomes,
@@ -40,7 +37,6 @@ from treepack.formats.kit import (
     endings,
     is_messages,
     leaf_paths,
-    no,
     shown,
     skip_reason,
     without,
@@ -273,14 +269,14 @@ FORMAT = Format(
     rank=530,
     program="trees of text that no program defines",
     recognised_by="`children`, a list of nodes, in the record or in its field `tree` or `root`",
-    requires=[
-        {"children": FILLED},
-        {"tree": OBJECT, "tree.children": FILLED},
-        {"root": OBJECT, "root.children": FILLED, "node_count": no(ANY)},
-    ],
+    requires="""
+        children:filled;
+        tree:object, tree.children:filled;
+        root:object, root.children:filled, node_count:!
+    """,
     checked="first",
     used="prompt messages system tools chat_template_kwargs tree children id group_id reward",
-    dropped=("fields of nodes besides their text, role, reward and advantage (named in notes)",),
+    dropped="fields of nodes besides their text, role, reward and advantage (named in notes)",
     keeps="masks, rewards, lineage",
     read=read_text_trees,
 )

@@ -18,25 +18,20 @@ import numpy as np
 
 from treepack.calls import node_graphs as graphs
 from treepack.formats.kit import (
-    ANY,
-    ARRAY,
-    FILLED,
     Format,
     Outcomes,
     ReadOptions,
     Record,
     Trajectory,
     TreepackError,
-    first,
     mask_values,
-    no,
     read_tokens,
     shown,
     without,
 )
 from treepack.ingest.readers.fields.token_fields import LABELS, MASK, NAMES
 from treepack.ingest.readers.fields.values import as_number
-from treepack.ingest.readers.kinds import ARRAYS
+from treepack.ingest.readers.kinds import ARRAY
 
 
 def _read_token_trees(record: Record, options: ReadOptions) -> Outcomes:
@@ -106,10 +101,7 @@ FORMAT = Format(
     rank=490,
     program="prime-rl (tree training), Automodel (prefix trees)",
     recognised_by="`nodes` with `token_ids` and `loss_mask`, or `prompt_ids` and `completions` as ids",
-    requires=[
-        {"nodes": first({"token_ids": ANY, "loss_mask": ANY})},
-        {"nodes": no(FILLED), "prompt_ids": ARRAY, "completions": ARRAYS},
-    ],
+    requires="nodes:first(token_ids, loss_mask); nodes:!filled, prompt_ids:array, completions:arrays",
     used="nodes.parent nodes.token_ids nodes.loss_mask nodes.advantage prompt_ids completions",
     keeps="token ids, masks, lineage",
     read=_read_token_trees,

@@ -20,8 +20,6 @@ from typing import Any
 
 from treepack.calls.rollout_names import within
 from treepack.formats.kit import (
-    ANY,
-    OBJECTS,
     ChatCall,
     Format,
     Outcome,
@@ -142,16 +140,16 @@ FORMAT = Format(
     rank=210,
     program="Harbor (exported traces)",
     recognised_by="`conversations` beside `task`, `trial_name` and `episode`",
-    requires=[{"conversations": OBJECTS, "task": ANY, "trial_name": ANY, "episode": ANY}],
+    requires="conversations:objects, task, trial_name, episode",
     used="""
         conversations.role conversations.content task trial_name episode result tool_definitions trace_source
         agent model
     """,
-    dropped=(
-        "run_id, date and model_provider",
-        "instruction and verifier_output",
-        "conversations_sharegpt (the same)",
-    ),
+    dropped="""
+        run_id, date and model_provider;
+        instruction and verifier_output;
+        conversations_sharegpt (the same)
+    """,
     keeps="masks, rewards, lineage",
     failed="error",
     read_file=_read_harbor_traces,

@@ -20,9 +20,6 @@ from dataclasses import replace
 from typing import Any
 
 from treepack.formats.kit import (
-    OBJECT,
-    OBJECTS,
-    TEXT,
     CallLog,
     Format,
     Outcomes,
@@ -213,21 +210,18 @@ FORMAT = Format(
     rank=190,
     program="Inspect (inspect_ai)",
     recognised_by="`eval.task` and `samples` or `status`, or a file .eval",
-    requires=[
-        {"eval": OBJECT, "eval.task": TEXT, "samples": OBJECTS},
-        {"eval": OBJECT, "eval.task": TEXT, "status": TEXT},
-    ],
+    requires="eval:object, eval.task:text, samples:objects; eval:object, eval.task:text, status:text",
     used="""
         eval.task eval.model samples.id samples.epoch samples.messages samples.scores samples.attachments
         samples.events samples.events_data.messages samples.events.input_refs samples.events.output.choices
         samples.events.tools samples.events.config.temperature samples.events.output.choices.stop_reason
         samples.error samples.events.output.choices.message.*
     """,
-    dropped=(
-        "samples.store, samples.metadata, samples.output but for its stop reason (repeats the last response)",
-        "other events, and samples.events.call (the request of the provider)",
-        "plan, results, stats, reductions",
-    ),
+    dropped="""
+        samples.store, samples.metadata, samples.output but for its stop reason (repeats the last response);
+        other events, and samples.events.call (the request of the provider);
+        plan, results, stats, reductions
+    """,
     keeps="masks, rewards, lineage",
     failed="error",
     read=read_inspect,

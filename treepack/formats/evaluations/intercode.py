@@ -116,13 +116,13 @@ FORMAT = Format(
         logs.*.turn_history.observations logs.*.turn_history.thoughts logs.*.summary.max_reward logs.*.dataset
         logs.*.task_id logs.*.environment logs.*.hardness
     """,
-    dropped=(
-        "meta (options of the run)",
-        "info (how the reward came about)",
-        "turn_history.rewards, turn_history.valid_action (of single turns)",
-        "turn_history.steps (plan of a different call)",
-        "summary.max_reward_idx, summary.turns_taken, summary.turns_max",
-    ),
+    dropped="""
+        meta (options of the run);
+        info (how the reward came about);
+        turn_history.rewards, turn_history.valid_action (of single turns);
+        turn_history.steps (plan of a different call);
+        summary.max_reward_idx, summary.turns_taken, summary.turns_max
+    """,
     keeps="rewards, lineage",
     read=read_intercode,
 )

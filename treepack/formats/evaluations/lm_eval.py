@@ -25,8 +25,6 @@ import numpy as np
 from treepack.files.input_files.json_text import parsed_json
 from treepack.files.input_files.records import DAMAGED_RECORD
 from treepack.formats.kit import (
-    ANY,
-    LIST,
     MEDIA_REASON,
     ChatCall,
     Format,
@@ -35,7 +33,6 @@ from treepack.formats.kit import (
     Record,
     Skipped,
     TreepackError,
-    ValueKind,
     as_text,
     describe,
     is_messages,
@@ -216,22 +213,21 @@ def _view(value: dict[str, Any]) -> dict[str, Any]:
     return {name: each for name, each in value.items() if name in _NOT_KEPT and name != "metrics"}
 
 
-_ARGUMENTS = ValueKind("an object or a list", lambda value: isinstance(value, dict | list))
 FORMAT = Format(
     name="lm-eval",
     rank=220,
     program="lm-evaluation-harness (samples_TASK.jsonl; after its source)",
     recognised_by="`doc_id`, `arguments`, `resps` and `filtered_resps`",
-    requires=[{"doc_id": ANY, "arguments": _ARGUMENTS, "resps": LIST, "filtered_resps": ANY}],
+    requires="doc_id, arguments:object_or_list, resps:list, filtered_resps",
     used="doc_id target arguments resps filter metrics",
     also=("arguments.*.arg_0", "arguments.*.arg_1.temperature", "arguments.temperature"),
     view=_view,
-    dropped=(
-        "doc (the row of the task's data set)",
-        "filtered_resps (a part of resps)",
-        "loglikelihood samples (the model has written nothing)",
-        "stop sequences in arg_1 (the harness removes them, and does not record whether a response was cut)",
-    ),
+    dropped="""
+        doc (the row of the task's data set);
+        filtered_resps (a part of resps);
+        loglikelihood samples (the model has written nothing);
+        stop sequences in arg_1 (the harness removes them, and does not record whether a response was cut)
+    """,
     keeps="rewards",
     read_file=_read_lm_eval,
 )

@@ -13,8 +13,6 @@ from dataclasses import replace
 
 from treepack.files.input_files.records import folder_and_stem
 from treepack.formats.kit import (
-    OBJECT,
-    OBJECTS,
     Format,
     Outcomes,
     ReadOptions,
@@ -59,16 +57,16 @@ FORMAT = Format(
     rank=80,
     program="MINT",
     recognised_by="`state.history`, a list of messages, and `task`",
-    requires=[{"state.history": OBJECTS, "task": OBJECT}],
+    requires="state.history:objects, task:object",
     used="""
         state.history state.success state.terminate_reason state.error task.task_id task.task_name
     """,
-    dropped=(
-        "task.prompt (part of the history)",
-        "task.reference (no model saw it)",
-        "task.metadata",
-        "state.finished, state.latest_output, state.agent_action_count, state.token_counter (follow from the history)",
-    ),
+    dropped="""
+        task.prompt (part of the history);
+        task.reference (no model saw it);
+        task.metadata;
+        state.finished, state.latest_output, state.agent_action_count, state.token_counter (follow from the history)
+    """,
     keeps="rewards, lineage",
     failed="error terminate_reason",
     read=read_mint,

@@ -18,9 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from treepack.formats.kit import (
-    ANY,
-    OBJECT,
-    Fields,
     Format,
     Outcomes,
     ReadOptions,
@@ -60,7 +57,7 @@ def read_tau2(record: Record, options: ReadOptions) -> Outcomes:
         TreepackError: simulations or messages of a different kind.
     """
     value, source = record.value, record.source
-    if has_fields(value, [_SIMULATION]):
+    if has_fields(value, _SIMULATION):
         # A folder search finds simulations/<id>.json and results.json; the latter reads all of them.
         if Path(record.path).parent.name == _FOLDER and (run := companion_path(record, "../results.json")) is not None:
             yield Skipped(source, f"read with {run.name}", is_rollout=False)
@@ -181,14 +178,13 @@ def _tools(definitions: Any) -> list[dict[str, Any]] | None:
     ]
 
 
-_RUN: Fields = {"info.environment_info": OBJECT, "tasks": ANY}
-_SIMULATION: Fields = {"task_id": ANY, "termination_reason": ANY, "start_time": ANY, ("messages", "ticks"): ANY}
+_SIMULATION = "task_id, termination_reason, start_time, messages|ticks"
 FORMAT = Format(
     name="tau2",
     rank=20,
     program="tau2-bench",
     recognised_by="`info.environment_info` beside `tasks`; or `task_id`, `termination_reason` and `messages`",
-    requires=[_RUN, _SIMULATION],
+    requires=f"info.environment_info:object, tasks; {_SIMULATION}",
     used="""
         info.environment_info.policy info.environment_info.domain_name info.environment_info.tool_defs
         info.agent_info.llm info.agent_info.llm_args.temperature tasks.id tasks.initial_state.message_history
@@ -198,14 +194,14 @@ FORMAT = Format(
         simulations.messages.content simulations.messages.id simulations.messages.tool_calls.* simulations.mode
         info.agent_info.implementation
     """,
-    dropped=(
-        "what the user did with tools (the agent does not see it)",
-        "simulations.ticks (simulations by voice are skipped)",
-        "simulations.review and other reviews",
-        "times, costs, usage, raw_data but for its finish_reason",
-        "user_info",
-        "tasks (all but the messages that they begin with)",
-    ),
+    dropped="""
+        what the user did with tools (the agent does not see it);
+        simulations.ticks (simulations by voice are skipped);
+        simulations.review and other reviews;
+        times, costs, usage, raw_data but for its finish_reason;
+        user_info;
+        tasks (all but the messages that they begin with)
+    """,
     keeps="masks, rewards, lineage",
     failed="termination_reason",
     read=read_tau2,

@@ -16,7 +16,6 @@ from typing import Any
 
 from treepack.files.input_files.records import folder_and_stem
 from treepack.formats.kit import (
-    OBJECT,
     Format,
     Outcomes,
     ReadOptions,
@@ -134,17 +133,17 @@ FORMAT = Format(
     rank=60,
     program="ToolBench (DFSDT answer trees)",
     recognised_by="`tree.tree` and `answer_generation`",
-    requires=[{"tree.tree": OBJECT, "answer_generation": OBJECT}],
+    requires="tree.tree:object, answer_generation:object",
     used="""
         answer_generation.query answer_generation.function answer_generation.train_messages
         tree.tree.children.description tree.tree.children.children=tree.tree.children
         tree.tree.children.node_type!
     """,
-    dropped=(
-        "forward_args, compare_candidates (options of the search)",
-        "the other fields of a node",
-        "answer_generation.chain, answer_generation.final_answer (repeat the winning path)",
-    ),
+    dropped="""
+        forward_args, compare_candidates (options of the search);
+        the other fields of a node;
+        answer_generation.chain, answer_generation.final_answer (repeat the winning path)
+    """,
     keeps="rewards, lineage",
     read=read_toolbench,
 )

@@ -17,8 +17,6 @@ from dataclasses import replace
 from typing import Any
 
 from treepack.formats.kit import (
-    ANY,
-    LIST,
     Format,
     Outcomes,
     ReadOptions,
@@ -99,13 +97,13 @@ FORMAT = Format(
     rank=100,
     program="Tree of Thoughts",
     recognised_by="`idx`, `ys`, and `infos` or `accs`; and `steps` if there was a search",
-    requires=[{"idx": ANY, "ys": LIST, ("infos", "accs"): LIST}],
+    requires="idx, ys:list, infos|accs:list",
     used="idx steps.x steps.new_ys steps.values steps.select_new_ys ys infos.r",
-    dropped=(
-        "steps.ys (the selection of the step before)",
-        "accs (0 if nothing was evaluated)",
-        "usage_so_far (of the whole run)",
-    ),
+    dropped="""
+        steps.ys (the selection of the step before);
+        accs (0 if nothing was evaluated);
+        usage_so_far (of the whole run)
+    """,
     keeps="rewards, lineage",
     read=read_tree_of_thoughts,
 )

@@ -14,8 +14,6 @@ from typing import Any
 
 from treepack.calls.apis.exchanges import ApiExchange, description, read_exchanges
 from treepack.formats.kit import (
-    OBJECT,
-    OBJECTS,
     ChatCall,
     Format,
     Outcomes,
@@ -24,7 +22,6 @@ from treepack.formats.kit import (
     Skipped,
     endings,
     mark_prefills,
-    one_of,
     read_chats,
     skip_reason,
     temperature_of,
@@ -32,7 +29,6 @@ from treepack.formats.kit import (
 from treepack.ingest.readers.messages.content_blocks import split_blocks
 
 # A response, in a field of its own or, as some proxies log it, in the "body" of that field.
-_MESSAGE = {"type": one_of("message"), "role": one_of("assistant"), "content": OBJECTS}
 
 
 def _read_anthropic_messages(records: Iterator[Record], options: ReadOptions) -> Outcomes:
@@ -76,14 +72,12 @@ FORMAT = Format(
     rank=560,
     program="Anthropic's Messages API, its clients and proxies",
     recognised_by="`request.messages` and a `response` of `type` message with `content`",
-    requires=[
-        {
-            "request": OBJECT,
-            "request.messages": OBJECTS,
-            **{f"response.{name}": kind for name, kind in _MESSAGE.items()},
-        },
-        {"request.body.messages": OBJECTS, **{f"response.body.{name}": kind for name, kind in _MESSAGE.items()}},
-    ],
+    requires="""
+        request:object, request.messages:objects,
+            response.type:=message, response.role:=assistant, response.content:objects;
+        request.body.messages:objects,
+            response.body.type:=message, response.body.role:=assistant, response.body.content:objects
+    """,
     checked="none",
     used="""
         request.system request.messages request.tools request.temperature response.content
@@ -91,10 +85,10 @@ FORMAT = Format(
         session_id group_id reward
     """,
     also=("response.stop_sequence",),
-    dropped=(
-        "the other settings of request and response (usage)",
-        "encrypted reasoning (a note counts it)",
-    ),
+    dropped="""
+        the other settings of request and response (usage);
+        encrypted reasoning (a note counts it)
+    """,
     keeps="rewards, lineage",
     read_file=_read_anthropic_messages,
 )

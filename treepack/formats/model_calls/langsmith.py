@@ -19,11 +19,7 @@ from typing import Any
 from treepack.calls.apis.api_paths import requests, responses
 from treepack.calls.apis.langchain_messages import chat_messages, generated
 from treepack.formats.kit import (
-    ANY,
-    FILLED,
-    TEXT,
     ChatCall,
-    Fields,
     Format,
     Outcomes,
     ReadOptions,
@@ -33,10 +29,8 @@ from treepack.formats.kit import (
     as_id,
     as_objects,
     endings,
-    first,
     mark_prefills,
     messages_of_items,
-    no,
     object_at,
     object_or_empty,
     objects_at,
@@ -244,13 +238,12 @@ _ALSO = (
     *requests("inputs"),
     *responses("outputs"),
 )
-_RUN: Fields = {"run_type": TEXT, ("inputs", "dotted_order"): ANY}
 FORMAT = Format(
     name="langsmith",
     rank=600,
     program="LangSmith (exports of runs)",
     recognised_by="`run_type` beside `inputs` or `dotted_order`, or `runs` of such",
-    requires=[{"runs": first(_RUN)}, {"runs": no(FILLED), **_RUN}],
+    requires="runs:first(run_type:text, inputs|dotted_order); runs:!filled, run_type:text, inputs|dotted_order",
     used="""
         id run_type trace_id dotted_order inputs.messages outputs.generations.message.kwargs
         outputs.choices.message extra.invocation_params.tools extra.invocation_params.temperature
@@ -258,11 +251,11 @@ FORMAT = Format(
         feedback_stats.*.avg
     """,
     also=("runs=.", "child_runs=.", *_ALSO),
-    dropped=(
-        "chains, tools, retrievers and parsers",
-        "session_id (a project)",
-        "events, tags, tokens and costs",
-    ),
+    dropped="""
+        chains, tools, retrievers and parsers;
+        session_id (a project);
+        events, tags, tokens and costs
+    """,
     keeps="rewards, lineage",
     read_file=_read_langsmith,
 )

@@ -24,8 +24,6 @@ from treepack.calls.served_tokens import LOGPROBS_NOTE, SOME_NOTE, token_call
 from treepack.files.input_files.json_text import parsed
 from treepack.files.input_files.records import DAMAGED_RECORD
 from treepack.formats.kit import (
-    ANY,
-    TEXT,
     ChatCall,
     Format,
     Outcomes,
@@ -251,14 +249,10 @@ FORMAT = Format(
     rank=500,
     program="LiteLLM (standard logging payloads, spend logs)",
     recognised_by="`call_type` beside `messages` and `response`, with `model_parameters`, `response_cost` or `spend`",
-    requires=[
-        {
-            "call_type": TEXT,
-            ("messages", "proxy_server_request"): ANY,
-            "response": ANY,
-            ("model_parameters", "response_cost", "spend", "hidden_params"): ANY,
-        }
-    ],
+    requires="""
+        call_type:text, messages|proxy_server_request, response,
+            model_parameters|response_cost|spend|hidden_params
+    """,
     used=_USED,
     also=(
         "*",  # fields of other names describe the rollout
@@ -269,6 +263,9 @@ FORMAT = Format(
         *_TOKENS,
     ),
     keeps="token ids, log-probabilities",
-    dropped=("embeddings, images, speech and other calls (skipped)", "usage, costs, keys and guardrails"),
+    dropped="""
+        embeddings, images, speech and other calls (skipped);
+        usage, costs, keys and guardrails
+    """,
     read_file=_read_litellm,
 )

@@ -19,8 +19,6 @@ from typing import Any
 import numpy as np
 
 from treepack.formats.kit import (
-    ANY,
-    ARRAY,
     Format,
     Outcomes,
     ReadOptions,
@@ -97,7 +95,7 @@ FORMAT = Format(
     rank=610,
     program="Mooncake, Qwen-Bailian (traces of lengths, for treepack stats only)",
     recognised_by="`input_length`, `output_length` and `hash_ids`",
-    requires=[{"input_length": ANY, "output_length": ANY, "hash_ids": ARRAY}],
+    requires="input_length, output_length, hash_ids:array",
     used="input_length output_length hash_ids",
     read=read_mooncake,
 )

@@ -153,10 +153,10 @@ FORMAT = Format(
     used=_USED,
     # Both in one object.
     also=[*_SOMETIMES, *(path.removeprefix("request.").removeprefix("response.") for path in (*_USED, *_SOMETIMES))],
-    dropped=(
-        "the other settings of request and response (usage)",
-        "top_logprobs",
-    ),
+    dropped="""
+        the other settings of request and response (usage);
+        top_logprobs
+    """,
     keeps="token ids, masks, log-probabilities, rewards, lineage",
     read_file=_read_openai_chat,
 )

@@ -180,12 +180,12 @@ FORMAT = Format(
     used=_USED,
     # In one object, or as request and response, which a batch has in a body.
     also=below(("request", "response", "request.body", "response.body", "body"), [*_USED, "output.input"]),
-    dropped=(
-        "the other settings of request and response (usage)",
-        "reasoning.summary, reasoning.encrypted_content",
-        "logprobs (without token ids)",
-        "hosted tools but mcp_call (named in a note)",
-    ),
+    dropped="""
+        the other settings of request and response (usage);
+        reasoning.summary, reasoning.encrypted_content;
+        logprobs (without token ids);
+        hosted tools but mcp_call (named in a note)
+    """,
     keeps="masks, rewards, lineage",
     links="id conversation.id previous_response_id session_id",
     read_file=_read_openai_responses,

@@ -19,8 +19,8 @@ from __future__ import annotations
 from treepack.calls.spans.span_paths import SPANS
 from treepack.calls.spans.span_rollouts import DROPPED, is_openinference, read_file
 from treepack.calls.spans.trace_spans import span_view
-from treepack.formats.kit import Format, ValueKind
-from treepack.ingest.readers.kinds import SET
+from treepack.formats.kit import Format
+from treepack.ingest.readers.kinds import SET, ValueKind
 
 _ATTRIBUTES = ValueKind(
     "an object or a list, in other conventions than OpenInference",

@@ -20,8 +20,6 @@ from typing import Any
 
 from treepack.calls.served_tokens import token_call
 from treepack.formats.kit import (
-    ANY,
-    OBJECTS,
     ChatCall,
     Format,
     Outcomes,
@@ -31,16 +29,13 @@ from treepack.formats.kit import (
     TokenCall,
     TreepackError,
     as_objects,
-    each,
     endings,
-    no,
     objects_at,
     read_calls,
     read_chats,
     shown,
     without,
 )
-from treepack.ingest.readers.kinds import FILLED_LIST
 
 _HISTORIES = frozenset({"messages_and_choices", "messages", "tools", "additional_histories"})
 # Fields of a group, and fields that are read under another name.
@@ -138,12 +133,12 @@ FORMAT = Format(
     program="ART (TrajectoryGroup, trajectory logs)",
     recognised_by="`trajectories` with `messages_and_choices`, or `group_index` beside `messages` that are `trainable` "
     "or not",
-    requires=[
-        {"trajectories": each({"messages_and_choices": ANY}, minimum=1)},
-        {"trajectories": no(FILLED_LIST), "group_index": ANY, "messages": each({"trainable": ANY}, minimum=1)},
-        {"trajectories": no(FILLED_LIST), "messages": no(OBJECTS), "messages_and_choices": OBJECTS},
-        {"trajectories": no(FILLED_LIST), "group_index": no(ANY), "messages_and_choices": OBJECTS},
-    ],
+    requires="""
+        trajectories:filled(messages_and_choices);
+        trajectories:!filled_list, group_index, messages:filled(trainable);
+        trajectories:!filled_list, messages:!objects, messages_and_choices:objects;
+        trajectories:!filled_list, group_index:!, messages_and_choices:objects
+    """,
     used="""
         trajectories.messages_and_choices trajectories.messages_and_choices.message trajectories.tools
         trajectories.messages_and_choices.prompt_token_ids trajectories.messages_and_choices.token_ids
@@ -152,11 +147,11 @@ FORMAT = Format(
         trajectories.messages_and_choices.logprobs.content.logprob
         trajectories.additional_histories=trajectories messages.* metadata metrics.* tools.*
     """,
-    dropped=(
-        "logs, exceptions and exchanges",
-        "top_logprobs of a choice",
-        "metadata, metrics and logs of a group",
-    ),
+    dropped="""
+        logs, exceptions and exchanges;
+        top_logprobs of a choice;
+        metadata, metrics and logs of a group
+    """,
     keeps="token ids, masks, log-probabilities, rewards, lineage",
     read=_read_art,
 )

@@ -17,9 +17,6 @@ from typing import Any
 import numpy as np
 
 from treepack.formats.kit import (
-    ANY,
-    LIST,
-    Fields,
     Format,
     Outcomes,
     ReadOptions,
@@ -27,9 +24,7 @@ from treepack.formats.kit import (
     Skipped,
     TokenCall,
     TreepackError,
-    each,
     mask_values,
-    no,
     objects_at,
     read_calls,
     shown,
@@ -37,7 +32,6 @@ from treepack.formats.kit import (
     without,
 )
 from treepack.ingest.readers.fields.token_fields import number_values
-from treepack.ingest.readers.kinds import FILLED_LIST
 from treepack.trajectory import Float64
 
 LAST_NOTE = "the last token has no log-probability and is not trained"
@@ -142,23 +136,25 @@ def _call(turn: Any, mask: Any, logprobs: Any, where: str) -> tuple[TokenCall, t
     return TokenCall(turn[:start], turn[start:], values), notes
 
 
-_ROLLOUT: Fields = {"trajectory": LIST, ("generation_mask", "policy_epoch"): ANY}
 FORMAT = Format(
     name="megatron-rl",
     rank=450,
     program="Megatron-LM (megatron.rl: TokenRollout, RolloutGroup)",
     recognised_by="`trajectory` beside `generation_mask` or `policy_epoch`, or `rollouts` that have them",
-    requires=[{"rollouts": each(_ROLLOUT, minimum=1)}, {"rollouts": no(FILLED_LIST), **_ROLLOUT}],
+    requires="""
+        rollouts:filled(trajectory:list, generation_mask|policy_epoch);
+        rollouts:!filled_list, trajectory:list, generation_mask|policy_epoch
+    """,
     used="""
         rollouts.trajectory rollouts.generation_mask rollouts.logprobs rollouts.reward rollouts.env_id
         rollouts.problem_id rollouts.advantage_override uid
     """,
-    dropped=(
-        "policy_epoch, kv_cache_epoch and num_evictions",
-        "batch_id and index_in_batch",
-        "rollouts of text (the length of the prompt is not in the record)",
-        "a bank's binary files",
-    ),
+    dropped="""
+        policy_epoch, kv_cache_epoch and num_evictions;
+        batch_id and index_in_batch;
+        rollouts of text (the length of the prompt is not in the record);
+        a bank's binary files
+    """,
     keeps="token ids, masks, log-probabilities, rewards, lineage",
     read=_read_megatron_rl,
 )

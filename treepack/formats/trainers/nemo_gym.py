@@ -16,7 +16,6 @@ from typing import Any
 
 from treepack.files.input_files.json_text import parsed_json
 from treepack.formats.kit import (
-    OBJECT,
     ChatCall,
     Format,
     Outcomes,
@@ -169,7 +168,7 @@ FORMAT = Format(
     rank=230,
     program="NeMo Gym",
     recognised_by="`responses_create_params`",
-    requires=[{"responses_create_params": OBJECT}],
+    requires="responses_create_params:object",
     used="""
         responses_create_params.input responses_create_params.instructions responses_create_params.tools
         responses_create_params.temperature response.output response.model response.output.prompt_token_ids
@@ -178,12 +177,12 @@ FORMAT = Format(
         response.output.type response.output.role response.output.call_id response.output.name
         response.output.output
     """,
-    dropped=(
-        "routed_experts (kept by --keep-routes)",
-        "the other settings of request and response (usage)",
-        "reasoning.encrypted_content",
-        "hosted tools but mcp_call (named in a note)",
-    ),
+    dropped="""
+        routed_experts (kept by --keep-routes);
+        the other settings of request and response (usage);
+        reasoning.encrypted_content;
+        hosted tools but mcp_call (named in a note)
+    """,
     keeps="token ids, masks, log-probabilities, rewards, lineage",
     read=_read_nemo_gym,
 )

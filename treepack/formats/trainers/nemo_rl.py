@@ -15,7 +15,6 @@ from dataclasses import replace
 from typing import Any
 
 from treepack.formats.kit import (
-    LIST,
     Format,
     Outcomes,
     ReadOptions,
@@ -24,7 +23,6 @@ from treepack.formats.kit import (
     read_tokens,
     shown,
 )
-from treepack.ingest.readers.kinds import COLUMN
 from treepack.ingest.readers.tokens.trainer_batches import rows_of
 
 # Names of NeMo-RL, and the names of `token_fields` for the same values.
@@ -70,15 +68,15 @@ FORMAT = Format(
     rank=265,
     program="NeMo-RL (train_data_step*.jsonl)",
     recognised_by="columns `token_ids`, `token_loss_mask` and `input_lengths`",
-    requires=[{"token_ids": COLUMN, "token_loss_mask": COLUMN, "input_lengths": LIST}],
+    requires="token_ids:column, token_loss_mask:column, input_lengths:list",
     used="""
         token_ids token_loss_mask sample_loss_mask input_lengths rewards advantages generation_logprobs prev_logprobs
     """,
-    dropped=(
-        "content (text of the ids)",
-        "filtered_rewards (the rewards of a batch after dynamic sampling)",
-        "idx (the number of the line)",
-    ),
+    dropped="""
+        content (text of the ids);
+        filtered_rewards (the rewards of a batch after dynamic sampling);
+        idx (the number of the line)
+    """,
     keeps="token ids, masks, log-probabilities, rewards",
     read=_read_nemo_rl,
 )

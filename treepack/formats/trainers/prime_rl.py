@@ -19,8 +19,6 @@ from typing import Any
 import numpy as np
 
 from treepack.formats.kit import (
-    ANY,
-    ARRAY,
     MEDIA_REASON,
     Format,
     Outcomes,
@@ -34,6 +32,7 @@ from treepack.formats.kit import (
     without,
 )
 from treepack.ingest.readers.fields.token_fields import KEPT_FIELDS, number_values
+from treepack.ingest.readers.kinds import ARRAY
 from treepack.ingest.readers.tokens.kept_fields import read_sets, set_fields
 from treepack.ingest.readers.tokens.packed_rows import lengths_of, num_padding, read_packed
 from treepack.ingest.readers.tokens.route_fields import kept_routes, rows_of_all
@@ -140,18 +139,18 @@ FORMAT = Format(
     rank=390,
     program="prime-rl (TrainingSample, MicroBatch, token exports)",
     recognised_by="`token_ids` or `input_ids` beside `env_name` and a mask, or `inference_logprobs`",
-    requires=[{_IDS_OF: ARRAY, _MASKS_OF: ARRAY, ("env_name", "inference_logprobs"): ANY}],
+    requires="token_ids|input_ids:array, loss_mask|mask:array, env_name|inference_logprobs",
     used="""
         token_ids mask logprobs temperatures env_name ref_logprobs teacher_logprobs advantages rl_weights ce_weights
         input_ids loss_mask inference_logprobs sequence_lengths position_ids env_names step trainer_logprobs
         export_sequence_idx
     """,
-    dropped=(
-        "routed_experts (kept by --keep-routes)",
-        "ref_kl_weights, and ce_weights beside rl_weights (noted)",
-        "mm_kwargs (samples that have some are skipped)",
-        "what an export computes: entropy, ratios, which tokens were clipped",
-    ),
+    dropped="""
+        routed_experts (kept by --keep-routes);
+        ref_kl_weights, and ce_weights beside rl_weights (noted);
+        mm_kwargs (samples that have some are skipped);
+        what an export computes: entropy, ratios, which tokens were clipped
+    """,
     keeps="token ids, masks, log-probabilities",
     read=_read_prime_rl,
 )

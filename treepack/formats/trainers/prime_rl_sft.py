@@ -15,7 +15,6 @@ from itertools import accumulate
 import numpy as np
 
 from treepack.formats.kit import (
-    ARRAY,
     MEDIA_REASON,
     Format,
     Outcomes,
@@ -81,12 +80,12 @@ FORMAT = Format(
     rank=400,
     program="prime-rl (SFT batches)",
     recognised_by="`input_ids`, `target_ids` and `loss_mask`",
-    requires=[{"input_ids": ARRAY, "target_ids": ARRAY, "loss_mask": ARRAY}],
+    requires="input_ids:array, target_ids:array, loss_mask:array",
     used="input_ids target_ids loss_mask position_ids seq_lens",
-    dropped=(
-        "mm_kwargs (batches that have some are skipped)",
-        "mm_token_type_ids",
-    ),
+    dropped="""
+        mm_kwargs (batches that have some are skipped);
+        mm_token_type_ids
+    """,
     keeps="token ids, masks",
     arrays=("input_ids", "target_ids", "loss_mask", "position_ids"),
     read=_read_prime_rl_sft,

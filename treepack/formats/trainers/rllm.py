@@ -17,7 +17,6 @@ from dataclasses import replace
 from typing import Any
 
 from treepack.formats.kit import (
-    ANY,
     ChatCall,
     Format,
     Outcomes,
@@ -27,7 +26,6 @@ from treepack.formats.kit import (
     TokenCall,
     as_id,
     as_text,
-    each,
     endings,
     object_or_empty,
     objects_at,
@@ -146,20 +144,20 @@ FORMAT = Format(
     rank=470,
     program="rLLM (episodes)",
     recognised_by="`trajectories` with `steps`, beside `termination_reason` or `is_correct`",
-    requires=[{"trajectories": each({"steps": ANY}), ("termination_reason", "is_correct"): ANY}],
+    requires="trajectories:each(steps), termination_reason|is_correct",
     used="""
         id trajectories.name trajectories.reward is_correct termination_reason info metrics
         trajectories.steps.prompt_ids trajectories.steps.response_ids trajectories.steps.logprobs
         trajectories.steps.chat_completions trajectories.steps.advantage trajectories.steps.weight_version
         trajectories.steps.model_output
     """,
-    dropped=(
-        "trajectories.steps.reward and mc_return (the trajectory has its own reward)",
-        "observation, thought, action, model_response and done (parts of the messages)",
-        "routing_matrices",
-        "task, task_hash, epoch, uid and timing",
-        "trajectories.info and trajectories.steps.info",
-    ),
+    dropped="""
+        trajectories.steps.reward and mc_return (the trajectory has its own reward);
+        observation, thought, action, model_response and done (parts of the messages);
+        routing_matrices;
+        task, task_hash, epoch, uid and timing;
+        trajectories.info and trajectories.steps.info
+    """,
     keeps="token ids, masks, log-probabilities, rewards, lineage",
     failed="termination_reason",
     read=_read_rllm,

@@ -18,8 +18,6 @@ from typing import Any
 import numpy as np
 
 from treepack.formats.kit import (
-    ANY,
-    TEXT,
     ChatCall,
     Format,
     Outcomes,
@@ -140,17 +138,17 @@ FORMAT = Format(
     rank=480,
     program="rLLM (model gateway)",
     recognised_by="`trace_id` and `session_id` beside `response_message` or `completion_token_ids`",
-    requires=[{"trace_id": TEXT, "session_id": TEXT, ("response_message", "completion_token_ids"): ANY}],
+    requires="trace_id:text, session_id:text, response_message|completion_token_ids",
     used="""
         trace_id session_id model messages response_message prompt_token_ids metadata completion_token_ids
         logprobs prompt_delta_token_ids parent_trace_id weight_version finish_reason
     """,
-    dropped=(
-        "routing_matrices",
-        "lineage_id (calls are joined by their prompts)",
-        "latency_ms, token_counts and timestamp",
-        "raw_request but for its tools and temperature, and raw_response",
-    ),
+    dropped="""
+        routing_matrices;
+        lineage_id (calls are joined by their prompts);
+        latency_ms, token_counts and timestamp;
+        raw_request but for its tools and temperature, and raw_response
+    """,
     keeps="token ids, masks, log-probabilities",
     read_file=_read_rllm_gateway,
 )

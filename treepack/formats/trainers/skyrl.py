@@ -18,7 +18,6 @@ import numpy as np
 
 from treepack.formats.kit import (
     MEDIA_REASON,
-    Fields,
     Format,
     Outcomes,
     ReadOptions,
@@ -38,8 +37,6 @@ from treepack.ingest.readers.kinds import COLUMN
 from treepack.ingest.readers.tokens.route_fields import kept_routes, rows_of_all
 from treepack.ingest.readers.tokens.trainer_batches import rows_of
 
-_GENERATOR: Fields = {"prompt_token_ids": COLUMN, "response_ids": COLUMN, "loss_masks": COLUMN}
-_BATCH: Fields = {"sequences": COLUMN, "attention_mask": COLUMN, "loss_mask": COLUMN}
 _MEDIA = ("pixel_values", "image_grid_thw")
 # Values of a batch's responses, under the names of the reader of tokens.
 _OF_RESPONSE = tuple(
@@ -86,8 +83,7 @@ def read_skyrl(record: Record, options: ReadOptions) -> Outcomes:
 def _facts(row: dict[str, Any], record: Record, number: int) -> dict[str, Any]:
     """Return the facts of a row besides its tokens, under the names that every reader uses."""
     read_skyrl = {
-        *_GENERATOR,
-        *_BATCH,
+        *"prompt_token_ids response_ids loss_masks sequences attention_mask loss_mask".split(),
         *_OF_RESPONSE,
         "rewards",
         "trajectory_ids",
@@ -158,20 +154,23 @@ FORMAT = Format(
     program="SkyRL (GeneratorOutput, TrainingInputBatch)",
     recognised_by="`prompt_token_ids`, `response_ids` and `loss_masks`, or `sequences`, `attention_mask` and "
     "`loss_mask`, all as columns of lists",
-    requires=[_GENERATOR, _BATCH],
+    requires="""
+        prompt_token_ids:column, response_ids:column, loss_masks:column;
+        sequences:column, attention_mask:column, loss_mask:column
+    """,
     used="""
         prompt_token_ids response_ids loss_masks rewards rollout_logprobs trajectory_ids stop_reasons
         is_last_step trajectory_ids.instance_id trajectory_ids.repetition_id sequences attention_mask loss_mask
         response_mask action_log_probs base_action_log_probs advantages uids
     """,
-    dropped=(
-        "values, returns and kl (a critic's and the trainer's own)",
-        "rollout_expert_indices (kept by --keep-routes)",
-        "router_padding_mask (used with --keep-routes)",
-        "pixel_values and image_grid_thw (rows that have some are skipped)",
-        "rollout_metrics, env_metrics and times",
-        "rewards of steps but the last",
-    ),
+    dropped="""
+        values, returns and kl (a critic's and the trainer's own);
+        rollout_expert_indices (kept by --keep-routes);
+        router_padding_mask (used with --keep-routes);
+        pixel_values and image_grid_thw (rows that have some are skipped);
+        rollout_metrics, env_metrics and times;
+        rewards of steps but the last
+    """,
     keeps="token ids, masks, log-probabilities, rewards, lineage",
     failed="stop_reason",
     read=read_skyrl,

@@ -18,11 +18,7 @@ from typing import Any
 import numpy as np
 
 from treepack.formats.kit import (
-    ANY,
-    ARRAY,
-    LIST,
     MEDIA_REASON,
-    Fields,
     Format,
     Outcome,
     Outcomes,
@@ -32,10 +28,8 @@ from treepack.formats.kit import (
     Trajectory,
     TreepackError,
     as_text,
-    each,
     endings,
     is_messages,
-    no,
     read_chat,
     read_tokens,
     without,
@@ -158,13 +152,15 @@ def _name(value: dict[str, Any], record: Record) -> str | int:
     return f"{rollout}/{record.label}"
 
 
-_SAMPLE: Fields = {"tokens": ARRAY, "response_length": ANY, "status": ANY}
 FORMAT = Format(
     name="slime",
     rank=380,
     program="slime (debug rollout data)",
     recognised_by="`tokens`, `response_length` and `status`, or `samples` that have them",
-    requires=[{"samples": each(_SAMPLE, minimum=1)}, {"samples": no(LIST), **_SAMPLE}],
+    requires="""
+        samples:filled(tokens:array, response_length, status);
+        samples:!list, tokens:array, response_length, status
+    """,
     used="""
         rollout_id tokens=samples.tokens samples samples.group_index samples.index samples.rollout_id samples.tokens
         samples.response_length samples.loss_mask samples.rollout_log_probs samples.teacher_log_probs samples.reward
@@ -172,13 +168,13 @@ FORMAT = Format(
         samples.remove_sample samples.metadata samples.label samples.weight_versions
         samples.rollout_top_p_token_ids samples.rollout_top_p_token_offsets
     """,
-    dropped=(
-        "prompt and response (text of the tokens)",
-        "rollout_routed_experts (kept by --keep-routes)",
-        "images, audio and video (samples that have some are skipped)",
-        "spec_info, prefix_cache_info and non_generation_time",
-        "train_metadata, generate_function_path and custom_rm_path",
-    ),
+    dropped="""
+        prompt and response (text of the tokens);
+        rollout_routed_experts (kept by --keep-routes);
+        images, audio and video (samples that have some are skipped);
+        spec_info, prefix_cache_info and non_generation_time;
+        train_metadata, generate_function_path and custom_rm_path
+    """,
     keeps="token ids, masks, log-probabilities, rewards, lineage",
     arrays=NUMBERS,
     failed="status",

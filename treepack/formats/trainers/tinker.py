@@ -16,8 +16,6 @@ from typing import Any
 import numpy as np
 
 from treepack.formats.kit import (
-    ANY,
-    LIST,
     MEDIA_REASON,
     Format,
     Outcomes,
@@ -26,7 +24,6 @@ from treepack.formats.kit import (
     Skipped,
     TokenCall,
     TreepackError,
-    each,
     objects_at,
     read_calls,
     shown,
@@ -97,19 +94,19 @@ FORMAT = Format(
     rank=430,
     program="tinker-cookbook (TrajectoryGroup, Trajectory)",
     recognised_by="`trajectories_G`, or `transitions` with `ob` and `ac`",
-    requires=[{"trajectories_G": LIST}, {"transitions": each({"ob": ANY, "ac": ANY})}],
+    requires="trajectories_G:list; transitions:each(ob, ac)",
     used="""
         trajectories_G final_rewards_G trajectories_G.transitions.ob trajectories_G.transitions.ac.tokens
         trajectories_G.transitions.ac.stop_reason
         trajectories_G.transitions.ac.maybe_logprobs trajectories_G.transitions.reward
         trajectories_G.transitions.metrics trajectories_G.stop_reason
     """,
-    dropped=(
-        "final_ob (nothing was sampled after it)",
-        "episode_done and logs",
-        "metrics_G and rollout_errors",
-        "chunks that are not text (rollouts that have some are skipped)",
-    ),
+    dropped="""
+        final_ob (nothing was sampled after it);
+        episode_done and logs;
+        metrics_G and rollout_errors;
+        chunks that are not text (rollouts that have some are skipped)
+    """,
     keeps="token ids, masks, log-probabilities, rewards, lineage",
     read=_read_tinker,
 )

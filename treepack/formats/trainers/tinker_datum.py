@@ -14,9 +14,7 @@ from typing import Any
 import numpy as np
 
 from treepack.formats.kit import (
-    ANY,
     MEDIA_REASON,
-    OBJECT,
     Format,
     Outcomes,
     ReadOptions,
@@ -88,15 +86,15 @@ FORMAT = Format(
     rank=440,
     program="Tinker (Datum)",
     recognised_by="`model_input` and `loss_fn_inputs`",
-    requires=[{"model_input": ANY, "loss_fn_inputs": OBJECT}],
+    requires="model_input, loss_fn_inputs:object",
     used="""
         model_input.chunks loss_fn_inputs.target_tokens loss_fn_inputs.mask loss_fn_inputs.weights
         loss_fn_inputs.logprobs loss_fn_inputs.advantages
     """,
-    dropped=(
-        "clip thresholds",
-        "chunks that are not text (datums that have some are skipped)",
-    ),
+    dropped="""
+        clip thresholds;
+        chunks that are not text (datums that have some are skipped)
+    """,
     keeps="token ids, masks, log-probabilities",
     read=_read_tinker_datum,
 )

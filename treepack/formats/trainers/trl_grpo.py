@@ -17,23 +17,11 @@ from typing import Any
 
 import numpy as np
 
-from treepack.formats.kit import (
-    ARRAY,
-    Fields,
-    Format,
-    Outcomes,
-    ReadOptions,
-    Record,
-    Trajectory,
-    has_fields,
-    read_tokens,
-    without,
-)
+from treepack.formats.kit import Format, Outcomes, ReadOptions, Record, Trajectory, has_fields, read_tokens, without
 from treepack.ingest.readers.fields import token_fields as tf
-from treepack.ingest.readers.kinds import IDS
+from treepack.ingest.readers.kinds import ARRAY
 
 # One of these fields marks a batch of TRL; other programs name ids in the same way.
-_BATCH = ("completion_mask", "tool_mask", "env_mask", "old_per_token_logps", "sampling_per_token_logps")
 _DROPPED = frozenset({"prompt", "completion", "metrics", "num_items_in_batch"})
 _PADDING_NOTE = "right padding removed"
 
@@ -45,7 +33,7 @@ def _read_trl_grpo(record: Record, options: ReadOptions) -> Outcomes:
         TreepackError: an error of the `tokens` reader.
     """
     value = without(record.value, _DROPPED)
-    if has_fields(record.value, [_SAMPLE]):
+    if has_fields(record.value, _SAMPLE):
         # Both names: the sampler's log-probabilities, which the trainer takes as its old ones.
         value["rollout_log_probs"] = value["old_log_probs"]
         yield from read_tokens(replace(record, value=value), options)
@@ -75,24 +63,28 @@ def _without_padding(value: dict[str, Any], source: str) -> tuple[dict[str, Any]
     return value | {name: value[name][:end] for name in belongs if len(value[name]) == num}, True
 
 
-_SAMPLE: Fields = {"input_ids": ARRAY, "completion_mask": ARRAY, "old_log_probs": ARRAY}
+_SAMPLE = "input_ids:array, completion_mask:array, old_log_probs:array"
 FORMAT = Format(
     name="trl-grpo",
     rank=370,
     program="TRL (GRPOTrainer, AsyncGRPOTrainer)",
     recognised_by="`prompt_ids` and `completion_ids` beside a mask or log-probabilities of TRL, or `input_ids`, "
     "`completion_mask` and `old_log_probs`",
-    requires=[{"prompt_ids": IDS, "completion_ids": IDS, _BATCH: ARRAY}, _SAMPLE],
+    requires=f"""
+        prompt_ids:ids, completion_ids:ids,
+            completion_mask|tool_mask|env_mask|old_per_token_logps|sampling_per_token_logps:array;
+        {_SAMPLE}
+    """,
     used="""
         prompt_ids prompt_mask completion_ids completion_mask tool_mask old_per_token_logps
         sampling_per_token_logps ref_per_token_logps advantages input_ids old_log_probs advantage group_id
         model_version
     """,
-    dropped=(
-        "prompt and completion (text of the ids)",
-        "metrics",
-        "num_items_in_batch",
-    ),
+    dropped="""
+        prompt and completion (text of the ids);
+        metrics;
+        num_items_in_batch
+    """,
     keeps="token ids, masks, log-probabilities",
     arrays=tf.NUMBERS,
     read=_read_trl_grpo,

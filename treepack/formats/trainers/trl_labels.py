@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import Any
 
 from treepack.formats.kit import (
-    ANY,
     Format,
     Outcomes,
     ReadOptions,
@@ -20,12 +19,10 @@ from treepack.formats.kit import (
     Skipped,
     TreepackError,
     as_flag,
-    no,
     read_chat,
     shown,
     without,
 )
-from treepack.ingest.readers.kinds import FLAG, TALK, TEXTS
 from treepack.ingest.readers.messages.sft_messages import LABELS
 
 _STEP_SEPARATOR = "\n"
@@ -73,12 +70,12 @@ FORMAT = Format(
     program="TRL (unpaired preferences, stepwise supervision)",
     recognised_by="`prompt` and `completion` beside a `label` that is true or false, or `prompt` and `completions` "
     "beside `labels`",
-    requires=[
-        {"prompt": TALK, "completion": TALK, ("label", "kto_tag"): FLAG},
-        {"prompt": TALK, "completions": TEXTS, "labels": ANY, "label": no(FLAG)},
-    ],
+    requires="""
+        prompt:talk, completion:talk, label|kto_tag:flag;
+        prompt:talk, completions:texts, labels, label:!flag
+    """,
     used="prompt completion label kto_tag completions labels",
-    dropped=("which step is labelled wrong",),
+    dropped="which step is labelled wrong",
     keeps="masks, rewards",
     read=_read_trl_labels,
 )

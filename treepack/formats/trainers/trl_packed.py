@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from treepack.formats.kit import ARRAY, Format, Outcomes, ReadOptions, Record, without
+from treepack.formats.kit import Format, Outcomes, ReadOptions, Record, without
 from treepack.ingest.readers.tokens.packed_rows import lengths_of, read_packed
 
 
@@ -32,7 +32,7 @@ FORMAT = Format(
     rank=360,
     program="TRL (SFTTrainer with packing)",
     recognised_by="`input_ids` and `seq_lengths`",
-    requires=[{"input_ids": ARRAY, "seq_lengths": ARRAY}],
+    requires="input_ids:array, seq_lengths:array",
     used="input_ids seq_lengths labels completion_mask assistant_masks",
     keeps="token ids, masks",
     read=_read_trl_packed,

@@ -19,8 +19,6 @@ from typing import Any
 from treepack.calls.apis.request_answer import answer_messages, texts_of
 from treepack.formats.kit import (
     MEDIA_REASON,
-    OBJECTS,
-    TEXT,
     Format,
     Outcomes,
     ReadOptions,
@@ -30,13 +28,11 @@ from treepack.formats.kit import (
     TreepackError,
     is_empty,
     is_messages,
-    no,
     read_chat,
     shown,
     without,
 )
 from treepack.ingest.readers.fields.endings import FLAG, REASON, kind_of
-from treepack.ingest.readers.kinds import SET
 from treepack.ingest.readers.messages.normal_form import has_media
 
 # The rewards of the two sides: only their order matters to the loss.
@@ -166,12 +162,12 @@ FORMAT = Format(
     rank=340,
     program="TRL (preference datasets: DPO, reward modelling)",
     recognised_by="`chosen` and `rejected`, both as messages or both as text",
-    requires=[
-        {"prompt": SET, "chosen": TEXT, "rejected": TEXT},
-        # A pair next to a question is another layout; without it, the common beginning of both texts is the prompt.
-        {"chosen": TEXT, "rejected": TEXT, **dict.fromkeys(("question", "query", "input", "problem"), no(TEXT))},
-        {"chosen": OBJECTS, "rejected": OBJECTS},
-    ],
+    # A pair next to a question is another layout; without it, the common beginning of both texts is the prompt.
+    requires="""
+        prompt:set, chosen:text, rejected:text;
+        chosen:text, rejected:text, question:!text, query:!text, input:!text, problem:!text;
+        chosen:objects, rejected:objects
+    """,
     used="prompt chosen rejected tools chat_template_kwargs id",
     keeps="masks, rewards, lineage",
     read=_read_trl_preference,

@@ -21,13 +21,8 @@ import numpy as np
 from treepack.calls import node_graphs as graphs
 from treepack.calls.rollout_names import within
 from treepack.formats.kit import (
-    ANY,
-    LIST,
     MEDIA_REASON,
-    OBJECT,
-    OBJECTS,
     ChatCall,
-    Fields,
     Format,
     Outcome,
     Outcomes,
@@ -37,10 +32,7 @@ from treepack.formats.kit import (
     TokenCall,
     Trajectory,
     TreepackError,
-    each,
     endings,
-    first,
-    no,
     object_at,
     objects_at,
     read_calls,
@@ -51,7 +43,6 @@ from treepack.formats.kit import (
     with_notes,
     without,
 )
-from treepack.ingest.readers.kinds import optional
 
 _AGENT = "agent"  # the name that verifiers gives to the only agent of an environment
 PARTIAL_NOTE = "token ids of some messages only, all messages read as text"
@@ -241,17 +232,16 @@ def _facts(episode: dict[str, Any], trace: dict[str, Any], agent: dict[str, Any]
     }
 
 
-_GRAPH: Fields = {"nodes": first({"message": OBJECT, "sampled": ANY})}
 FORMAT = Format(
     name="verifiers",
     rank=240,
     program="verifiers (traces.jsonl)",
     recognised_by="`traces` beside `task`, or `nodes` that have a `message` and `sampled`",
-    requires=[
-        {"traces": each({"nodes": optional(OBJECTS)}), "task": ANY},
-        {"traces": no(LIST), **_GRAPH},
-        {"task": no(ANY), **_GRAPH},
-    ],
+    requires="""
+        traces:each(nodes:?objects), task;
+        traces:!list, nodes:first(message:object, sampled);
+        task:!, nodes:first(message:object, sampled)
+    """,
     used="""
         env.id group.id run.work.step traces.id traces.task.key traces.agent.name traces.agent.trainable
         traces.tools traces.nodes.tools traces.rewards traces.metrics traces.info traces.stop_condition traces.ok
@@ -261,15 +251,15 @@ FORMAT = Format(
         traces.nodes.mask traces.nodes.logprobs traces.nodes.advantages traces.nodes.reference_logprobs
         traces.nodes.trainer_logprobs traces.mm_token_type_id_map
     """,
-    dropped=(
-        "traces with images, audio or video (they are skipped)",
-        "traces.nodes.loss_weights (noted)",
-        "traces.nodes.is_content, entropies and timestamp",
-        "traces.root_reply and numbers of tokens",
-        "traces.calls but for model, temperature and finish_reason (usage, times)",
-        "timing, rewrites, versions and extra_usage",
-        "task.data",
-    ),
+    dropped="""
+        traces with images, audio or video (they are skipped);
+        traces.nodes.loss_weights (noted);
+        traces.nodes.is_content, entropies and timestamp;
+        traces.root_reply and numbers of tokens;
+        traces.calls but for model, temperature and finish_reason (usage, times);
+        timing, rewrites, versions and extra_usage;
+        task.data
+    """,
     also="traces.nodes.semantic_parents.type traces.nodes.semantic_parents.node",
     keeps="token ids, masks, log-probabilities, rewards, lineage",
     failed="errors ok",

@@ -14,9 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from treepack.formats.kit import (
-    ANY,
     ChatCall,
-    Fields,
     Format,
     Outcomes,
     ReadOptions,
@@ -24,12 +22,10 @@ from treepack.formats.kit import (
     Skipped,
     TokenCall,
     TreepackError,
-    ValueKind,
     companion_path,
     endings,
     has_fields,
     is_messages,
-    no,
     object_at,
     objects_at,
     read_calls,
@@ -39,7 +35,6 @@ from treepack.formats.kit import (
     temperature_of,
     without,
 )
-from treepack.ingest.readers.kinds import TALK, optional
 
 _SUMMARY = "metadata.json"
 # Fields that become messages, and measurements of the run.
@@ -56,7 +51,7 @@ def _read_verifiers_results(record: Record, options: ReadOptions) -> Outcomes:
     Raises:
         TreepackError: steps of a different form, or an error of the readers of tokens and messages.
     """
-    if has_fields(record.value, [_RUN]):
+    if has_fields(record.value, _RUN):
         yield Skipped(record.source, "summary of a run, read with its results", is_rollout=False)
         return
     # Model and settings of the sampler are the same for all lines of the file.
@@ -132,23 +127,17 @@ def _parse_calls(message: dict[str, Any], source: str) -> dict[str, Any]:
         raise TreepackError(f"{source}: a tool call is not JSON ({error}); expected name and arguments") from None
 
 
-_TALK_OR_NULL = ValueKind("text, a list of messages or null", lambda value: value is None or TALK.test(value))
 # The summary of a run, `metadata.json`, is in the folder of its results.
-_RUN: Fields = {"env_id": ANY, "num_examples": ANY, "rollouts_per_example": ANY}
+_RUN = "env_id, num_examples, rollouts_per_example"
 FORMAT = Format(
     name="verifiers-results",
     rank=250,
     program="verifiers before version 1 (results.jsonl)",
     recognised_by="`example_id`, `prompt` and `completion` beside `reward`, `metrics` or `trajectory`",
-    requires=[
-        {
-            "example_id": ANY,
-            "prompt": optional(_TALK_OR_NULL),
-            "completion": _TALK_OR_NULL,
-            ("reward", "metrics", "trajectory"): ANY,
-        },
-        {"example_id": no(ANY), **_RUN},
-    ],
+    requires=f"""
+        example_id, prompt:?talk_or_null, completion:talk_or_null, reward|metrics|trajectory;
+        example_id:!, {_RUN}
+    """,
     used="""
         example_id prompt completion reward metrics info answer is_truncated tool_defs trajectory.tokens.prompt_ids
         trajectory.tokens.completion_ids trajectory.tokens.completion_mask trajectory.tokens.completion_logprobs
@@ -156,12 +145,12 @@ FORMAT = Format(
         trajectory.advantage trajectory.is_truncated trajectory.trajectory_id model sampling_args.temperature error
         stop_condition
     """,
-    dropped=(
-        "timing, token_usage, error_chain",
-        "trajectory.reward (the rollout has its own) and response",
-        "trajectory.tokens.prompt_mask",
-        "trajectory.tokens.routed_experts (kept by --keep-routes)",
-    ),
+    dropped="""
+        timing, token_usage, error_chain;
+        trajectory.reward (the rollout has its own) and response;
+        trajectory.tokens.prompt_mask;
+        trajectory.tokens.routed_experts (kept by --keep-routes)
+    """,
     keeps="token ids, masks, log-probabilities, rewards, lineage",
     failed="error stop_condition",
     read=_read_verifiers_results,

@@ -16,9 +16,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from treepack.formats.kit import (
-    ANY,
     MEDIA_REASON,
-    Fields,
     Format,
     Outcomes,
     ReadOptions,
@@ -33,17 +31,9 @@ from treepack.formats.kit import (
     without,
 )
 from treepack.ingest.readers.fields.token_fields import KINDS, NUMBERS
-from treepack.ingest.readers.kinds import COLUMN, IDS
 from treepack.ingest.readers.tokens.route_fields import kept_routes
 from treepack.ingest.readers.tokens.trainer_batches import rows_of
 
-# A prompt and a response with one of these fields are a row of verl; other programs use the same names for the ids.
-_OWN = tuple(
-    """
-    response_mask response_logprobs reward_score num_turns __num_turns__ rollout_log_probs token_level_scores
-    token_level_rewards rm_scores
-    """.split()
-)
 # Fields that are objects with content if the row has media.
 _MEDIA = ("multi_modal_data", "multi_modal_inputs")
 _DROPPED = frozenset(
@@ -62,13 +52,13 @@ def _read_verl(record: Record, options: ReadOptions) -> Outcomes:
         TreepackError: columns of different lengths, or an error of the `tokens` reader.
     """
     value, temperature = record.value, None
-    if has_fields(value, [_BATCH]):
+    if has_fields(value, _BATCH):
         # Tensors are in `batch`, texts and objects in `non_tensor_batch`; both have one value per row.
         temperature = temperature_of(value.get("meta_info"))
         if outside := sorted(KINDS.keys() & value.keys()):
             raise TreepackError(f"{record.source}: {outside[0]} is beside the batch; expected all tensors in the batch")
         value = value["batch"] | object_or_empty(value.get("non_tensor_batch"))
-    elif not has_fields(value, [_COLUMNS]):
+    elif not has_fields(value, _COLUMNS):
         yield from _read_row(record, options)
         return
     else:
@@ -100,19 +90,22 @@ def _read_row(record: Record, options: ReadOptions) -> Outcomes:
     yield from read_tokens(replace(record, value=kept), options)
 
 
-_BATCH: Fields = {"batch.prompts": COLUMN, "batch.responses": COLUMN}
-_COLUMNS: Fields = {"prompts": COLUMN, "responses": COLUMN}
+_BATCH = "batch.prompts:column, batch.responses:column"
+_COLUMNS = "prompts:column, responses:column"
 FORMAT = Format(
     name="verl",
     rank=260,
     program="verl (AgentLoopOutput, DataProto)",
     recognised_by="`prompt_ids` and `response_ids`, or `prompts` and `responses`, as ids, beside `response_mask`, "
     "`response_logprobs`, `rollout_log_probs` or a score of verl; or columns of these",
-    requires=[
-        _BATCH,
-        _COLUMNS,
-        {("prompt_ids", "prompts"): IDS, ("response_ids", "responses"): IDS, _OWN: ANY},
-    ],
+    # A prompt and a response with a field of verl are a row; other programs use the same names for the ids.
+    requires=f"""
+        {_BATCH};
+        {_COLUMNS};
+        prompt_ids|prompts:ids, response_ids|responses:ids,
+        response_mask|response_logprobs|reward_score|num_turns|__num_turns__|rollout_log_probs|
+            token_level_scores|token_level_rewards|rm_scores
+    """,
     used="""
         prompt_ids response_ids response_mask response_logprobs reward_score extra_fields prompts responses
         input_ids attention_mask position_ids rollout_log_probs old_log_probs ref_log_prob teacher_ids
@@ -122,14 +115,14 @@ FORMAT = Format(
         batch.response_mask batch.rollout_log_probs batch.old_log_probs batch.ref_log_prob batch.advantages
         batch.token_level_scores batch.teacher_ids batch.teacher_logprobs
     """,
-    dropped=(
-        "token_level_rewards if there are scores (they are the scores minus the KL penalty)",
-        "returns if there are advantages",
-        "raw_prompt (text of the prompt ids)",
-        "routed_experts (kept by --keep-routes)",
-        "metrics",
-        "extra_fields.turn_scores, tool_rewards and reward_extra_info (parts of the score)",
-    ),
+    dropped="""
+        token_level_rewards if there are scores (they are the scores minus the KL penalty);
+        returns if there are advantages;
+        raw_prompt (text of the prompt ids);
+        routed_experts (kept by --keep-routes);
+        metrics;
+        extra_fields.turn_scores, tool_rewards and reward_extra_info (parts of the score)
+    """,
     keeps="token ids, masks, log-probabilities, rewards, lineage",
     arrays=NUMBERS,
     read=_read_verl,

@@ -14,10 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from treepack.formats.kit import (
-    ANY,
     MEDIA_REASON,
-    OBJECT,
-    OBJECTS,
     Format,
     Outcomes,
     ReadOptions,
@@ -95,10 +92,10 @@ FORMAT = Format(
     rank=280,
     program="verl (SFT and RL datasets, generated responses)",
     recognised_by="`messages` beside `enable_thinking`, or `prompt` as messages beside `reward_model`",
-    requires=[{"messages": OBJECTS, "enable_thinking": ANY}, {"prompt": OBJECTS, "reward_model": OBJECT}],
+    requires="messages:objects, enable_thinking; prompt:objects, reward_model:object",
     used="""
         messages tools enable_thinking prompt responses data_source ability extra_info reward_model.ground_truth
     """,
-    dropped=("images and videos (records that have some are skipped)",),
+    dropped="images and videos (records that have some are skipped)",
     read=_read_verl_data,
 )

@@ -38,7 +38,7 @@ def guarded_format(found: Format, source: str) -> Format:
             raise TreepackError(f"{source}: its format has {wrong}; {REMEDY}")
         return replace(
             found,
-            requires=_guarded_requirement(found.requires, source),
+            requires=_guarded_requirement(found.required, source),
             read=found.read and _guarded_reader(found.read, source),
             read_file=found.read_file and _guarded_reader(found.read_file, source),
             view=found.view and _guarded(found.view, source),

@@ -4,13 +4,13 @@
         name="mint",
         program="MINT",
         recognised_by="`state.history`, a list of messages, and `task`",
-        requires=[{"state.history": OBJECTS, "task": OBJECT}],
+        requires="state.history:objects, task:object",
         used="state.history state.success task.task_id",
         keeps="rewards, lineage",
         read=read,
     )
 
-`requires` lists alternatives of fields and their `kinds`. A record has the format if it has all fields of at least one
+`requires` has alternatives of fields and their `kinds`. A record has the format if it has all fields of at least one
 alternative.
 
 `Format.matches` detects the format, and `Format.check` refuses a record that lacks a field, so a reader does neither.
@@ -31,9 +31,8 @@ from treepack.ingest.readers.fields.rollout_facts import group_of
 from treepack.ingest.readers.fields.unread import Declared, declare
 from treepack.ingest.readers.fields.unread_notes import TOO_DEEP, NotesOfFile, View, notes_of_record
 from treepack.ingest.readers.fields.values import BadValueError, as_id, close_names, shown
-from treepack.ingest.readers.kinds import Fields, Requirement, as_names, has_field, has_fields
+from treepack.ingest.readers.kinds import Fields, Requirement, alternatives, as_names, has_field, has_fields
 from treepack.ingest.readers.messages.containers import with_containers
-from treepack.ingest.readers.turn_flags import TurnFlags, known_names
 from treepack.trajectory import Outcome, Outcomes, Skipped, Trajectory
 
 # The columns of the table in docs/formats.md.
@@ -57,11 +56,13 @@ class Format:
     program: str
     # `requires` in words.
     recognised_by: str
-    requires: Requirement
+    # Alternatives of fields, as text or values (`kinds`), or a function of the record.
+    requires: Requirement | str
     # Paths of the fields that are read, in a list or as text. Any other field is noted when a record is read
     # (`fields.unread`).
     used: Sequence[str]
-    # Known fields that are not read, each with its reason in brackets if the reason is not plain.
+    # Known fields that are not read, in a list or as text with semicolons, with the reason in brackets if it is not
+    # plain.
     dropped: Sequence[str] = ()
     # Some of `KEEPS`, in a list or as text with commas:
     #   token ids           the ids of the sampler; nothing is tokenised again
@@ -84,7 +85,8 @@ class Format:
     notes_unused: bool = True
     # Fields that connect records, such as the id of the one before, which are ids or null.
     links: Sequence[str] = ()
-    # Fields of the facts of a rollout that say whether its environment or harness broke (`fields.failures`), in a list or as text.
+    # Fields of the facts of a rollout that say whether its environment or harness broke (`fields.failures`), in a list
+    # or as text.
     failed: Sequence[str] = ()
     # More paths as in `used`, of forms that neither the sample nor the documentation shows.
     also: Sequence[str] = ()
@@ -95,28 +97,32 @@ class Format:
     # treepack's own formats are above 0, so formats of other packages come first unless they set one.
     rank: int = 0
     declared: Declared = field(init=False)
-    known: frozenset[str] = field(init=False)  # names of declared fields, which are no unread flags of turns
+    required: Requirement = field(init=False)  # `requires`, not as text
 
     def __post_init__(self) -> None:
         assert (self.read is None) != (self.read_file is None), self.name
         assert self.read is not None or not self.arrays, self.name
         assert self.read_file is not None or self.view is None, self.name
-        for name, separator in (("used", None), ("also", None), ("links", None), ("failed", None), ("keeps", ", ")):
+        separators = {"used": " ", "also": " ", "links": " ", "failed": " ", "dropped": "; ", "keeps": ", "}
+        for name, separator in separators.items():
             texts = getattr(self, name)
-            object.__setattr__(self, name, tuple(texts.split(separator) if isinstance(texts, str) else texts))
+            # Lines of a text are one.
+            parts = " ".join(texts.split()).split(separator) if isinstance(texts, str) else texts
+            object.__setattr__(self, name, tuple(parts))
         assert set(self.keeps) <= set(KEEPS), self.name
         object.__setattr__(self, "declared", declare((*self.used, *self.also)))
-        object.__setattr__(self, "known", known_names(self.declared))
+        required = alternatives(self.requires) if isinstance(self.requires, str) else self.requires
+        object.__setattr__(self, "required", required)
 
     def matches(self, value: dict[str, Any]) -> bool:
         """Return whether the record `value` has this format."""
-        return has_fields(value, self.requires)
+        return has_fields(value, self.required)
 
     def required_fields(self) -> set[str]:
         """Return the names of the fields of a record that an alternative requires; none if a function decides."""
-        if callable(self.requires):
+        if callable(self.required):
             return set()
-        paths = [name for fields in self.requires for names in fields for name in as_names(names)]
+        paths = [name for fields in self.required for names in fields for name in as_names(names)]
         return {path.partition(".")[0] for path in paths}
 
     def why_not(self, value: dict[str, Any]) -> str:
@@ -125,7 +131,7 @@ class Format:
 
     def num_present(self, value: dict[str, Any]) -> int:
         """Return how many required fields of its closest alternative `value` has; 0 if a function decides."""
-        return 0 if callable(self.requires) else max(_num_present(value, fields) for fields in self.requires)
+        return 0 if callable(self.required) else max(_num_present(value, fields) for fields in self.required)
 
     def check(self, record: Record) -> None:
         """Refuse a record that does not have this format.
@@ -152,7 +158,8 @@ class Format:
         elif options.limits.skip_bad:
             yield from self._of_damaged_file(list(records), options)
         else:
-            yield from self._of_file(records, options)
+            notes = NotesOfFile(self.declared, self.view)
+            yield from notes.on_items(self.read_file(notes.of_records(self._check_records(records)), options))
 
     def _of_record(self, record: Record, number: int, options: ReadOptions) -> Outcomes:
         """Read record `number` of a file; a skipped rollout gets the group that its record names."""
@@ -177,24 +184,13 @@ class Format:
             items = [Skipped(record.source, error.reason, detail=str(error))]
         except RecursionError:
             raise TreepackError(f"{record.source}: {TOO_DEEP}") from None
-        notes: tuple[str, ...] = ()
-        if self.notes_unused:
-            notes = notes_of_record(record.value, self.declared, items, record.source)
-            flags = TurnFlags(self.known)
-            list(flags.of_records([record]))
-            list(flags.on_items(items))
+        notes = notes_of_record(record.value, self.declared, items, record.source) if self.notes_unused else ()
         for item in items:
             is_lost = isinstance(item, Skipped) and item.is_rollout and item.group_id is None
             if notes and isinstance(item, Trajectory):
                 # Once per record: a reader may have noted a field itself.
                 item, notes = replace(item, notes=tuple(dict.fromkeys((*item.notes, *notes)))), ()
             yield replace(item, group_id=group_of(record)) if is_lost else item
-
-    def _of_file(self, records: Iterable[Record], options: ReadOptions) -> Outcomes:
-        assert self.read_file is not None
-        notes, flags = NotesOfFile(self.declared, self.view), TurnFlags(self.known)
-        read = flags.of_records(notes.of_records(self._check_records(records)), self.view)
-        return notes.on_items(flags.on_items(self.read_file(read, options)))
 
     def _of_damaged_file(self, records: list[Record], options: ReadOptions) -> Outcomes:
         """Read the records of a file that belong together, without damaged ones.
@@ -208,7 +204,9 @@ class Format:
             if not records:
                 return
             try:
-                yield from list(self._of_file(records, options))
+                notes = NotesOfFile(self.declared, self.view)
+                items = self.read_file(notes.of_records(self._check_records(records)), options)
+                yield from list(notes.on_items(items))
                 return
             except TreepackError as error:
                 number = _number_of_record(str(error), records)
@@ -231,9 +229,9 @@ class Format:
 
     def _null(self, value: dict[str, Any]) -> str | None:
         """Return a required field that is null, if the record would have this format with another value."""
-        if callable(self.requires):
+        if callable(self.required):
             return None
-        for fields in self.requires:
+        for fields in self.required:
             wrong = [names for names, kind in fields.items() if not has_field(value, names, kind)]
             if len(wrong) == 1 and isinstance(wrong[0], str) and field_at(value, wrong[0]) is None:
                 return wrong[0]
@@ -243,10 +241,10 @@ class Format:
         """Name the first wrong field of the alternative that `value` is closest to."""
         # "`task_id` and `traj`" -> "task_id and traj": backticks are for the docs page.
         form = f"{self.recognised_by.replace('`', '')} (format {self.name})"
-        if callable(self.requires):
+        if callable(self.required):
             return f"is not a record of {self.program}; expected {form}"
         # {"messages": 7} is closest to the alternative with `messages`, so the message is about this field.
-        closest = max(self.requires, key=lambda fields: _num_present(value, fields))
+        closest = max(self.required, key=lambda fields: _num_present(value, fields))
         names, kind = next((names, kind) for names, kind in closest.items() if not has_field(value, names, kind))
         names = as_names(names)
         # If one of several names is present, its value is wrong; if none is, the field is missing.

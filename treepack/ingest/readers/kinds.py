@@ -1,15 +1,21 @@
-"""Kinds of values that a format requires of the fields of a record.
+"""Kinds of values that a format requires of the fields of a record, as text or as values of Python.
 
-"state.history": OBJECTS          the field `history` of the object `state` is a list of objects
-("messages", "ticks"): ANY        at least one of these fields is present
-"samples": each({"tokens": ANY})  a list of objects, and every object has the field `tokens`
-"samples": no(LIST)               the field is absent or is not a list
+    state.history:objects, task      the field `history` of `state` is a list of objects, and `task` is present
+    messages|ticks                   at least one of these fields is present
+    type:=user|assistant, id:=T-*    a text that is one of these, a text that starts with T-
+    samples:each(tokens)             a list of objects, and every object has the field `tokens`; `filled` needs one
+    steps:first(role; from)          a list of objects, whose first has `role` or `from`; `some`: one of them
+    samples:!list, prompt:?talk      the field is absent or not a list; it is absent or of this kind
+
+A semicolon separates alternatives. The same as values: [{"state.history": OBJECTS, "task": ANY}].
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -38,7 +44,9 @@ FLAG = ValueKind("true or false", lambda value: as_flag(value) is not None)  # a
 OBJECT = ValueKind("an object", lambda value: isinstance(value, dict))
 OBJECTS = ValueKind("a list of objects", is_messages)
 TALK = ValueKind("text or a list of messages", lambda value: isinstance(value, str) or is_messages(value))
+TALK_OR_NULL = ValueKind("text, a list of messages or null", lambda value: value is None or TALK.test(value))
 LIST = ValueKind("a list", lambda value: isinstance(value, list))
+OBJECT_OR_LIST = ValueKind("an object or a list", lambda value: isinstance(value, dict | list))
 FILLED_LIST = ValueKind("a list that is not empty", lambda value: isinstance(value, list) and len(value) > 0)
 TEXTS = ValueKind(
     "a list of texts", lambda value: isinstance(value, list) and all(isinstance(item, str) for item in value)
@@ -49,6 +57,9 @@ ARRAYS = ValueKind("a list of lists", lambda value: isinstance(value, list) and 
 # Other programs use the same names for texts and messages, so the first value decides.
 IDS = ValueKind(
     "a list of token ids", lambda value: ARRAY.test(value) and (len(value) == 0 or not isinstance(value[0], str | dict))
+)
+OF_MLFLOW = ValueKind(
+    "attributes of MLflow", lambda value: isinstance(value, dict) and "mlflow.traceRequestId" in value
 )
 COLUMN = ValueKind("a list with one list for each row", is_column)
 
@@ -103,10 +114,52 @@ def first(*alternatives: Fields) -> ValueKind:
 FILLED = each({}, minimum=1)  # a list of objects that is not empty
 
 
-def has_fields(value: dict[str, Any], requires: Requirement) -> bool:
+_NAMED = {"": ANY} | {name.lower(): value for name, value in globals().items() if isinstance(value, ValueKind)}
+_NESTED: dict[str, Callable[..., ValueKind]] = {
+    "each": each,
+    "filled": lambda fields: each(fields, minimum=1),
+    "some": some,
+    "first": first,
+}
+
+
+def _kind(word: str) -> ValueKind:
+    if word[:1] in ("!", "?"):
+        return (no if word[0] == "!" else optional)(_kind(word[1:]))
+    if word[:1] == "=":
+        return starting(word[1:-1]) if word.endswith("*") else one_of(*word[1:].split("|"))
+    return _NAMED[word]
+
+
+@cache
+def alternatives(text: str) -> list[Fields]:
+    """Return the alternatives of fields that `text` describes, as in the header of this file."""
+    # "a|\n  b" is one word
+    return _alternatives(iter(re.findall(r"[),;]|[^(),;\s]+\(?", re.sub(r"\|\s+", "|", text))))
+
+
+def _alternatives(words: Iterator[str]) -> list[Fields]:
+    """Return the alternatives of `words` until the end, or until a parenthesis that closes."""
+    found: list[Fields] = [{}]
+    for word in words:
+        if word == ")":
+            break
+        if word == ";":
+            found.append({})
+        elif word != ",":
+            path, _, kind = word.partition(":")
+            names = tuple(path.split("|"))
+            found_kind = _NESTED[kind[:-1]](*_alternatives(words)) if kind.endswith("(") else _kind(kind)
+            found[-1][names if len(names) > 1 else path] = found_kind
+    return found
+
+
+def has_fields(value: dict[str, Any], requires: Requirement | str) -> bool:
     """Return whether `value` has all fields of one alternative of `requires`."""
     if callable(requires):
         return requires(value)
+    if isinstance(requires, str):
+        requires = alternatives(requires)
     return any(all(has_field(value, names, kind) for names, kind in fields.items()) for fields in requires)
 
 

@@ -32,7 +32,7 @@ from treepack.ingest.readers.format import Format
 from treepack.ingest.readers.messages.containers import with_containers
 from treepack.ingest.readers.reading import recognised_file
 from treepack.ingest.readers.registry import all_formats
-from treepack.trajectory import Chat, PromptCompletion, Skipped, Tokens, Trajectory
+from treepack.trajectory import Chat, Outcome, PromptCompletion, Skipped, Tokens, Trajectory
 
 _MAX_TRIED = 20  # values of one field, in elements of lists, that are changed
 _MAX_READ = 64  # records of a file that are read: all of a session, or those before the first with an answer
@@ -49,7 +49,7 @@ _LISTS = {
 _SHORT = {"trajectory_id": "id", "group_id": "group", "rollout_id": "rollout"}
 
 _Steps = tuple[str | int, ...]
-_Items = list[Trajectory | Skipped]
+_Items = list[Outcome]
 _Leaf = tuple[_Steps, Any]
 _Trial = Callable[[list[_Leaf]], set[str]]  # the uses of several values that are changed together
 
@@ -88,19 +88,18 @@ def explain(path: str, options: ReadOptions) -> RecordUse:
     error = columns = found = None
     items: _Items = []
     kept: list[Record] = []
+    edits = options.columns if options.columns and options.columns.is_edit else None
     try:
         recognised = recognised_file(read_blocks(path, options.limits), options)
         found = recognised.format
         assert found is not None  # only damaged records that were skipped have no format
-        edits = options.columns if options.columns and options.columns.is_edit else None
         options = replace(options, columns=None) if edits else options
-        stream = (record for block in recognised.blocks for record in block.records())
-        stream = (edited(each, edits)[0] if edits else each for each in islice(stream, _MAX_READ))
-        records = (with_containers(each.with_lists()) for each in stream)
+        stream = islice((record for block in recognised.blocks for record in block.records()), _MAX_READ)
+        records = (with_containers((edited(each, edits)[0] if edits else each).with_lists()) for each in stream)
         for together in [list(records)] if found.read_file else ([each] for each in records):
             kept = kept or together
             items = list(found.trajectories(together, options))
-            if any(map(_has_answer, items)):
+            if any(map(_answers, items)):
                 kept = together
                 break
         if found.name == "columns":
@@ -108,7 +107,10 @@ def explain(path: str, options: ReadOptions) -> RecordUse:
     except TreepackError as refusal:
         error = str(refusal)
         kept = kept or [with_containers(each.with_lists()) for each in islice(read_records(path), 1)]
-    place = _place_of_answer(kept, items)
+    # The first record that contains a whole text that is trained.
+    answers = {text for item in items for text in _answers(item)} - {"", "None"}
+    texts = ({each.strip() for _, each in _leaves(record.value, ()) if isinstance(each, str)} for record in kept)
+    place = next((place for place, inside in enumerate(texts) if inside & answers), 0)
     others = [each for each in all_formats() if each is not found]
     trial = None if found is None or error is not None else _trial(found, kept, place, options, items)
     metadata = {name for item in items if isinstance(item, Trajectory) for name in item.metadata}
@@ -125,28 +127,20 @@ def explain(path: str, options: ReadOptions) -> RecordUse:
     )
 
 
-def _has_answer(item: Trajectory | Skipped) -> bool:
+def _answers(item: Outcome) -> set[str]:
+    """Return the texts of a conversation that are trained; of another trajectory "", because it is an answer itself."""
     content = item.content if isinstance(item, Trajectory) else None
-    return any(content.message_weights) if isinstance(content, Chat) else content is not None
+    if not isinstance(content, Chat):
+        return {""} if content else set()
+    trained = [each for each, weight in zip(content.messages, content.message_weights, strict=True) if weight]
+    return {str(each.get(name)).strip() for each in trained for name in ("content", "reasoning_content")}
 
 
-def _kind(item: Trajectory | Skipped) -> str:
+def _kind(item: Outcome) -> str:
     if isinstance(item, Skipped):
         return f"skipped: {item.reason}"
     names = {Chat: "conversation", PromptCompletion: "prompt and completion as text", Tokens: "token ids"}
     return names[type(item.content)]
-
-
-def _place_of_answer(records: Sequence[Record], items: _Items) -> int:
-    """Return the index of the first record that contains a whole text that is trained, 0 if none does."""
-    trained: set[str] = set()
-    for content in (item.content for item in items if isinstance(item, Trajectory)):
-        if isinstance(content, Chat):
-            for message, weight in zip(content.messages, content.message_weights, strict=True):
-                trained |= {str(message.get(name)).strip() for name in ("content", "reasoning_content") if weight}
-    trained -= {"", "None"}
-    texts = ({each.strip() for _, each in _leaves(record.value, ()) if isinstance(each, str)} for record in records)
-    return next((place for place, found in enumerate(texts) if found & trained), 0)
 
 
 def _trial(found: Format, records: Sequence[Record], place: int, options: ReadOptions, before: _Items) -> _Trial:
@@ -219,7 +213,7 @@ def _differences(before: _Items, after: _Items) -> set[str]:
     return uses
 
 
-def _ways(item: Trajectory | Skipped | None, old: Trajectory | Skipped | None) -> dict[str, Any]:
+def _ways(item: Outcome | None, old: Outcome | None) -> dict[str, Any]:
     """Return the values of `item` by their use; the marks of `old`, the item before a change, say what is trained."""
     if not isinstance(item, Trajectory) or not isinstance(old, Trajectory):
         return {_STRUCTURE: item}
@@ -253,26 +247,20 @@ def _fields(value: dict[str, Any], trial: _Trial | None, metadata: set[str]) -> 
     for steps, leaf in _leaves(value, ()):
         path = "".join("[]" if isinstance(step, int) else f".{step}" for step in steps).removeprefix(".")
         by_path.setdefault(path, []).append((steps, leaf))
+    filled = {path: [each for each in leaves if not is_empty(each[1])] for path, leaves in by_path.items()}
+    # The first values and the last: 3 of [a b c d e] -> a b e
     half = _MAX_TRIED // 2
-    tried: list[tuple[int, str, _Leaf]] = []
-    for path, leaves in by_path.items():
-        filled = [each for each in leaves if not is_empty(each[1])]
-        # The first values and the last: 3 of [a b c d e] -> a b e
-        filled = filled if len(filled) <= _MAX_TRIED else [*filled[:half], *filled[-half:]]
-        tried += [(number, path, leaf) for number, leaf in enumerate(filled)]
+    tried = {path: [*each[:half], *each[half:][-half:]] for path, each in filled.items()}
     # The first value of each field comes before the second one of any, as the number of trials has a limit.
-    tried.sort(key=lambda each: each[0])
-    uses: dict[str, Counter[str]] = {path: Counter() for path in by_path}
-    found = None if trial is None else _uses([leaf for _, _, leaf in tried], trial, metadata)
-    for number, (_, path, _) in enumerate(tried):
-        uses[path].update(("not read",) if found is None else sorted(found[number]))
+    order = [leaf for each in zip_longest(*tried.values()) for leaf in each if leaf is not None]
+    found = _uses(order, trial, metadata) if trial else [{"not read"} for _ in order]
+    uses = {steps: each for (steps, _), each in zip(order, found, strict=True)}
     for path, leaves in by_path.items():
-        sample = next((leaf for _, leaf in leaves if not is_empty(leaf)), leaves[0][1])
+        counts = Counter(use for steps, _ in tried[path] for use in sorted(uses[steps]))
+        sample = (filled[path] or leaves)[0][1]
         plain = sample.tolist() if isinstance(sample, np.ndarray) else sample
-        is_tried = not all(is_empty(leaf) for _, leaf in leaves)
-        yield FieldUse(
-            path, shown(plain), dict(uses[path]) or {"not tried" if is_tried else "empty": len(leaves)}, len(leaves)
-        )
+        without = "not tried" if filled[path] else "empty"
+        yield FieldUse(path, shown(plain), dict(counts) or {without: len(leaves)}, len(leaves))
 
 
 def _leaves(value: Any, steps: _Steps) -> Iterator[tuple[_Steps, Any]]:
@@ -280,12 +268,8 @@ def _leaves(value: Any, steps: _Steps) -> Iterator[tuple[_Steps, Any]]:
     if isinstance(value, dict) and value:
         for name, inner in value.items():
             yield from _leaves(inner, (*steps, name))
-    elif isinstance(value, list) and value and not _is_numbers(value):
+    elif isinstance(value, list) and any(not isinstance(each, int | float | None) for each in value):
         for index, inner in enumerate(value):
             yield from _leaves(inner, (*steps, index))
     else:
         yield steps, value
-
-
-def _is_numbers(value: list[Any]) -> bool:
-    return all(each is None or isinstance(each, int | float) for each in value) and value[0] is not None

@@ -2,7 +2,7 @@
 
 {"type": "thread.started", "thread_id": "t"}   is an export of codex exec --json, which treepack does not read; ...
 
-`UNREAD` is the only list of them. Marks are alternatives of fields, as `Format.requires`.
+`UNREAD` is the only list of them. Marks are alternatives of fields as text (`kinds`), as `Format.requires`.
 """
 
 from __future__ import annotations
@@ -11,22 +11,7 @@ from dataclasses import dataclass
 
 from treepack.errors import TreepackError
 from treepack.files.input_files.records import Record
-from treepack.ingest.readers.kinds import (
-    ANY,
-    COLUMN,
-    IDS,
-    LIST,
-    OBJECT,
-    TEXT,
-    Fields,
-    ValueKind,
-    first,
-    has_fields,
-    no,
-    one_of,
-    some,
-    starting,
-)
+from treepack.ingest.readers.kinds import has_fields
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +23,7 @@ class UnreadProgram:
     """
 
     name: str
-    marks: list[Fields]
+    marks: str
     remedy: str = "write each conversation as one record with messages (format chat)"
     particular: bool = False
 
@@ -74,176 +59,138 @@ def unread_program(record: Record, *, particular: bool) -> UnknownFormatError | 
     return None if found is None else UnreadProgramError(record.source, found)
 
 
-def _tracer(name: str, marks: list[Fields]) -> UnreadProgram:
+def _tracer(name: str, marks: str) -> UnreadProgram:
     remedy = "write each call of a model as one record with request and response (format openai-chat)"
     return UnreadProgram(name, marks, remedy, particular=True)
 
 
-def _or_list(fields: Fields, *names: str) -> list[Fields]:
+def _or_list(fields: str, *names: str) -> str:
     """Return the marks of a record with `fields`, and of a document with a list of such records under a name."""
-    inside: list[Fields] = [{name: first(fields)} for name in names]
-    return [fields, *inside]
+    return "; ".join((fields, *(f"{name}:first({fields})" for name in names)))
 
 
 def _session(folder: str, form: str) -> str:
     return f"give the session file of the same run below {folder} (format {form})"
 
 
-_OF_MLFLOW = ValueKind(
-    "attributes of MLflow", lambda value: isinstance(value, dict) and "mlflow.traceRequestId" in value
-)
-_HELICONE: Fields = {"request_created_at": ANY, ("request_body", "response_body", "response_created_at"): ANY}
-_BEDROCK = ("toolUse", "toolResult", "reasoningContent")
-_PYDANTIC: Fields = {"kind": one_of("request", "response"), "parts": first({"part_kind": TEXT})}
-_AUTOGEN: Fields = {
-    "source": TEXT,
-    "type": one_of(*"TextMessage StopMessage HandoffMessage MultiModalMessage StructuredMessage ThoughtEvent".split()),
-}
-_TRIPLET: Fields = {"prompt.token_ids": IDS, "response.token_ids": IDS}
-_TOOL_SCHEMA: list[Fields] = [
-    {"type": one_of("function"), "function.name": TEXT, "function.parameters": OBJECT, "function.arguments": no(ANY)},
-    {"name": TEXT, ("parameters", "input_schema", "inputSchema"): OBJECT, "description": TEXT, "messages": no(ANY)},
-]
+_TOOL_SCHEMA = """
+    type:=function, function.name:text, function.parameters:object, function.arguments:!;
+    name:text, parameters|input_schema|inputSchema:object, description:text, messages:!
+"""
+_BRAINTRUST = "_xact_id, root_span_id|span_attributes|experiment_id|log_id|project_id"
+_WEAVE = "op_name:text, started_at, inputs|trace_id"
+_HELICONE = "request_created_at, request_body|response_body|response_created_at"
+_AUTOGEN = """
+    source:text,
+    type:=TextMessage|StopMessage|HandoffMessage|MultiModalMessage|StructuredMessage|ThoughtEvent
+"""
 UNREAD: tuple[UnreadProgram, ...] = (
-    _tracer(
-        "Braintrust",
-        [
-            *_or_list(
-                {
-                    "_xact_id": ANY,
-                    ("root_span_id", "span_attributes", "experiment_id", "log_id", "project_id"): ANY,
-                },
-                "events",
-                "data",
-            ),
-            {"root_span_id": ANY, "span_attributes": ANY},
-        ],
-    ),
-    _tracer(
-        "Weave",
-        [
-            {"op_name": starting("weave:///")},
-            *_or_list({"op_name": TEXT, "started_at": ANY, ("inputs", "trace_id"): ANY}, "calls"),
-        ],
-    ),
+    _tracer("Braintrust", _or_list(_BRAINTRUST, "events", "data") + "; root_span_id, span_attributes"),
+    _tracer("Weave", "op_name:=weave:///*; " + _or_list(_WEAVE, "calls")),
     _tracer(
         "MLflow",
-        [
-            {"info": OBJECT, "data.spans": LIST},
-            {"spans": some({"attributes": _OF_MLFLOW})},
-            {("trace_metadata", "request_metadata"): ANY, ("execution_time_ms", "execution_duration"): ANY},
-        ],
+        """
+        info:object, data.spans:list; spans:some(attributes:of_mlflow);
+        trace_metadata|request_metadata, execution_time_ms|execution_duration
+        """,
     ),
-    _tracer("Helicone", [{"heliconeMetadata": OBJECT}, *_or_list(_HELICONE, "data")]),
+    _tracer("Helicone", "heliconeMetadata:object; " + _or_list(_HELICONE, "data")),
     # Libraries of agents.
     UnreadProgram(
         "Bedrock Converse or Strands Agents, with calls or reasoning",
-        [
-            {"messages": some({"content": some({_BEDROCK: OBJECT})})},
-            {"message.content": first({("text", *_BEDROCK): ANY, "type": no(ANY)}), "message_id": ANY},
-            {"schemaType": one_of("ModelInvocationLog")},
-        ],
+        """
+        messages:some(content:some(toolUse|toolResult|reasoningContent:object));
+        message.content:first(text|toolUse|toolResult|reasoningContent, type:!), message_id;
+        schemaType:=ModelInvocationLog
+        """,
         particular=True,
     ),
     UnreadProgram(
         "pydantic-ai",
-        _or_list(_PYDANTIC, "messages", "all_messages", "message_history", "new_messages"),
+        _or_list(
+            "kind:=request|response, parts:first(part_kind:text)",
+            *"messages all_messages message_history new_messages".split(),
+        ),
         particular=True,
     ),
     UnreadProgram(
-        "AutoGen",
-        [*_or_list(_AUTOGEN, "messages"), {"type": starting("TeamState"), "agent_states": OBJECT}],
-        particular=True,
+        "AutoGen", _or_list(_AUTOGEN, "messages") + "; type:=TeamState*, agent_states:object", particular=True
     ),
-    UnreadProgram("Amp", [{"id": starting("T-"), "messages": LIST, "v": ANY}], particular=True),
+    UnreadProgram("Amp", "id:=T-*, messages:list, v", particular=True),
     UnreadProgram(
-        "Google ADK as a session (its spans are read)",
-        _or_list({"author": TEXT, ("invocationId", "invocation_id"): ANY}, "events"),
+        "Google ADK as a session (its spans are read)", _or_list("author:text, invocationId|invocation_id", "events")
     ),
-    UnreadProgram("Letta", [{"message_type": TEXT, "id": ANY, ("date", "content", "tool_call", "reasoning"): ANY}]),
+    UnreadProgram("Letta", "message_type:text, id, date|content|tool_call|reasoning"),
     # Dumps of trainers.
     UnreadProgram(
         "ms-swift (completions.jsonl)",
-        [{"prompt": LIST, "completion": LIST, ("gen_step", "step", "advantages"): LIST}],
+        "prompt:list, completion:list, gen_step|step|advantages:list",
         "write each element of its columns as one record with prompt, completion and reward (format chat)",
     ),
     UnreadProgram(
         "Atropos",
-        [{"tokens": COLUMN, "masks": COLUMN, "scores": LIST}],
+        "tokens:column, masks:column, scores:list",
         "write each element of its columns as one record with input_ids, labels and reward (format tokens)",
         particular=True,
     ),
     UnreadProgram(
         "agent-lightning (triplets)",
-        _or_list(_TRIPLET, "triplets"),
+        _or_list("prompt.token_ids:ids, response.token_ids:ids", "triplets"),
         "write each triplet as one record and add --columns "
         "prompt_ids=prompt.token_ids,answer_ids=response.token_ids,reward=reward?",
     ),
     # Streams of headless runs.
     UnreadProgram(
         "codex exec --json",
-        [
-            {"type": starting("thread."), "thread_id": TEXT},
-            {"type": starting("item."), "item": OBJECT},
-            {"msg.type": TEXT, "id": ANY},
-            {"workdir": TEXT, "approval": ANY, "sandbox": ANY},
-        ],
+        """
+        type:=thread.*, thread_id:text; type:=item.*, item:object; msg.type:text, id;
+        workdir:text, approval, sandbox
+        """,
         "it has neither the prompt nor the calls as the model wrote them; " + _session("~/.codex/sessions", "codex"),
     ),
     UnreadProgram(
         "gemini --output-format stream-json",
-        [{"type": one_of("init"), "session_id": TEXT, "model": ANY}],
+        "type:=init, session_id:text, model",
         _session("~/.gemini/tmp", "gemini-cli"),
     ),
     UnreadProgram(
         "opencode run",
-        [{"sessionID": TEXT, "timestamp": ANY, "type": TEXT, "part": OBJECT}],
+        "sessionID:text, timestamp, type:text, part:object",
         "give what opencode export writes of the same session (format opencode)",
     ),
     # Coding agents.
     UnreadProgram(
         "GitHub Copilot CLI",
-        [
-            {"type": starting(prefix), "data": OBJECT, "id": ANY, "parentId": ANY}
-            for prefix in ("session.", "user.", "assistant.", "system.", "tool.", "hook.")
-        ],
+        "; ".join(
+            f"type:={prefix}.*, data:object, id, parentId"
+            for prefix in ("session", "user", "assistant", "system", "tool", "hook")
+        ),
     ),
     UnreadProgram(
         "GitHub Copilot Chat",
-        [
-            {"requests": LIST, ("requesterUsername", "responderUsername", "initialLocation"): ANY},
-            {"requests": LIST, "sessionId": TEXT, "creationDate": ANY},
-            {"kind": ANY, "v.requests": LIST},
-        ],
+        """
+        requests:list, requesterUsername|responderUsername|initialLocation;
+        requests:list, sessionId:text, creationDate; kind, v.requests:list
+        """,
     ),
     UnreadProgram(
         "Cursor",
-        [
-            {"role": one_of("user", "assistant"), "message.content": ANY, "type": no(ANY)},
-            {"composerId": TEXT, ("conversation", "fullConversationHeadersOnly", "isAgentic"): ANY},
-            {"bubbleId": TEXT, "type": ANY},
-            {"tabs": first({"bubbles": LIST})},
-            {"type": one_of("tool_call"), "session_id": TEXT, "tool_call": OBJECT},
-        ],
+        """
+        role:=user|assistant, message.content, type:!;
+        composerId:text, conversation|fullConversationHeadersOnly|isAgentic;
+        bubbleId:text, type; tabs:first(bubbles:list); type:=tool_call, session_id:text, tool_call:object
+        """,
     ),
     UnreadProgram(
         "Factory's Droid",
-        [
-            {"type": one_of("session_start"), "id": TEXT, ("sessionTitle", "owner"): ANY},
-            {"type": one_of("message"), "session_id": TEXT, "role": ANY, "text": ANY},
-        ],
+        "type:=session_start, id:text, sessionTitle|owner; type:=message, session_id:text, role, text",
     ),
-    UnreadProgram("Kimi CLI", [{"type": one_of("metadata"), "protocol_version": ANY}]),
-    UnreadProgram(
-        "Kiro or Amazon Q", [{"conversation_id": TEXT, "history": first({"user": OBJECT, "assistant": ANY})}]
-    ),
-    UnreadProgram("gptme", [{"role": TEXT, "content": TEXT, "timestamp": TEXT, ("pinned", "hide", "files"): ANY}]),
-    UnreadProgram("Antigravity", [{"step_index": ANY, "source": TEXT, "type": TEXT, "status": ANY}]),
-    UnreadProgram("Goose", [{"working_dir": TEXT, "message_count": ANY}]),
-    UnreadProgram(
-        "Grok Build",
-        [{"type": one_of("system", "user", "assistant"), "content": ANY, "message": no(ANY), "sessionId": no(ANY)}],
-    ),
-    UnreadProgram("the Agent Client Protocol", [{"method": starting("session/"), "params": OBJECT}]),
-    UnreadProgram("the Agent Host Protocol", [{"ahpProtocolVersion": ANY}]),
+    UnreadProgram("Kimi CLI", "type:=metadata, protocol_version"),
+    UnreadProgram("Kiro or Amazon Q", "conversation_id:text, history:first(user:object, assistant)"),
+    UnreadProgram("gptme", "role:text, content:text, timestamp:text, pinned|hide|files"),
+    UnreadProgram("Antigravity", "step_index, source:text, type:text, status"),
+    UnreadProgram("Goose", "working_dir:text, message_count"),
+    UnreadProgram("Grok Build", "type:=system|user|assistant, content, message:!, sessionId:!"),
+    UnreadProgram("the Agent Client Protocol", "method:=session/*, params:object"),
+    UnreadProgram("the Agent Host Protocol", "ahpProtocolVersion"),
 )

@@ -26,7 +26,6 @@ from typing import Any
 from treepack.calls.leaf_paths import distinct_paths, unused_fields
 from treepack.formats.agents.chatgpt.chatgpt_contents import CONTENT, CONTEXTS, chatgpt_text, content_of, reason_of
 from treepack.formats.kit import (
-    ANY,
     Format,
     Outcomes,
     ReadOptions,
@@ -34,13 +33,13 @@ from treepack.formats.kit import (
     Skipped,
     Trajectory,
     TreepackError,
-    ValueKind,
     conversation,
     leaf_paths,
     objects_at,
     shown,
     with_notes,
 )
+from treepack.ingest.readers.kinds import ANY, ValueKind
 
 _CONTEXT_NOTE = "system prompt and tools are not in exports of ChatGPT"
 _FILES_NOTE = "files that the user attached are not in the export"
@@ -333,11 +332,11 @@ FORMAT = Format(
         message.content.title message.content.url message.content.user_profile message.content.user_instructions
         message.content.model_set_context
     """,
-    dropped=(
-        "mapping.message.metadata except model_slug and finish_details (display, citations, searches)",
-        "images and other content that is not text (a path ends before it)",
-        "reasoning_recap",
-    ),
+    dropped="""
+        mapping.message.metadata except model_slug and finish_details (display, citations, searches);
+        images and other content that is not text (a path ends before it);
+        reasoning_recap
+    """,
     keeps="masks, lineage",
     read=read_chatgpt,
 )

@@ -32,9 +32,6 @@ from treepack.calls.rollout_names import group_of_first
 from treepack.calls.session_files import first_records, in_session
 from treepack.formats.agents.codex.codex_files import file_of_thread
 from treepack.formats.kit import (
-    ANY,
-    OBJECT,
-    TEXT,
     CallLog,
     Format,
     Outcomes,
@@ -45,10 +42,8 @@ from treepack.formats.kit import (
     as_objects,
     as_text,
     messages_of_items,
-    no,
     object_at,
     object_or_empty,
-    one_of,
     read_chats,
     shown,
     skip_reason,
@@ -59,7 +54,6 @@ from treepack.ingest.readers.messages.response_items import Item, ItemMessages
 CONTEXT_NOTE = "tools, and changes of the system prompt for them, are not in sessions of Codex"
 SUMMARY_NOTE = "summary for a compaction not used"
 # A line with one of these fields is not the first line of an early session.
-_NOT_EARLY = ("type", "messages", "prompt", "input", "output", "response", "completion")
 _SNAPSHOT = "ghost_snapshot"  # an item of Codex itself: the state of the files, which no model reads
 
 
@@ -228,10 +222,11 @@ FORMAT = Format(
     program="Codex CLI",
     recognised_by="a first line of `type` session_meta with `payload`, or of `id`, `timestamp`, and `instructions` or "
     "`git`, and no content",
-    requires=[
-        {"type": one_of("session_meta"), "payload": OBJECT},
-        {"id": TEXT, "timestamp": TEXT, ("instructions", "git"): ANY, **dict.fromkeys(_NOT_EARLY, no(ANY))},
-    ],
+    requires="""
+        type:=session_meta, payload:object;
+        id:text, timestamp:text, instructions|git, type:!, messages:!, prompt:!, input:!, output:!, response:!,
+            completion:!
+    """,
     checked="first",
     used="""
         type payload payload.id payload.cwd payload.cli_version payload.base_instructions payload.type
@@ -240,11 +235,11 @@ FORMAT = Format(
         payload.input payload.action payload.status payload.forked_from_id
         payload.source.subagent.thread_spawn.parent_thread_id
     """,
-    dropped=(
-        "event_msg (repeats the items for the user), except thread_rolled_back",
-        "turn_context except the model, world_state, token_usage_record",
-        "payload.encrypted_content and payload.summary of reasoning",
-    ),
+    dropped="""
+        event_msg (repeats the items for the user), except thread_rolled_back;
+        turn_context except the model, world_state, token_usage_record;
+        payload.encrypted_content and payload.summary of reasoning
+    """,
     keeps="masks",
     view=_in_envelope,
     read_file=_read_codex,

@@ -24,15 +24,12 @@ from treepack.formats.agents.openhands.openhands_actions import add_action_event
 from treepack.formats.agents.openhands.openhands_events import add_events
 from treepack.formats.kit import (
     STDIN,
-    TEXT,
-    Fields,
     Format,
     Outcomes,
     ReadOptions,
     Record,
     Skipped,
     as_text,
-    first,
     folder_and_document,
     object_or_empty,
     objects_at,
@@ -45,9 +42,6 @@ _EVENT_FILE = re.compile(r"event-(\d+)-.*\.json")
 SYSTEM_NOTE = "system prompt is not in the file"
 NO_CALL = "conversation without a response of the model"
 # An event before version 1, and one since then. Actions that start a conversation have no result yet.
-_ACTION: Fields = {"action": TEXT, "source": TEXT}
-_OBSERVATION: Fields = {"observation": TEXT, "source": TEXT}
-_KIND: Fields = {"kind": TEXT, "source": TEXT, "timestamp": TEXT}
 
 
 def _read_openhands(records: Iterator[Record], options: ReadOptions) -> Outcomes:
@@ -162,7 +156,13 @@ FORMAT = Format(
     rank=180,
     program="OpenHands",
     recognised_by="`history` with events, or events: `action` or `observation` with `source`, or `kind` with `source`",
-    requires=[{"history": first(_ACTION, _OBSERVATION, _KIND)}, _ACTION, _OBSERVATION, _KIND],
+    requires="""
+        history:first(action:text, source:text; observation:text, source:text; kind:text, source:text,
+            timestamp:text);
+        action:text, source:text;
+        observation:text, source:text;
+        kind:text, source:text, timestamp:text
+    """,
     checked="first",
     used="""
         history instance_id instruction report.resolved test_result.final_score metadata.llm_config.model
@@ -171,11 +171,11 @@ FORMAT = Format(
         reasoning_content tool_call llm_response_id tool_call_id system_prompt tools forgotten_event_ids
         summary metadata.llm.model history.kind history.llm_message observation.kind observation.content
     """,
-    dropped=(
-        "git_patch, metrics, instance",
-        "message, timestamp, cause, llm_metrics",
-        "history.action of the SDK (repeats tool_call)",
-    ),
+    dropped="""
+        git_patch, metrics, instance;
+        message, timestamp, cause, llm_metrics;
+        history.action of the SDK (repeats tool_call)
+    """,
     keeps="masks, rewards",
     links="kind id",
     failed="error",

@@ -38,9 +38,6 @@ from treepack.formats.evaluations.atif.trial_files import (
     file_of_trial_session,
 )
 from treepack.formats.kit import (
-    ANY,
-    LIST,
-    Fields,
     Format,
     Outcomes,
     ReadOptions,
@@ -66,7 +63,6 @@ from treepack.formats.kit import (
     without,
 )
 from treepack.ingest.readers.fields.rewards import reward_of
-from treepack.ingest.readers.kinds import starting
 from treepack.ingest.readers.messages.conversation_settings import normalise_tools
 from treepack.ingest.readers.messages.normal_form import normalise_messages
 
@@ -89,7 +85,7 @@ def read_atif(record: Record, options: ReadOptions) -> Outcomes:
     Raises:
         TreepackError: steps of a different kind, token ids that contradict each other, or several rewards.
     """
-    if has_fields(record.value, [_RESULT]):
+    if has_fields(record.value, _RESULT):
         yield from _read_result(record, options)
         return
     path, result = _result_above(record)
@@ -210,7 +206,7 @@ def _read_agents(record: Record, trial: dict[str, Any], options: ReadOptions) ->
     embedded = objects_at(value, "subagent_trajectories", source)
     for number, each in enumerate(embedded):
         where = f"{source}: subagent_trajectories[{number}]"
-        if not has_fields(each, [_TRAJECTORY]):
+        if not has_fields(each, _TRAJECTORY):
             raise TreepackError(f"{where} is {shown(each)}; expected a trajectory with schema_version ATIF and steps")
         name = f"{facts['trajectory_id']}/{each.get('trajectory_id') or number}"
         yield from _read_agents(Record(where, record.path, each), trial | {"trajectory_id": name}, options)
@@ -335,7 +331,7 @@ def _result_above(record: Record) -> tuple[Path | None, dict[str, Any]]:
             result = read_document(path)
         except NoObjectError:
             continue
-        if has_fields(result, [_RESULT]):
+        if has_fields(result, _RESULT):
             return path, result
     return None, {}
 
@@ -377,14 +373,14 @@ def _reward(result: dict[str, Any], source: str, options: ReadOptions) -> float 
     return reward_of({"reward": rewards}, source, reward_key=options.reward_key)[0]
 
 
-_TRAJECTORY: Fields = {"schema_version": starting("ATIF"), "steps": LIST}
-_RESULT: Fields = {"task_name": ANY, "trial_name": ANY, "agent_info": ANY}
+_TRAJECTORY = "schema_version:=ATIF*, steps:list"
+_RESULT = "task_name, trial_name, agent_info"
 FORMAT = Format(
     name="atif",
     rank=200,
     program="Harbor; NeMo and others that write ATIF",
     recognised_by="`schema_version` that begins with ATIF, and `steps`; or a trial's `task_name` and `trial_name`",
-    requires=[_TRAJECTORY, _RESULT],
+    requires=f"{_TRAJECTORY}; {_RESULT}",
     used="""
         steps.source steps.message steps.reasoning_content steps.tool_calls steps.observation.results
         steps.metrics.prompt_token_ids steps.metrics.completion_token_ids steps.metrics.logprobs
@@ -393,13 +389,13 @@ FORMAT = Format(
         step_results.verifier_result.rewards agent_result.rollout_details subagent_trajectories=.
         continued_trajectory_ref
     """,
-    dropped=(
-        "system steps with an observation (events of the harness)",
-        "steps.timestamp, steps.extra, other metrics",
-        "final_metrics",
-        "observation.results.subagent_trajectory_ref (a file of its own, or embedded)",
-        "of result.json: config, times, costs, messages of exceptions",
-    ),
+    dropped="""
+        system steps with an observation (events of the harness);
+        steps.timestamp, steps.extra, other metrics;
+        final_metrics;
+        observation.results.subagent_trajectory_ref (a file of its own, or embedded);
+        of result.json: config, times, costs, messages of exceptions
+    """,
     also="exception_info.exception_type step_results.exception_info.exception_type",
     keeps="token ids, masks, log-probabilities, rewards, lineage",
     failed="exception",

@@ -28,9 +28,7 @@ from treepack.calls.spans.span_calls import INSTRUCTIONS
 from treepack.calls.spans.trace_spans import get, tree
 from treepack.files.input_files.json_text import parsed
 from treepack.formats.kit import (
-    TEXT,
     ChatCall,
-    Fields,
     Format,
     Outcome,
     Outcomes,
@@ -38,9 +36,7 @@ from treepack.formats.kit import (
     Record,
     Skipped,
     TreepackError,
-    ValueKind,
     as_id,
-    first,
     is_messages,
     mark_prefills,
     object_or_empty,
@@ -53,7 +49,7 @@ from treepack.formats.kit import (
 from treepack.formats.model_calls.langfuse.langfuse_fields import ALSO, FINISHED, METADATA, SCHEMAS, USED, langfuse_view
 from treepack.ingest.readers.fields.unread import not_used, unread
 from treepack.ingest.readers.fields.values import start_time
-from treepack.ingest.readers.kinds import some
+from treepack.ingest.readers.kinds import TEXT, Fields, ValueKind, first, some
 from treepack.ingest.readers.messages.conversation_settings import normalise_tools
 
 _NO_CALL_NOTE = "observation without an LLM call"
@@ -348,13 +344,13 @@ FORMAT = Format(
     used=USED,
     also=ALSO,
     view=langfuse_view,
-    dropped=(
-        "input and output of a trace (its calls contain them)",
-        "observations that are not generations (the calls contain the results of tools)",
-        "scores that are not numbers, and corrections (named in a note)",
-        "scores in a file of their own",
-        "usage, costs, times, versions, prompts",
-    ),
+    dropped="""
+        input and output of a trace (its calls contain them);
+        observations that are not generations (the calls contain the results of tools);
+        scores that are not numbers, and corrections (named in a note);
+        scores in a file of their own;
+        usage, costs, times, versions, prompts
+    """,
     keeps="rewards",
     read_file=_read_langfuse,
 )

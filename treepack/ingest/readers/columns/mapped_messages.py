@@ -114,8 +114,8 @@ class MappedConversation:
         lower = name.lower()
         if known is None and lower not in ROLES and lower not in RENAMED_ROLES:
             raise TreepackError(
-                f"{where} has role {quoted(name)}; expected system, user, assistant or tool, or name it, for example "
-                f"{WHERE} {self._columns.line}{',' if self._columns.line else ''}assistant={name}"
+                f"{where} has role {quoted(name)}; expected system, user, assistant or tool, or add user={name}, "
+                f"tool={name} or assistant={name} to {WHERE}"
             )
         return known or lower
 
