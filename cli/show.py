@@ -34,7 +34,12 @@ WIDTH = 100  # if there is no terminal to ask for its width
 @click.option("--trajectory", metavar="ID", help="Show this trajectory, turn by turn; FILE:LINE names it too.")
 @click.option("--group", metavar="ID", help="Show the tree of this group.")
 @click.option("--row", type=int, metavar="N", help="Show this row of a packed directory, 0 for the first.")
-@click.option("--text", is_flag=True, help="Show decoded tokens, not ids; trained ones are marked +.")
+@click.option(
+    "--text/--ids",
+    default=None,
+    show_default="text if there is a tokenizer on this machine, and ids with --json",
+    help="Show decoded tokens, or ids; trained ones are marked +.",
+)
 @click.option("--full", is_flag=True, help="Show everything, however long.")
 @click.option("--json", "as_json", is_flag=True, help="Print everything as one JSON object.")
 @reading_options
@@ -44,7 +49,7 @@ def show(
     trajectory: str | None,
     group: str | None,
     row: int | None,
-    text: bool,
+    text: bool | None,
     full: bool,
     as_json: bool,
     build: BuildOptions,
@@ -55,10 +60,11 @@ def show(
     directory shows row 0; a trie or raw rollouts show the group with the highest overlap, and list the other groups.
 
     \b
-    treepack show rollouts.jsonl --tokenizer MODEL --text --trajectory ID    # check a chat template
+    treepack show rollouts.jsonl --tokenizer MODEL --trajectory ID    # check a chat template
     """
     if sum(choice is not None for choice in (trajectory, group, row)) > 1:
         raise click.UsageError("--trajectory, --group and --row each select something; give one of them.")
+    text = False if text is None and as_json else text
     chosen = _find(paths, build, _ShowRequest(trajectory, group, row), text=text)
     if as_json:
         _print_json(chosen)
@@ -84,7 +90,8 @@ class _ShownViews:
     decoder: TokenDecoder | None
 
 
-def _find(paths: tuple[str, ...], build: BuildOptions, wanted: _ShowRequest, *, text: bool) -> _ShownViews:
+def _find(paths: tuple[str, ...], build: BuildOptions, wanted: _ShowRequest, *, text: bool | None) -> _ShownViews:
+    """Find what the user wants to see; `text` is None to show text if a tokenizer is here."""
     refuse_missing(paths)
     from treepack.analysis.origin import local_paths, manifest_of, refuse_reading
     from treepack.analysis.show import selection
@@ -128,7 +135,9 @@ def _of_trie(trie: Trie, wanted: _ShowRequest, decoder: TokenDecoder | None, *, 
     return _ShownViews(iter([views.group_view(trie, chosen, where=where)]), groups, decoder)
 
 
-def _of_rollouts(paths: tuple[str, ...], build: BuildOptions, wanted: _ShowRequest, *, text: bool) -> _ShownViews:
+def _of_rollouts(
+    paths: tuple[str, ...], build: BuildOptions, wanted: _ShowRequest, *, text: bool | None
+) -> _ShownViews:
     """Read rollouts until the wanted one is there, or all of them into a trie."""
     from collections import Counter
 
@@ -142,7 +151,7 @@ def _of_rollouts(paths: tuple[str, ...], build: BuildOptions, wanted: _ShowReque
     if text and not build.tokenizer:
         raise _no_tokenizer(where)
     tokenizer = read_tokenizer(build.tokenizer) if build.tokenizer else None
-    decoder = TokenDecoder(tokenizer) if text else None
+    decoder = TokenDecoder(tokenizer) if tokenizer and text is not False else None
     counts: Counter[str] = Counter()
     stream = ingest.usable(ingest.read(paths, build, tokenizer=tokenizer), counts)
     stream = iter(token_progress(stream, description="reading"))
@@ -161,14 +170,24 @@ def _of_rollouts(paths: tuple[str, ...], build: BuildOptions, wanted: _ShowReque
     return _of_trie(trie, wanted, decoder, where=where)
 
 
-def _decoder(directory: Path, manifest: Manifest, tokenizer: str | None, *, text: bool) -> TokenDecoder | None:
-    """Return the decoder of a directory's tokens: by `tokenizer`, or by the one that the directory was made with."""
+def _decoder(directory: Path, manifest: Manifest, tokenizer: str | None, *, text: bool | None) -> TokenDecoder | None:
+    """Return the decoder of a directory's tokens: by `tokenizer`, or by the one that the directory was made with.
+
+    None to show ids: `text` is False, or it is None and no tokenizer is given or a folder on this machine.
+    """
     from treepack.analysis.show.decoding import TokenDecoder
     from treepack.tokenise.saved_template import tokenizer_of
 
-    if not text:
+    made_with = manifest.get("tokenizer")
+    is_here = tokenizer is not None or (made_with is not None and Path(made_with["name"]).is_dir())
+    if text is False or (text is None and not is_here):
         return None
-    loaded = tokenizer_of(manifest, tokenizer, where=directory)
+    try:
+        loaded = tokenizer_of(manifest, tokenizer, where=directory)
+    except TreepackError:
+        if text is None and tokenizer is None:
+            return None
+        raise
     if loaded is None:
         raise _no_tokenizer(str(directory))
     return TokenDecoder(loaded)

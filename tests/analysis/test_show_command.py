@@ -154,6 +154,24 @@ def test_text_of_a_directory_takes_the_tokenizer_it_was_made_with(treepack: Run,
     assert treepack("show", trie, "--text", "--tokenizer", TOKENIZER).status == 0
 
 
+def test_text_is_the_default_if_there_is_a_tokenizer(treepack: Run, tmp_path: Path) -> None:
+    trie, packed = trie_and_rows(treepack, tmp_path)
+    system = "<|im_start|>system"
+    for path in (trie, packed, SAMPLES / "chat.jsonl"):
+        given = () if path.is_dir() else ("--tokenizer", TOKENIZER)
+        assert treepack("show", path, *given).out == treepack("show", path, *given, "--text").out
+        assert system in treepack("show", path, *given).out
+        assert system not in treepack("show", path, *given, "--ids").out
+        assert system not in treepack("show", path, *given, "--json").out
+    ids = treepack("show", trie, "--ids").out
+    manifest = json.loads((trie / "manifest.json").read_text())
+    (tmp_path / "damaged").mkdir()
+    for name in ("owner/on-the-hub", str(tmp_path / "damaged")):  # nobody asks the hub
+        manifest["tokenizer"]["name"] = name
+        seal(trie / "manifest.json", manifest)
+        assert treepack("show", trie).out == ids
+
+
 def test_without_a_choice_the_group_of_highest_overlap_is_shown_and_the_others_are_listed(treepack: Run) -> None:
     out = treepack("show", SAMPLES / "tokens.jsonl").out
     assert out.startswith("group_id estimate-2 ")
