@@ -15,7 +15,7 @@ from support.paths import ROLLOUTS
 from support.read_rollouts import read_trajectories
 from support.readings import Items, chat_of, chats, read_whole, reasons, said_in, turns
 from treepack.calls import stream_lines
-from treepack.calls.call_logs import COPIED_NOTE, NO_CALL
+from treepack.calls.call_logs import COPIED_NOTE, NO_CALL, ORDER_NOTE
 from treepack.errors import TreepackError
 from treepack.formats.agents import claude_code
 from treepack.ingest.readers.messages.content_blocks import MEDIA_REASON
@@ -433,11 +433,18 @@ def test_snapshots_of_two_messages_may_alternate() -> None:
         ([[text("I look.")], [text("I")]], "I look.I"),  # a shorter text is a block of its own
         ([[text("I look.")], [text("I look.")]], "I look."),
         ([[text("I look.")], [text("Seven.")]], "I look.Seven."),
+        (["I look", "I look."], "I look."),
         ([[text("I")], [text("I look."), {"type": "tool_use", "id": "c", "name": "f", "input": {}}]], "I look."),
     ],
 )
-def test_only_a_line_that_continues_the_text_before_replaces_it(lines: list[list[Any]], expected: str) -> None:
-    rows = [said(f"a{i}", f"a{i - 1}" if i else "u", "m1", *parts) for i, parts in enumerate(lines)]
+@pytest.mark.parametrize("has_uuids", [True, False])
+def test_only_a_line_that_continues_the_text_before_replaces_it(
+    lines: list[Any], expected: str, has_uuids: bool
+) -> None:
+    names = [f"a{i}" if has_uuids else "a" for i in range(len(lines))]
+    rows = [said(name, before, "m1") for name, before in zip(names, ["u", *names], strict=False)]
+    for row, parts in zip(rows, lines, strict=True):
+        row["message"]["content"] = parts
     ((_, chat),) = chats(read([entry("u", None, content="Bolts?"), *rows]))
     assert chat.messages[-1]["content"] == expected
 
@@ -459,20 +466,40 @@ def _forked(lines: list[Line]) -> list[Line]:
     return [line | {"sessionId": "T"} | link | origin for line, link, origin in zip(lines, links, origins, strict=True)]
 
 
+def _renamed(lines: list[Line]) -> list[Line]:
+    """A copy whose lines have new uuids; the ids of requests stay."""
+    return [
+        {name: field for name, field in line.items() if name != "forkedFrom"} | {"requestId": f"r{k}"}
+        for k, line in enumerate(_forked(lines))
+    ]
+
+
 @pytest.mark.parametrize("names", [("s/s.jsonl", "s/t.jsonl"), ("s/t.jsonl", "s/s.jsonl"), ("a/s.jsonl", "b/t.jsonl")])
 @pytest.mark.parametrize(
     "copy",
-    [_copied(COMMON, sessionKind="bg") + _copied(RINGS), _forked(COMMON + RINGS)],
-    ids=["background", "fork"],
+    [_copied(COMMON, sessionKind="bg") + _copied(RINGS), _forked(COMMON + RINGS), _renamed(COMMON + RINGS)],
+    ids=["background", "fork", "new uuids"],
 )
 def test_a_turn_of_several_files_is_trained_once(tmp_path: Path, names: tuple[str, str], copy: list[Line]) -> None:
-    for name, lines in zip(names, (COMMON + NUTS, copy), strict=True):
+    own = [line | {"requestId": f"r{k}"} for k, line in enumerate(COMMON)]
+    for name, lines in zip(names, (own + NUTS, copy), strict=True):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
     items = list(read_trajectories([tmp_path]))
     trained = [words for _, chat in chats(items) for _, words, weight in turns(chat) if weight]
     assert sorted(trained) == ["Nine.", "None.", "Seven."]
     assert sum(item.notes.count(COPIED_NOTE) for item in items if isinstance(item, Trajectory)) == 1
+
+
+def test_a_stream_of_runs_trains_the_lines_that_a_later_run_repeats_once(tmp_path: Path) -> None:
+    one = [streamed("user", "u", uuid="a"), streamed("assistant", [text("A")], id="m1", uuid="b")]
+    new = [streamed("user", "v", uuid="c"), streamed("assistant", [text("B")], id="m2", uuid="d")]
+    lines = [*one, *(line | {"session_id": "R"} for line in [*one, *new])]
+    (tmp_path / "r.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert [turns(chat) for _, chat in chats(list(read_trajectories([tmp_path])))] == [
+        [("user", "u", 0.0), ("assistant", "A", 1.0)],
+        [("user", "u", 0.0), ("assistant", "A", 0.0), ("user", "v", 0.0), ("assistant", "B", 1.0)],
+    ]
 
 
 def test_a_session_of_copied_turns_only_is_skipped_with_this_reason(tmp_path: Path) -> None:
@@ -485,7 +512,7 @@ def test_a_session_whose_answers_pass_over_results_is_skipped_with_this_reason()
     call = {"type": "tool_use", "id": "c", "name": "stock", "input": {}}
     result = {"type": "tool_result", "tool_use_id": "c", "content": "7"}
     lines = [entry("u", None, content="Bolts?"), said("a", "u", "m1", call), entry("r", "a", content=[result])]
-    assert reasons(read([*lines, said("b", "u", "m2", text("Seven."))])) == [claude_code.ORDER_NOTE]
+    assert reasons(read([*lines, said("b", "u", "m2", text("Seven."))])) == [ORDER_NOTE]
     ((_, chat),) = chats(
         read([*lines[:2], said("b", "r", "m2", text("Seven.")), lines[2]])
     )  # only the file has this order

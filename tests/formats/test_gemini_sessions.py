@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.readings import Items, chats, notes_of, read_whole, reasons, said_in, turns
-from treepack.calls.call_logs import NO_CALL
+from treepack.calls.call_logs import NO_CALL, ORDER_NOTE
 from treepack.errors import TreepackError
 from treepack.files.input_files.records import Record
 from treepack.formats.agents import gemini_cli, qwen_code
@@ -104,6 +104,18 @@ def test_a_thought_a_call_and_its_result_are_read() -> None:
     answer = {"role": "assistant", "content": "I look.", "reasoning_content": "Hm.", "tool_calls": [call]}
     assert chat.messages[1:3] == [answer, {"role": "tool", "content": "7", "name": "f", "tool_call_id": "c"}]
     assert chat.message_weights == [0.0, 1.0, 0.0, 1.0]
+
+
+@pytest.mark.parametrize("parent", ["q", "A"])
+@pytest.mark.parametrize("is_before", [True, False])
+def test_a_session_of_qwen_code_whose_answer_passes_over_a_result_is_skipped(parent: str, is_before: bool) -> None:
+    call = {"role": "model", "parts": [{"functionCall": {"id": "c", "name": "f", "args": {}}}]}
+    result = {"role": "user", "parts": [{"functionResponse": {"id": "c", "name": "f", "response": {"output": "7"}}}]}
+    after = [entry("r", "A", type="tool_result", message=result), entry("B", parent)]
+    items = read_qwen(entry("q", None), entry("A", "q", message=call), *(after if is_before else after[::-1]))
+    is_branch = parent == "q" and not is_before  # of an answer that the result could not reach
+    assert reasons(items) == ([] if is_branch else [ORDER_NOTE])
+    assert len(chats(read_qwen(entry("q", None), entry("A", "q", message=call), after[0], entry("B", "r")))) == 1
 
 
 def test_a_compression_of_qwen_code_replaces_the_history() -> None:

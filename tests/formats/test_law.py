@@ -441,6 +441,59 @@ def test_a_result_among_the_parts_of_an_answer_is_that_of_its_call(name: str) ->
     assert [weight for _, weight in said] == [True, True, False, True]
 
 
+# A line of lm-eval is a rollout, and what it has beside the known fields is metadata.
+@pytest.mark.parametrize("name", sorted(formats_by_name().keys() - {"lm-eval"}))
+def test_a_flag_of_turns_is_refused_and_obeyed_or_ignored_as_the_user_says(name: str) -> None:
+    for records in files_of(name):
+        if (form := law.read(records).form) is None:
+            continue
+        for rollout in [records] if form.read_file else [[record] for record in records]:
+            said = law.said_alone(law.read(rollout, form))
+            for flagged, excluded in law.with_flags(rollout) if said else ():
+                reading = law.read(flagged, form)
+                # A part of Gemini with an unknown field is none that is read.
+                if not reading.refusal and not reading.trained:
+                    continue
+                assert f"mask={law.FLAG} " in reading.refusal
+                assert f"ignore={law.FLAG}" in reading.refusal
+                assert law.said_alone(law.read_edited(flagged, form, f"ignore={law.FLAG}")) == said
+                masked = law.read_edited(flagged, form, f"mask={law.FLAG}")
+                if "cannot be told apart" not in masked.refusal:
+                    assert law.said_alone(masked) == [key for key in said if key not in excluded]
+
+
+FLAGS_OF_NO_TURNS: dict[str, list[dict[str, Any]]] = {
+    "an argument": [
+        {"tool_calls": [{"function": {"name": "look", "arguments": {"deep": flag}}}]} for flag in (True, False)
+    ],
+    "a number of the turn": [{"extra": {"turn_index": place}} for place in (0, 1)],
+    "more numbers than 0 and 1": [{"extra": {"bolts": place}} for place in (0, 1, 2)],
+    "what is known of the program": [{"is_error": flag} for flag in (True, False)],
+    "a flag of both turns": [{"learnable": True}, {"learnable": True}],
+}
+
+
+@pytest.mark.parametrize("turns", FLAGS_OF_NO_TURNS.values(), ids=FLAGS_OF_NO_TURNS)
+def test_a_field_that_is_no_flag_of_turns_is_not_refused(turns: list[dict[str, Any]]) -> None:
+    messages = [each for k, turn in enumerate(turns) for each in (*ASKED, {**SAID[1], "content": f"Zq7 {k}."} | turn)]
+    assert len(law.read([Record("r:1", "r", {"messages": messages})]).trained[0]) == len(turns)
+
+
+def test_a_flag_of_other_speakers_is_not_refused() -> None:
+    messages = [{**SAID[0], "liked": True}, SAID[1], {**SAID[0], "liked": False}, SAID[1]]
+    assert law.read([Record("r:1", "r", {"messages": messages})]).trained
+
+
+def test_equal_texts_get_the_flags_of_their_own_turns() -> None:
+    steps = [{"learnable": flag} for flag in (True, False, True)]
+    messages = [each for step in steps for each in (*ASKED, SAID[1] | step)]
+    records = [Record("r:1", "r", {"messages": messages})]
+    (item,) = law.read_edited(records, formats_by_name()["chat"], "mask=learnable").items
+    assert isinstance(item, Trajectory)
+    assert isinstance(item.content, Chat)
+    assert item.content.message_weights == [0, 1, 0, 0, 0, 1]
+
+
 ASK_JSON = {"role": "user", "content": "Bolts as JSON?"}
 HEAD = {"role": "assistant", "content": '{"count": '}
 REST = {"role": "assistant", "content": "7}"}

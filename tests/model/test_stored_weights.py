@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 from torch.multiprocessing import ProcessRaisedException
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from support.command_line import Run as Command
 from support.oracle_model import packed_directory, worst_error
@@ -30,7 +30,7 @@ from treepack.model.adapters.adapter import assign, initial_weights
 from treepack.model.adapters.lora_options import LoraOptions
 from treepack.model.load import load_model
 from treepack.model.loaded import LoadedModel
-from treepack.model.stored_weights import check_stored, check_types, stored_kind
+from treepack.model.stored_weights import check_stored, check_types, stored_arguments, stored_kind
 from treepack.model.verify.slope import check_slope
 from treepack.train.early_checks import check_scoring, check_training
 from treepack.train.logprobs import open_scoring, scored_rows
@@ -38,6 +38,7 @@ from treepack.train.loop import train
 from treepack.train.options import TrainOptions
 from treepack.train.scoring_options import ScoreOptions
 from treepack.train.setup.opening import open_run, open_verification
+from treepack.train.setup.run_model import check_stored_use
 from treepack.train.verification import verify_rows
 
 LORA = LoraOptions(rank=4, targets="q_proj,v_proj")
@@ -190,6 +191,24 @@ def test_an_adapter_over_kernels_of_a_gpu_is_refused(stored: Callable[[str], Pat
         check_types("model", loaded.causal)
         loaded.causal.config.quantization_config = fields["quantization_config"]
         assert reason in refusal(check_types, "model", loaded.causal)
+
+
+@pytest.mark.parametrize("device", ["cuda", "xpu", "cpu"])
+@pytest.mark.parametrize("kind", ["nf4", "fp8", "mxfp4"])
+def test_the_device_decides_if_a_stored_base_is_refused_or_read_as_whole_weights(
+    stored: Callable[[str], Path], kind: str, device: str
+) -> None:
+    place, options = torch.device(device), replace(OPTIONS, lora=LORA)
+    config = AutoConfig.from_pretrained(stored(kind))
+    stored_arguments(config, place, dequantize=False)
+    assert bool(config.quantization_config.get("dequantize")) is (kind != "nf4" and device == "cpu")
+    if kind != "nf4" and device != "cpu":
+        assert "the kernels of such layers" in refusal(check_stored_use, str(stored(kind)), options, place)
+    else:
+        assert check_stored_use(str(stored(kind)), options, place)
+    assert not check_stored_use(str(stored(kind)), replace(options, dequantize=True), place)
+    stored_arguments(config, place, dequantize=True)
+    assert bool(config.quantization_config.get("dequantize")) is (kind != "nf4")
 
 
 def test_a_kernel_that_raises_in_its_backward_pass_is_refused(stored: Callable[[str], Path]) -> None:

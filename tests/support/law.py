@@ -26,10 +26,11 @@ import numpy as np
 from treepack.errors import TreepackError
 from treepack.files.input_files.json_text import parsed_json
 from treepack.files.input_files.records import Record
+from treepack.ingest.column_map import column_map
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.unread import is_prose
 from treepack.ingest.readers.format import Format
-from treepack.ingest.readers.reading import detect_format
+from treepack.ingest.readers.reading import UnreadPart, detect_format
 from treepack.ingest.readers.registry import formats_by_name
 from treepack.trajectory import Chat, PromptCompletion, Skipped, Tokens, Trajectory
 
@@ -133,6 +134,20 @@ def read(records: Sequence[Record], form: Format | None = None) -> Reading:
     try:
         form = form or formats_by_name()[detect_format(records[0])]
         return Reading(tuple(form.trajectories(records, ReadOptions(shapes=True))), form=form)
+    except TreepackError as error:
+        return Reading(refusal=str(error), form=form)
+
+
+def read_edited(records: Sequence[Record], form: Format, columns: str) -> Reading:
+    """Read `records` of one file with `columns`, which ignore fields or name a mask."""
+
+    class Block:
+        def records(self, *_: Any) -> Iterator[Record]:
+            return iter(records)
+
+    options = ReadOptions(shapes=True, columns=column_map(columns))
+    try:
+        return Reading(tuple(UnreadPart(Block(), form.name, options).trajectories()), form=form)  # type: ignore[arg-type]
     except TreepackError as error:
         return Reading(refusal=str(error), form=form)
 
@@ -536,3 +551,78 @@ def order_of_marks(said: list[tuple[str, bool]]) -> list[str]:
     """Return the ordinal numbers of the texts of `MIXED` or `WITH_RESULT`, in their order."""
     words = "|".join("first second third fourth fifth".split())
     return [word for text, _ in said if "zq7" in text.lower() for word in re.findall(words, text)]
+
+
+# A field that no format declares, and names of roles whose turns no model wrote.
+FLAG = "zq7_flag"
+_OTHERS = frozenset("user system tool human function developer observation environment prompter tool_result".split())
+
+
+def with_flags(records: Sequence[Record]) -> Iterator[tuple[list[Record], set[Any]]]:
+    """Yield the records with a flag on every turn of the model at one path of names, and the texts that it excludes.
+
+    A turn is the innermost object of a list, or the record itself, that has a whole trained text or the ids of one. The
+    flag depends on the text alone: it is false for the first text, true for the second, false for the third, ...
+    """
+    said = said_alone(read(records))
+    flags = {key: bool(number % 2) for number, key in enumerate(dict.fromkeys(said))}
+    turns: dict[tuple[str, ...], list[tuple[int, Path, Any]]] = {}
+    for number, record in enumerate(records):
+        for path, key in _turns(record.value, (), flags):
+            turns.setdefault(schema_path(path), []).append((number, path, key))
+    for places in turns.values():
+        values = [copy.deepcopy(record.value) for record in records]
+        for number, path, key in places:
+            at(values[number], path)[FLAG] = flags[key]
+        if {flags[key] for *_, key in places} == {True, False}:
+            edited = [Record(each.source, each.path, value) for each, value in zip(records, values, strict=True)]
+            yield edited, {key for *_, key in places if not flags[key]}
+
+
+def said_alone(reading: Reading) -> list[Any]:
+    """Return one trained text of each turn, or its ids."""
+    return [key for turns in reading.trained for _, turn in turns for key in _keys_of(turn)]
+
+
+def _keys_of(turn: Any) -> list[Any]:
+    """Return the texts of a trained turn, or its ids: one value each that a record may contain as it is."""
+    if isinstance(turn, list):
+        return [tuple(turn)]
+    content, thought, calls = (turn, None, []) if isinstance(turn, str) else turn
+    texts = [content, thought, *(json.dumps(arguments) for _, arguments in calls)]
+    return [text.strip() for text in texts if text and len(text.strip()) > 2][:1]
+
+
+def _turns(value: Any, path: Path, flags: dict[Any, bool]) -> Iterator[tuple[Path, Any]]:
+    """Yield path and key of each turn in `value`."""
+    if isinstance(value, list):
+        for place, each in enumerate(value):
+            yield from _turns(each, (*path, place), flags)
+    if not isinstance(value, dict):
+        return
+    inner = [each for name, field in value.items() for each in _turns(field, (*path, name), flags)]
+    yield from inner
+    is_turn = (not path or isinstance(path[-1], int)) and "key" not in value  # a pair of OpenTelemetry has a key
+    if not inner and is_turn and not any(str(value.get(name)).lower() in _OTHERS for name in ("role", "from", "type")):
+        found = [key for key in map(_key_of, _leaf_values(value)) if key in flags]
+        yield from ((path, key) for key in found[-1:])
+
+
+def _key_of(leaf: Any) -> Any:
+    parsed = parsed_json(leaf) if isinstance(leaf, str) else leaf
+    if isinstance(parsed, dict):
+        return json.dumps(parsed)
+    return leaf.strip() if isinstance(leaf, str) else tuple(leaf)
+
+
+def _leaf_values(value: Any) -> Iterator[Any]:
+    """Yield the texts, the lists of numbers, and the objects in `value`."""
+    if isinstance(value, dict):
+        yield value
+        for field in value.values():
+            yield from _leaf_values(field)
+    elif isinstance(value, list) and not _is_numbers(value):
+        for each in value:
+            yield from _leaf_values(each)
+    elif isinstance(value, str | list):
+        yield value

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +24,22 @@ from treepack.trajectory import Outcomes, Skipped
 _UNUSED = "call not used: "
 NO_CALL = "session without a turn of the model"
 COPIED_NOTE = "turns that were copied from another session not trained"
+ORDER_NOTE = "session whose answers do not follow the results of their calls, such as one of iFlow CLI"
+
+
+def passes_results(answers: Iterable[tuple[set[str], Any, int]], results: Mapping[str, int]) -> bool:
+    """Return whether an answer follows the line before an earlier call, whose result it should follow.
+
+    Answers are the ids of their calls, the line that they follow, and their place in the file; results are the places
+    of results by the ids of their calls.
+    """
+    # u | call of u | result of call | answer of u: in iFlow CLI, all answers name the line of the user before them.
+    after: dict[Any, list[int]] = {}
+    for calls, parent, place in answers:
+        if any(result < place for result in after.setdefault(parent, [])):
+            return True
+        after[parent] += [results[name] for name in calls if name in results]
+    return False
 
 
 @dataclass(slots=True)

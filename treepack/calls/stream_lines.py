@@ -53,7 +53,8 @@ def linked_sessions(rows: list[Record]) -> Iterator[tuple[list[Record], tuple[st
         return
     chains: dict[tuple[Any, Any, int], list[Record]] = {}  # by session, sub-agent and number of compactions
     compactions: Counter[tuple[Any, Any]] = Counter()
-    uuids = Counter(str(row.value.get("uuid")) for row in rows)
+    # A session may have no uuids, or one for all lines; a later session may repeat those of an earlier one.
+    uuids = Counter(map(_name_of, rows))
     for row in rows:
         if (error := unread_program(row, particular=False)) is not None:
             raise error
@@ -62,8 +63,8 @@ def linked_sessions(rows: list[Record]) -> Iterator[tuple[list[Record], tuple[st
         compactions[name] += value.get("subtype") == "compact_boundary"
         chain = chains.setdefault((*name, compactions[name]), [])
         if value.get("type") in ("user", "assistant") and isinstance(value.get("message"), dict):
-            uuid = str(value.get("uuid"))
-            row = replace(row, value=value | {"uuid": uuid if uuids[uuid] == 1 else row.source})
+            uuid = value.get("uuid") if uuids[_name_of(row)] == 1 else None
+            row = replace(row, value=value | {"uuid": uuid or row.source})
             chain.append(_linked(row, chain[-1] if chain else None))
         elif (reason := _stop_reason(value)) is not None and chain:
             chain[-1].value["message"].setdefault("stop_reason", reason)
@@ -78,6 +79,10 @@ def linked_sessions(rows: list[Record]) -> Iterator[tuple[list[Record], tuple[st
                 used += chain
         if used or faults or len(sessions) == 1:
             yield used, tuple(faults)
+
+
+def _name_of(row: Record) -> str:
+    return f"{row.value.get('session_id', row.value.get('sessionId'))} {row.value.get('uuid')}"
 
 
 def _linked(row: Record, before: Record | None) -> Record:

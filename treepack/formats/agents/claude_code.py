@@ -24,11 +24,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from treepack.calls.call_logs import NO_CALL
+from treepack.calls.call_logs import NO_CALL, ORDER_NOTE, passes_results
 from treepack.calls.rollout_names import group_of_first
 from treepack.calls.session_files import (
     SessionFile,
@@ -64,7 +64,6 @@ SYNTHETIC = "<synthetic>"  # the model of a message that Claude Code wrote
 INTERRUPTED = "[Request interrupted by user]"
 CONTEXT_NOTE = "system prompt, tools and some reminders are not in sessions of Claude Code"
 INTERRUPTED_NOTE = "interrupted turn not trained"
-ORDER_NOTE = "session whose answers do not follow the results of their calls, such as one of iFlow CLI"
 PARENT_NOTE = "prompt begins after a line that is not in the file"
 SUB_AGENT = "description of a sub-agent, whose session is another file"
 
@@ -95,7 +94,6 @@ class _SessionTree:
 
     entries: dict[str, _SessionEntry] = field(default_factory=dict)  # by uuid, in the order of the file
     blocks: dict[str, list[_SessionEntry]] = field(default_factory=dict)  # of each message of the model, by its key
-    blocks_after: dict[str | None, list[list[_SessionEntry]]] = field(default_factory=dict)  # `blocks` by their parent
     called: set[str] = field(default_factory=set)  # the ids of tool calls
     results: dict[str, _SessionEntry] = field(default_factory=dict)  # by the id of the call
     kept: dict[str, list[str]] = field(default_factory=dict)  # uuid of a summary -> entries that its compaction kept
@@ -132,7 +130,8 @@ def _read_claude_code(records: Iterator[Record], options: ReadOptions) -> Outcom
 def _read_session(rows: list[Record], faults: tuple[str, ...], options: ReadOptions) -> Outcomes:
     """Read the trajectories of the lines of one session; `faults` are why others of its lines are not used."""
     session = _session(rows)
-    log = _calls(session, CallLog(options.turns, rows[0].path))
+    # A stream of several runs repeats the lines of a run that a later one resumes.
+    log = _calls(session, CallLog(options.turns, f"{rows[0].path} {rows[0].value.get('sessionId')}"))
     log.note(*faults)
     record = replace(rows[0], source=rows[0].path, value=_description(session, rows[0]))
     if log.calls:
@@ -180,8 +179,8 @@ def _session(rows: list[Record]) -> _SessionTree:
     for row in rows:
         value = row.value
         uuid, parent, message = value.get("uuid"), value.get("parentUuid"), object_or_empty(value.get("message"))
-        # A resumed session may repeat lines; titles, snapshots and queues have no uuid and no place in the tree.
-        if not isinstance(uuid, str) or uuid in session.entries:
+        # Titles, snapshots and queues have no uuid and no place in the tree.
+        if not isinstance(uuid, str):
             continue
         if not isinstance(content := message.get("content"), str | list | None):
             raise TreepackError(f"{row.source}: message.content is {shown(content)}; expected text or a list of blocks")
@@ -195,16 +194,17 @@ def _session(rows: list[Record]) -> _SessionTree:
                 raise TreepackError(f"{row.source}: a line of the model lacks message.id or parentUuid; give both")
             key = str(message["id"])
         entry = _SessionEntry(len(session.entries), uuid, parent, str(value.get("type")), message, value, key)
-        session.entries[uuid] = entry
         if key is not None:
             session.blocks.setdefault(key, []).append(entry)
             session.called |= _ids(message, "tool_use", "id")
+        # A resumed session may repeat lines, and a stream the line of an answer that grows.
+        if uuid in session.entries:
+            continue
+        session.entries[uuid] = entry
         if entry.kind == "user":
             session.results |= dict.fromkeys(_ids(message, "tool_result", "tool_use_id"), entry)
             agent = object_or_empty(value.get("toolUseResult")).get("agentId")
             session.agents |= {agent} if isinstance(agent, str) else set()
-    for blocks in session.blocks.values():
-        session.blocks_after.setdefault(blocks[0].parent, []).append(blocks)
     for entry in session.entries.values():
         _add_kept(session, entry)
     return session
@@ -237,7 +237,9 @@ def _parts(message: _Message) -> list[dict[str, Any]]:
 
 def _calls(session: _SessionTree, log: CallLog) -> CallLog:
     """Add one call for each message of the model to `log`, in the order of their first lines, and return it."""
-    if any(map(partial(_is_out_of_order, session), session.blocks.values())):
+    results = {name: entry.index for name, entry in session.results.items()}
+    answers = ((_called(blocks), blocks[0].parent, blocks[0].index) for blocks in session.blocks.values())
+    if passes_results(answers, results):
         log.note(ORDER_NOTE)
         return log
     prompts: dict[str | None, _CallPrompt] = {None: _CallPrompt([])}  # by the entry before a call
@@ -270,15 +272,9 @@ def _names(entry: _SessionEntry) -> tuple[Any, Any]:
     return object_or_empty(entry.value.get("forkedFrom")).get("messageUuid") or entry.uuid, entry.value.get("requestId")
 
 
-def _is_out_of_order(session: _SessionTree, blocks: list[_SessionEntry]) -> bool:
-    """Return whether a message follows the line before earlier calls whose results it does not follow."""
-    # u1 | a1 of u1, call | r1 of a1 | a2 of u1: in iFlow CLI, all answers name the line of the user before them.
-    return any(
-        other[0].parent == blocks[0].parent and result.index < blocks[0].index
-        for other in (session.blocks_after.get(blocks[0].parent) or ())
-        for result in (session.results.get(name) for block in other for name in _ids(block.message, "tool_use", "id"))
-        if other is not blocks and result is not None
-    )
+def _called(blocks: list[_SessionEntry]) -> set[str]:
+    """Return the ids of the calls of a message."""
+    return {name for block in blocks for name in _ids(block.message, "tool_use", "id")}
 
 
 def _is_interruption(entry: _SessionEntry) -> bool:
@@ -316,7 +312,7 @@ def _messages(session: _SessionTree, entry: _SessionEntry, done: set[str]) -> li
             return []
         done.add(entry.key)
         blocks = session.blocks[entry.key]
-        ids = {name for block in blocks for name in _ids(block.message, "tool_use", "id")}
+        ids = _called(blocks)
         # In the order of the file. An entry may have several results, but it is in the prompt once.
         results = {session.results[name].index: session.results[name] for name in ids if name in session.results}
         return [*_answer(blocks), *(message for index in sorted(results) for message in _user(results[index]))]
@@ -379,7 +375,7 @@ FORMAT = Format(
         message.model message.content.tool_use_id compactMetadata.preservedSegment attachment.prompt
         isApiErrorMessage message.content.type message.content.text message.content.thinking message.content.id
         message.content.name message.content.input message.content.content message.content.is_error
-        toolUseResult.agentId message.stop_reason
+        toolUseResult.agentId message.stop_reason requestId forkedFrom.messageUuid
     """,
     dropped="""
         attachments except queued commands (reminders);

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from treepack.calls.call_logs import ORDER_NOTE, passes_results
 from treepack.calls.rollout_names import of_agent
 from treepack.formats.kit import (
     CallLog,
@@ -26,6 +27,7 @@ from treepack.formats.kit import (
     Outcomes,
     ReadOptions,
     Record,
+    Skipped,
     as_objects,
     as_text,
     is_messages,
@@ -82,6 +84,9 @@ def _read_qwen_code(records: Iterator[Record], options: ReadOptions) -> Outcomes
     entries = _entries(rows)
     log = CallLog(options.turns, rows[0].path)
     log.note(*_missing(entries))
+    if _passes_results(entries):
+        yield Skipped(rows[0].path, ORDER_NOTE)
+        return
     system, tools = _launch(rows)
     prompts: dict[str | None, _CallPrompt] = {None: _CallPrompt(system)}
     for entry in entries.values():
@@ -140,6 +145,20 @@ def _missing(entries: dict[str, _SessionEntry]) -> Iterator[str]:
             yield PARENT_NOTE
         elif entry.parent is None and number > 0 and entry.history is None:
             yield ROOT_NOTE
+
+
+def _passes_results(entries: dict[str, _SessionEntry]) -> bool:
+    """Return whether an answer does not follow the result of a call before it."""
+
+    def ids(entry: _SessionEntry, name: str) -> set[str]:
+        parts = (object_or_empty(part.get(name)) for part in entry.content["parts"])
+        return {str(part["id"]) for part in parts if part.get("id")}
+
+    places = {name: k for k, entry in enumerate(entries.values()) for name in ids(entry, "functionResponse")}
+    answers = [(k, entry) for k, entry in enumerate(entries.values()) if entry.kind == "assistant"]
+    before = [entries[entry.parent] for _, entry in answers if entry.parent in entries]
+    is_next = any(places.keys() & ids(entry, "functionCall") for entry in before)
+    return is_next or passes_results(((ids(each, "functionCall"), each.parent, k) for k, each in answers), places)
 
 
 def _history(value: dict[str, Any], source: str) -> list[Any] | None:

@@ -33,6 +33,7 @@ from treepack.ingest.readers.fields.unread_notes import TOO_DEEP, NotesOfFile, V
 from treepack.ingest.readers.fields.values import BadValueError, as_id, close_names, shown
 from treepack.ingest.readers.kinds import Fields, Requirement, alternatives, as_names, has_field, has_fields
 from treepack.ingest.readers.messages.containers import with_containers
+from treepack.ingest.readers.turn_flags import TurnFlags, known_names
 from treepack.trajectory import Outcome, Outcomes, Skipped, Trajectory
 
 # The columns of the table in docs/formats.md.
@@ -97,6 +98,7 @@ class Format:
     # treepack's own formats are above 0, so formats of other packages come first unless they set one.
     rank: int = 0
     declared: Declared = field(init=False)
+    known: frozenset[str] = field(init=False)  # names of declared fields, which are no unread flags of turns
     required: Requirement = field(init=False)  # `requires`, not as text
 
     def __post_init__(self) -> None:
@@ -111,6 +113,7 @@ class Format:
             object.__setattr__(self, name, tuple(parts))
         assert set(self.keeps) <= set(KEEPS), self.name
         object.__setattr__(self, "declared", declare((*self.used, *self.also)))
+        object.__setattr__(self, "known", known_names(self.declared))
         required = alternatives(self.requires) if isinstance(self.requires, str) else self.requires
         object.__setattr__(self, "required", required)
 
@@ -158,8 +161,7 @@ class Format:
         elif options.limits.skip_bad:
             yield from self._of_damaged_file(list(records), options)
         else:
-            notes = NotesOfFile(self.declared, self.view)
-            yield from notes.on_items(self.read_file(notes.of_records(self._check_records(records)), options))
+            yield from self._of_file(records, options)
 
     def _of_record(self, record: Record, number: int, options: ReadOptions) -> Outcomes:
         """Read record `number` of a file; a skipped rollout gets the group that its record names."""
@@ -184,13 +186,24 @@ class Format:
             items = [Skipped(record.source, error.reason, detail=str(error))]
         except RecursionError:
             raise TreepackError(f"{record.source}: {TOO_DEEP}") from None
-        notes = notes_of_record(record.value, self.declared, items, record.source) if self.notes_unused else ()
+        notes: tuple[str, ...] = ()
+        if self.notes_unused:
+            notes = notes_of_record(record.value, self.declared, items, record.source)
+            flags = TurnFlags(self.known)
+            list(flags.of_records([record]))
+            list(flags.on_items(items))
         for item in items:
             is_lost = isinstance(item, Skipped) and item.is_rollout and item.group_id is None
             if notes and isinstance(item, Trajectory):
                 # Once per record: a reader may have noted a field itself.
                 item, notes = replace(item, notes=tuple(dict.fromkeys((*item.notes, *notes)))), ()
             yield replace(item, group_id=group_of(record)) if is_lost else item
+
+    def _of_file(self, records: Iterable[Record], options: ReadOptions) -> Outcomes:
+        assert self.read_file is not None
+        notes, flags = NotesOfFile(self.declared, self.view), TurnFlags(self.known)
+        read = flags.of_records(notes.of_records(self._check_records(records)), self.view)
+        return notes.on_items(flags.on_items(self.read_file(read, options)))
 
     def _of_damaged_file(self, records: list[Record], options: ReadOptions) -> Outcomes:
         """Read the records of a file that belong together, without damaged ones.
@@ -204,9 +217,7 @@ class Format:
             if not records:
                 return
             try:
-                notes = NotesOfFile(self.declared, self.view)
-                items = self.read_file(notes.of_records(self._check_records(records)), options)
-                yield from list(notes.on_items(items))
+                yield from list(self._of_file(records, options))
                 return
             except TreepackError as error:
                 number = _number_of_record(str(error), records)

@@ -36,6 +36,7 @@ from treepack.ingest.readers.recognition import (
     refuse_own_row,
 )
 from treepack.ingest.readers.registry import all_formats, check_format, formats_by_name
+from treepack.ingest.readers.turn_flags import TurnWeights
 from treepack.ingest.readers.unknown_formats import unknown_format, with_suggestion
 from treepack.ingest.readers.unread_programs import UnknownFormatError, unread_program
 from treepack.processes import batched
@@ -223,13 +224,14 @@ def _read_blocks(blocks: Iterable[RecordBlock | Range], name: str, options: Read
     seen: list[Record] = []  # the first record and the current one, which an error names
     notes: dict[str, None] = {}  # on the current record
     edits, how = (options.columns, replace(options, columns=None)) if _is_edit(options) else (None, options)
+    weights = TurnWeights(is_required=formats_by_name()[name].read is not None)
 
     def records() -> Iterator[Record]:
         for block in blocks:
             for record in block.records(damaged, arrays):
                 seen[:] = [*seen[:1], record]
                 if edits is not None:
-                    record, ignored = edited(record, edits)
+                    record, ignored = edited(record, edits, weights.of_record())
                     notes.update(dict.fromkeys(ignored))
                 yield record
 
@@ -238,7 +240,7 @@ def _read_blocks(blocks: Iterable[RecordBlock | Range], name: str, options: Read
             if notes and isinstance(item, Trajectory):
                 item = replace(item, notes=(*notes, *item.notes))
                 notes.clear()
-            yield item
+            yield weights.applied(item)
             if damaged:
                 yield from damaged
                 damaged.clear()
@@ -246,6 +248,9 @@ def _read_blocks(blocks: Iterable[RecordBlock | Range], name: str, options: Read
         if not seen or not str(error).startswith(f"{seen[-1].source}:"):
             raise
         raise _with_remedy(error, name, seen, options) from error
+    for mask in edits.paths.get("mask", ()) if edits is not None and seen else ():
+        if not weights.is_used and not mask.is_optional:
+            raise TreepackError(f"{seen[0].path}: no turn has {mask.text} (column mask); correct the path")
     yield from damaged or ()
 
 
@@ -269,7 +274,7 @@ def _with_remedy(error: TreepackError, name: str, seen: Sequence[Record], option
 def _format_of(record: Record, options: ReadOptions) -> Format | None:
     """Return the format that the options name if `record` has it, or the first that matches if they name none."""
     if options.columns is not None and options.columns.is_edit:
-        record = edited(record, options.columns)[0]
+        record = edited(record, options.columns, TurnWeights())[0]
     elif options.columns is not None:
         return formats_by_name()["columns"] if has_columns(record, options.columns) else None
     refuse_own_row(record)

@@ -5,7 +5,8 @@
     ignore=learnable  --edited-->  {"messages": [{"role": "assistant", "content": "No."}, ..]}
 
 A path that the record does not have is one of the objects in its lists. A mask of the record itself is a list with one
-value for each message, or for each token.
+value for each message, or for each token, or a flag of all that the record adds. Messages are marked; other turns get
+their weights after they are read (`TurnWeights`).
 """
 
 from __future__ import annotations
@@ -22,19 +23,24 @@ from treepack.ingest.column_map import ColumnMap, ColumnPath
 from treepack.ingest.readers.fields.field_paths import GONE, MISSING, value_at, without_paths
 from treepack.ingest.readers.fields.values import is_messages, shown
 from treepack.ingest.readers.messages.containers import with_containers
+from treepack.ingest.readers.messages.turn_weights import as_flag
+from treepack.ingest.readers.turn_flags import TurnWeights, is_other
+from treepack.trajectory import WEIGHTS, is_weight
 
 _Object = dict[str, Any]
 
 
-def edited(record: Record, columns: ColumnMap) -> tuple[Record, list[str]]:
+def edited(record: Record, columns: ColumnMap, weights: TurnWeights) -> tuple[Record, list[str]]:
     """Return `record` after the edits of `columns`, which have no other keys, and a note on each ignored field.
+
+    `weights` get the turns with a mask of their own.
 
     Raises:
         TreepackError: the record has no such mask.
     """
     record, notes = without_ignored(with_containers(record), columns)
     for path in columns.paths.get("mask", ()):
-        value = _with_mask(record.value, path, record.source)
+        value = _with_mask(record.value, path, record.source, weights)
         record = replace(record.with_lists(), value=value)
     return record, notes
 
@@ -50,23 +56,34 @@ def without_ignored(record: Record, columns: ColumnMap) -> tuple[Record, list[st
     return (replace(record, value=value, line=None) if notes else record), notes
 
 
-def _with_mask(value: _Object, path: ColumnPath, source: str) -> _Object:
+def _with_mask(value: _Object, path: ColumnPath, source: str, weights: TurnWeights) -> _Object:
     mask = value_at(value, path.steps)
-    if mask is MISSING:
-        if not _has(value, path):
-            optional = f"correct the path, or write mask={path.text}? if records may lack it"
-            if path.is_optional:
-                return value
-            raise TreepackError(f"{source}: has no {path.text} (column mask); {optional}")
-        marked: _Object = _in_elements(
-            value, path, lambda each: _marked(_without(path)(each), value_at(each, path.steps))
+
+    def edit(turn: _Object) -> _Object:
+        flag, rest = value_at(turn, path.steps), _without(path)(turn)
+        if flag is None or is_other(rest):
+            return rest
+        number = as_flag(flag) if isinstance(flag, str) else flag
+        if not isinstance(number, int | float) or not is_weight(float(number)):
+            raise TreepackError(f"{source}: the column mask is {shown(flag)}; expected true, false, or {WEIGHTS}")
+        is_message = any(isinstance(rest.get(name), str) for name in ("role", "from"))
+        weights.add(rest, float(number), is_marked=is_message)
+        return _marked(rest, number) if is_message else rest
+
+    if isinstance(mask, list | np.ndarray):
+        weights.is_used = True
+        rest = without_paths(value, [path.steps])
+        name = next((name for name in ("messages", "conversations") if is_messages(rest.get(name))), None)
+        return {**rest, "loss_mask": mask} if name is None else {**rest, name: masked(rest[name], mask, source)}
+    if mask is not MISSING:
+        return edit(value)
+    if weights.is_required and not path.is_optional and not _has(value, path):
+        raise TreepackError(
+            f"{source}: has no {path.text} (column mask); correct the path, or write mask={path.text}? if records may "
+            "lack it"
         )
-        return marked
-    rest = without_paths(value, [path.steps])
-    name = next((name for name in ("messages", "conversations") if is_messages(rest.get(name))), None)
-    if name is None:
-        return {**rest, "loss_mask": mask}
-    return {**rest, name: masked(rest[name], mask, source)}
+    marked: _Object = _in_elements(value, path, edit)
+    return marked
 
 
 def masked(messages: list[_Object], mask: Any, source: str) -> list[_Object]:

@@ -13,15 +13,14 @@ other form. Errors count messages from 1.
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from treepack.errors import TreepackError
 from treepack.ingest.readers.fields import endings
 from treepack.ingest.readers.fields.unread import ANSWER, MASK, danger, is_empty
-from treepack.ingest.readers.fields.values import BadValueError, object_or_empty, quoted, shown
+from treepack.ingest.readers.fields.values import BadValueError, quoted, shown
 from treepack.ingest.readers.messages.content_blocks import plain_part
 from treepack.ingest.readers.messages.reasoning import REASONING, reasoning_of
 from treepack.ingest.readers.messages.tool_calls import (
@@ -57,10 +56,6 @@ _LEFT_OUT = frozenset("skip skipped ignore ignored exclude excluded".split())
 _OTHER_CALLS = frozenset(
     "toolCalls tool_call toolCall function_calls functionCall functionCalls calls tool_uses toolUses "
     "tool_invocations toolInvocations".split()
-)
-_NUMBERED = frozenset(
-    "turn step index idx id number num n round reward score count position order seq level depth time timestamp "
-    "advantage value return tokens cost".split()
 )
 _TEXTS = frozenset("text value body said parts".split())  # usual names of a content
 _NO_CONTENT = "message without content"
@@ -120,7 +115,6 @@ def normalise_messages(messages: Sequence[Any], *, source: str, before: NormalMe
     bounds = list(before.bounds) if before else []
     # A dict without values is an ordered set: each note once, in the order of the messages.
     notes: dict[str, None] = dict.fromkeys(before.notes if before else ())
-    flags: dict[str, set[bool]] = {}
     for index, message in enumerate(messages, len(done)):
         where = f"{source}: message {index + 1}"
         if not isinstance(message, dict):
@@ -172,35 +166,16 @@ def normalise_messages(messages: Sequence[Any], *, source: str, before: NormalMe
             unused = [key for key in unused if not _is_ending(key, message[key])]
         for key in unused:
             if danger(key, message[key]) == MASK or (key in _LEFT_OUT and message[key] is True):
-                remedy = _choose(key, is_flag=as_flag(message[key]) is not None)
-                raise TreepackError(f"{where} has the field '{key}', which can be a mask and is not read; {remedy}")
+                is_flag = as_flag(message[key]) is not None
+                obey = f"add --columns mask={key} if it chooses the trained turns, or " if is_flag else ""
+                raise TreepackError(
+                    f"{where} has the field '{key}', which can be a mask and is not read; {obey}leave it out with "
+                    f"--columns ignore={key}"
+                )
         if role == "assistant":
             _refuse_parts(message, normal, unused, where)
-            for key, flag in _flags(message, unused):
-                flags.setdefault(key, set()).add(flag)
         notes.update({f"message field '{key}' not used": None for key in unused})
-    for key in (key for key, values in flags.items() if len(values) > 1):
-        raise TreepackError(
-            f"{source}: the field '{key}' is true for some messages of the assistant and false for others, so it may "
-            f"be a mask; {_choose(key)}"
-        )
     return NormalMessages(done, weights, tuple(notes), cuts, bounds)
-
-
-def _choose(key: str, *, is_flag: bool = True) -> str:
-    obey = f"add --columns mask={key} if it chooses the trained turns, or " if is_flag else "leave it out with "
-    return f"{obey}--columns ignore={key}"
-
-
-def _flags(message: dict[str, Any], unused: list[str]) -> Iterator[tuple[str, bool]]:
-    """Yield name and value of each flag in the `unused` fields of a message, also in an object."""
-    fields = {key: message[key] for key in unused}
-    inner = {f"{key}.{name}": each for key, value in fields.items() for name, each in object_or_empty(value).items()}
-    for key, value in (fields | inner).items():
-        is_number = not isinstance(value, bool) and str(value).lower() not in ("true", "false")
-        # Numbers and rewards of turns may be 0 and 1 too.
-        if (flag := as_flag(value)) is not None and not (is_number and _NUMBERED & set(re.split(r"[._]", key))):
-            yield key, flag
 
 
 def _refuse_parts(message: dict[str, Any], normal: dict[str, Any], unused: list[str], where: str) -> None:
