@@ -26,7 +26,7 @@ from treepack.pack.plan.planning import plan_rows
 from treepack.pack.row import Row, RowTerms, concatenate_rows
 from treepack.pack.rows import pack_rows
 from treepack.ragged import RaggedArray
-from treepack.sequences import NUMBERS_PER_TOKEN, as_columns
+from treepack.sequences import as_columns
 from treepack.trajectory import Tokens, Trajectory, positions
 from treepack.trie.builders.in_memory import build_trie
 from treepack.trie.builders.out_of_core import build_large_trie
@@ -52,7 +52,7 @@ def test_typed_fields_are_the_columns_of_the_table() -> None:
         column.name for column in (*COLUMNS, *OF_TRAJECTORY)
     ]
     structure = {"tokens", "starts", "ends", "span_weights", "routes"}
-    assert set(names_of(Tokens)) - structure == {column.stored for column in STORED}
+    assert set(names_of(Tokens)) - structure == {column.name for column in STORED}
     assert {*PER_TERM, *PER_SCORED} <= set(names_of(TermTensors))
     in_batches = {column.name for column in (*COLUMNS, *OF_TRAJECTORY) if column.is_in_batches}
     assert set(names_of(TermTensors)) == {"tokens", "index", "trajectory", "weight", "group", "position", "teacher"} | (
@@ -88,8 +88,8 @@ def with_values(trajectory: Trajectory, seed: int) -> Trajectory:
     chance |= dict.fromkeys([each for each in STORED if each.is_computed], rng.random())
     chance |= dict.fromkeys([each for each in STORED if each.name.startswith("teacher_topk")], rng.random())
     given_columns = [column for column in STORED if chance[column] < 0.6]
-    values = {column.stored: value_of(column, trained, sizes, rng) for column in given_columns if column.stored}
-    whole: dict[str, Any] = {column.whole: 0.25 for column in STORED if column.whole and column.stored not in values}
+    values = {column.name: value_of(column, trained, sizes, rng) for column in given_columns}
+    whole: dict[str, Any] = {column.whole: 0.25 for column in STORED if column.whole and column.name not in values}
     return replace(trajectory, content=replace(content, **values), **(whole if rng.random() < 0.5 else {}))
 
 
@@ -107,7 +107,7 @@ def of_trajectories(made: Iterable[Trajectory]) -> Entries:
         assert isinstance(content, Tokens)
         at = positions(content.starts, content.ends).tolist()
         for column in STORED:
-            values = getattr(content, column.stored or "")
+            values = getattr(content, column.name)
             if values is None and column.whole is not None and getattr(trajectory, column.whole) is not None:
                 values = np.full(len(at), getattr(trajectory, column.whole), column.kind.dtype)
             for i, position in enumerate(at if values is not None else []):
@@ -157,8 +157,41 @@ def of_terms(terms: Any, ids: Iterable[str]) -> Entries:
     return found
 
 
-def has_value(trajectory: Trajectory, name: str) -> bool:
-    return getattr(trajectory, name, None) is not None or getattr(trajectory.content, name, None) is not None
+def columns_with_values(trajectory: Trajectory) -> set[str]:
+    """Columns of a trie in which the trajectory has a value."""
+    given = [(getattr(trajectory, column.whole or "", None), column.whole) for column in STORED]
+    given += [(getattr(trajectory.content, column.name), column.stored) for column in STORED]
+    return {name for value, name in given if value is not None and name is not None}
+
+
+def of_rank_shares(batches: list[Any], ranks: int) -> list[Entries]:
+    """The entries of each share that a rank gets: the joined passes of its rows, or its tokens of every row."""
+    from treepack.data.joined import join_rows, terms_of_row
+    from treepack.model.head.term_prices import _place_terms
+    from treepack.sequence.share import SequenceGroup
+    from treepack.train.passes import Joining, deal
+
+    sizes = np.array([batch.input_ids.shape[-1] for batch in batches], np.int64)
+    # Only rows with the same columns of terms are joined.
+    columns = [tuple(c.name for c in COLUMNS if getattr(batch.terms, c.name, None) is not None) for batch in batches]
+    kinds = np.array([sorted(set(columns)).index(each) for each in columns], np.int64)
+    shares: list[Entries] = []
+    for passes in deal(range(len(batches)), sizes.astype(np.float64), ranks, Joining(24, sizes, kinds)):
+        shares.append({})
+        for rows in filter(None, passes):
+            joined = join_rows([batches[row] for row in rows], multiple=8)
+            for number, row in enumerate(rows):
+                terms = joined.terms if joined.edges is None else terms_of_row(joined.terms, joined.edges, number)
+                shares[-1] |= of_terms(terms, batches[row].trajectory_ids)
+    for rank in range(ranks):
+        shares.append({})
+        for batch in batches:
+            share = SequenceGroup(None, rank, ranks).share(batch.input_ids.shape[-1])
+            targets = batch.terms.tokens.long(), batch.input_ids.flatten(), batch.parent.flatten().long()
+            places, _ = share.own_targets(targets)
+            _, _, own, _ = _place_terms(batch.terms, places, None, len(batch.terms.tokens))
+            shares[-1] |= of_terms(own, batch.trajectory_ids)
+    return shares
 
 
 def check_stages(made: list[Trajectory], folder: Path) -> None:
@@ -174,7 +207,7 @@ def check_stages(made: list[Trajectory], folder: Path) -> None:
     check_trie(trie)
     assert of_trajectories(trajectories_of(trie)) == expected
     # An optional column exists only if a trajectory has a value, and runs on disk give the table that memory gives.
-    fields_of = {name for each in made for name in (*TRIE_COLUMNS,) if has_value(each, name)}
+    fields_of = {name for each in made for name in columns_with_values(each)}
     assert {*trie.trajectories.column_names} & TRIE_COLUMNS - {*schema.TRAJECTORIES.names} == fields_of - {
         *schema.TRAJECTORIES.names
     }
@@ -216,6 +249,11 @@ def check_stages(made: list[Trajectory], folder: Path) -> None:
             own = {key: value for key, value in alone(batch.terms, number).items() if key[2] in shared}
             assert alone(cut, number) == own
     assert of_batches == expected
+    for ranks in (2, 3):
+        shares = of_rank_shares(batches, ranks)
+        for own in (shares[:ranks], shares[ranks:]):
+            assert sum(map(len, own)) == len(expected)  # no rank has an entry of a different rank
+            assert {key: value for each in own for key, value in each.items()} == expected
     one = batches[0].terms
     assert one is not None
     pieces: Entries = {}
@@ -261,6 +299,10 @@ def zeros_for_missing(self: Any, values: Any, num: int) -> Any:
     return np.zeros(num) if values is None else np.broadcast_to(values, num)
 
 
+def terms_of_all_ranks(terms: Any, *_: Any) -> Any:
+    return None, None, terms, None
+
+
 def reversed_order(self: Any, parts: Any) -> Any:
     return np.concatenate(parts[::-1]).astype(self.dtype)
 
@@ -271,19 +313,15 @@ def reversed_order(self: Any, parts: Any) -> Any:
         ("treepack.data.batch._with_law", merge_laws),
         ("treepack.columns.Numbers.filled", zeros_for_missing),
         ("treepack.columns.Numbers.join", reversed_order),
+        ("treepack.model.head.term_prices._place_terms", terms_of_all_ranks),
     ],
-    ids=["merged laws", "zeros for missing entries", "wrong order"],
+    ids=["merged laws", "zeros for missing entries", "wrong order", "terms of a different rank"],
 )
 def test_planted_faults_are_found(place: str, fault: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch")
     monkeypatch.setattr(place, fault)
     with pytest.raises((AssertionError, TreepackError)):
         check_stages(two_laws(), tmp_path)
-
-
-def test_numbers_per_token_are_the_columns_of_numbers() -> None:
-    lists = {column.stored for column in STORED if isinstance(column.kind, Lists)}
-    assert set(NUMBERS_PER_TOKEN) == {column.stored for column in STORED} - lists
 
 
 ROOMS = ("trie", "pack", "files", "data", "carry", "online", "cluster")

@@ -105,11 +105,11 @@ class Column:
     """One column of the table.
 
     Attributes:
-        name: field of `RowTerms` and `TermTensors`.
+        name: field of `Tokens`, `RowTerms` and `TermTensors`.
         kind: numbers or lists, and their dtype in packed rows.
         packed: column of packed rows.
         packed_doc: its description in the schema.
-        stored: column of the trajectories of a trie, and field of `Tokens`; None if only packed rows have it.
+        stored: column of the trajectories of a trie; None if only packed rows have it.
         stored_doc: its description; by default `packed_doc` with "per trained token".
         whole: column of a trie with one number for all trained tokens of a trajectory, if it may be stored so.
         whole_doc: its description.

@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from treepack.columns import COLUMNS, Column, Lists, Numbers
+from treepack.columns import COLUMNS, Column, Lists
 from treepack.errors import TreepackError
 from treepack.files import schema
 from treepack.files.column_views import FilledView, ListView, NoValues, View, number_column, ragged_column
@@ -189,7 +189,7 @@ def _cells(column: Column, records: list[Trajectory], contents: list[Tokens]) ->
         if column.is_always or any(number is not None for number in numbers):
             found[column.whole] = numbers
     if column.stored is not None:
-        cells = [getattr(content, column.stored) for content in contents]
+        cells = [getattr(content, column.name) for content in contents]
         if column.is_always or any(cell is not None for cell in cells):
             is_lists = isinstance(column.kind, Lists)
             found[column.stored] = (ragged_column if is_lists else number_column)(cells, column.kind.dtype)
@@ -384,6 +384,6 @@ def _num_values(column: pa.ChunkedArray) -> int:
     return sum(each[-1].as_py() - each[0].as_py() for each in offsets)
 
 
-# Fields of `Tokens` with one number, or one list of numbers, per trained token.
-NUMBERS_PER_TOKEN = tuple(column.stored for column in COLUMNS if column.stored and isinstance(column.kind, Numbers))
-PER_TOKEN = tuple(column.stored for column in COLUMNS if column.stored)
+# The column of a trie for each field of `Tokens` with a number, or a list of numbers, per trained token.
+STORED = {column.name: column.stored for column in COLUMNS if column.stored}
+PER_TOKEN = tuple(STORED.values())

@@ -58,15 +58,15 @@ class Tokens:
     starts: Int32
     ends: Int32
     span_weights: Float64
-    advantages: Float64 | None = None
-    sampling_logprobs: Float32 | None = None
-    old_logprobs: Float32 | None = None
-    ref_logprobs: Float32 | None = None
-    temperatures: Float32 | None = None
+    advantage: Float64 | None = None
+    sampling_logprob: Float32 | None = None
+    old_logprob: Float32 | None = None
+    ref_logprob: Float32 | None = None
+    temperature: Float32 | None = None
     returns: Float64 | None = None
     old_values: Float64 | None = None
-    edge_factors: Float64 | None = None
-    teacher_logprobs: Float32 | None = None
+    edge_factor: Float64 | None = None
+    teacher_logprob: Float32 | None = None
     teacher_topk_ids: RaggedArray | None = None
     teacher_topk_logprobs: RaggedArray | None = None
     kept_ids: RaggedArray | None = None
@@ -334,7 +334,7 @@ def with_temperatures(trajectory: Trajectory, values: Float64) -> Trajectory:
         return trajectory
     if (values == values[0]).all():
         return replace(trajectory, temperature=float(values[0]))
-    content = replace(trajectory.content, temperatures=values.astype(np.float32))
+    content = replace(trajectory.content, temperature=values.astype(np.float32))
     return replace(trajectory, content=content, temperature=None)
 
 

@@ -53,8 +53,8 @@ def with_values(rollouts: list[Trajectory], rng: random.Random) -> list[Trajecto
         assert isinstance(one.content, Tokens)
         name = rng.choice([f"r{i}", f"r{i % 3}/turn-{i}", f"r/part-{i}@f:1"])
         values = np.arange(one.content.num_trained, dtype=np.float32)
-        content = replace(one.content, old_logprobs=-values, temperatures=values) if i % 3 == 0 else one.content
-        content = replace(content, advantages=values.astype(np.float64)) if i % 4 == 0 else content
+        content = replace(one.content, old_logprob=-values, temperature=values) if i % 3 == 0 else one.content
+        content = replace(content, advantage=values.astype(np.float64)) if i % 4 == 0 else content
         temperature = 0.5 if i % 3 == 1 else None
         values_of_all: dict[str, Any] = {"reward": float(i % 2), "advantage": i / 3, "temperature": temperature}
         made.append(replace(one, trajectory_id=name, content=content, **values_of_all))

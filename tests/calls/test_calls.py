@@ -58,14 +58,14 @@ def test_calls_that_continue_each_other_are_one_trajectory_and_others_are_named_
     assert (whole.trajectory_id, whole.group_id, whole.reward, whole.notes) == ("run-7", "task", 0.5, ())
     assert tokens_of(whole).tokens.tolist() == [1, 2, 3, 4, 9, 5]
     assert trained(whole) == [3, 4, 5]
-    logprobs = tokens_of(whole).sampling_logprobs
+    logprobs = tokens_of(whole).sampling_logprob
     assert logprobs is not None
     assert logprobs.tolist() == [-0.5, -0.25, -1.0]
     joined, other = of_calls(first, second, TokenCall([7, 8], [6]))
     assert [joined.trajectory_id, other.trajectory_id] == ["run-7/turn-1", "run-7/turn-3"]
     assert (joined.group_id, other.reward) == ("task", 0.5)
     assert (joined.notes, other.notes) == ((SPLIT_NOTE,), ())
-    assert tokens_of(other).sampling_logprobs is None
+    assert tokens_of(other).sampling_logprob is None
 
 
 def test_a_call_joins_the_longest_trajectory_that_it_continues_however_they_interleave() -> None:
@@ -109,18 +109,18 @@ def test_values_may_be_given_for_the_response_its_trained_tokens_or_all_alike() 
     for values in ([-1.0, float("nan"), -2.0], [-1.0, -2.0], [-1.0, None, -2.0]):
         (item,) = of_calls(TokenCall([1], [2, 3, 4], {"loss_mask": mask, "rollout_log_probs": values}))
         assert trained(item) == [2, 4]
-        logprobs = tokens_of(item).sampling_logprobs
+        logprobs = tokens_of(item).sampling_logprob
         assert logprobs is not None
         assert logprobs.tolist() == [-1.0, -2.0]
     (item,) = of_calls(TokenCall([1], [2], {"advantages": 2}), TokenCall([1, 2], [3, 4], {"advantages": -1.0}))[:1]
-    advantages = tokens_of(item).advantages
+    advantages = tokens_of(item).advantage
     assert advantages is not None
     assert advantages.tolist() == [2.0, -1.0, -1.0]
 
 
 def test_values_that_only_some_joined_calls_have_are_left_out_and_noted() -> None:
     (trajectory,) = of_calls(TokenCall([1], [2], {"rollout_log_probs": [-1.0]}), TokenCall([1, 2], [3]))
-    assert tokens_of(trajectory).sampling_logprobs is None
+    assert tokens_of(trajectory).sampling_logprob is None
     assert trajectory.notes == ("rollout_log_probs of some calls only, not used",)
 
 

@@ -87,7 +87,7 @@ def rollouts_of(trie: Trie) -> list[Rollout]:
         size, trained = len(content.tokens), positions(content.starts, content.ends)
         weights, advantages = np.zeros(size), np.zeros(size)
         weights[trained] = 1.0
-        advantages[trained] = each.advantage if content.advantages is None else content.advantages
+        advantages[trained] = each.advantage if content.advantage is None else content.advantage
         zeros = [0.0] * size
         result.append(
             Rollout(

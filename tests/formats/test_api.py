@@ -106,8 +106,8 @@ def test_token_ids_of_a_server_are_used_instead_of_the_text(*, named: bool) -> N
     assert isinstance(content, Tokens)
     assert content.tokens.tolist() == [1, 2, 7, 8, 3, 9]
     assert (content.starts.tolist(), content.ends.tolist()) == ([2, 5], [4, 6])
-    assert content.sampling_logprobs is not None
-    assert content.sampling_logprobs.tolist() == [-0.5, -1.0, -2.0]
+    assert content.sampling_logprob is not None
+    assert content.sampling_logprob.tolist() == [-0.5, -1.0, -2.0]
 
 
 def test_what_cannot_be_used_of_token_ids_is_noted() -> None:

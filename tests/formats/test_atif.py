@@ -56,8 +56,8 @@ def test_the_calls_of_a_linear_atif_run_are_its_tokens_with_one_span_each(
     assert trajectory.content.starts.tolist() == starts
     assert (trajectory.content.ends - trajectory.content.starts).tolist() == [len(said) for _, said in calls]
     expected = np.repeat([-float(number + 1) for number in range(len(calls))], [len(said) for _, said in calls])
-    assert trajectory.content.sampling_logprobs is not None
-    assert np.array_equal(trajectory.content.sampling_logprobs, expected.astype(np.float32))
+    assert trajectory.content.sampling_logprob is not None
+    assert np.array_equal(trajectory.content.sampling_logprob, expected.astype(np.float32))
 
 
 def test_steps_after_a_summary_are_not_trained_behind_a_history_that_their_model_did_not_see() -> None:

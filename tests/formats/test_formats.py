@@ -92,7 +92,7 @@ def test_a_format_keeps_what_it_says(name: str) -> None:
     kept = set()
     if any(isinstance(content, Tokens) for content in contents):
         kept.add(TOKEN_IDS)
-    if any(isinstance(content, Tokens) and content.sampling_logprobs is not None for content in contents):
+    if any(isinstance(content, Tokens) and content.sampling_logprob is not None for content in contents):
         kept.add(LOGPROBS)
     if any(each.reward is not None for each in trajectories):
         kept.add(REWARDS)

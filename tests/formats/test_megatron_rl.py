@@ -36,8 +36,8 @@ def test_turns_that_continue_each_other_are_joined() -> None:
         ("r.jsonl:1/1", "gen-000001/0"),
     ]
     content = tokens_of(first)
-    assert content.advantages is not None
-    assert content.advantages.tolist() == [0.5] * 5
+    assert content.advantage is not None
+    assert content.advantage.tolist() == [0.5] * 5
 
 
 def test_flat_lists_of_earlier_versions_are_one_turn() -> None:

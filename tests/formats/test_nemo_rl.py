@@ -41,12 +41,12 @@ def test_padding_is_cut_and_every_list_belongs_to_the_same_tokens() -> None:
     assert isinstance(content, Tokens)
     assert content.tokens.tolist() == [5, 6, 7, 8, 2]
     assert (content.starts.tolist(), content.ends.tolist()) == ([2], [5])
-    assert content.sampling_logprobs is not None
-    assert content.old_logprobs is not None
-    assert content.advantages is not None
-    assert content.sampling_logprobs.tolist() == pytest.approx([-0.1, -0.2, -0.3])
-    assert content.old_logprobs.tolist() == pytest.approx([-0.4, -0.5, -0.6])
-    assert content.advantages.tolist() == [0.5] * 3
+    assert content.sampling_logprob is not None
+    assert content.old_logprob is not None
+    assert content.advantage is not None
+    assert content.sampling_logprob.tolist() == pytest.approx([-0.1, -0.2, -0.3])
+    assert content.old_logprob.tolist() == pytest.approx([-0.4, -0.5, -0.6])
+    assert content.advantage.tolist() == [0.5] * 3
 
 
 def test_the_mask_of_a_sample_is_a_factor_of_the_mask_of_its_tokens() -> None:

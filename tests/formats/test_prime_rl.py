@@ -32,8 +32,8 @@ def test_an_export_brings_the_log_probabilities_of_sampler_and_trainer() -> None
     (trajectory,) = read(export)
     assert back(trajectory) == ([5, 6, 7], [1, 2], [-0.5, -0.25], None)
     content = tokens_of(trajectory)
-    assert content.old_logprobs is not None
-    assert content.old_logprobs.tolist() == [-0.75, -0.5]
+    assert content.old_logprob is not None
+    assert content.old_logprob.tolist() == [-0.75, -0.5]
     assert trajectory.step == 3
 
 

@@ -92,7 +92,7 @@ def test_temperatures_have_one_value_per_token_or_trained_token(values: list[flo
 
 def test_equal_temperatures_become_one_and_missing_ones_are_those_of_the_record(tmp_path: Path) -> None:
     item = read_record(IDS | {"temperatures": [0.7, None, 0.7], "temperature": 0.7}, tmp_path)
-    assert (item.temperature, tokens_of(item).temperatures) == (0.7, None)
+    assert (item.temperature, tokens_of(item).temperature) == (0.7, None)
 
 
 @pytest.mark.parametrize("name", ["sampling_params", "sampling_args"])
@@ -193,7 +193,7 @@ def test_an_unknown_temperature_of_a_turn_is_missing_from_its_tokens_only() -> N
 
 def test_a_conversation_at_one_temperature_has_one() -> None:
     (sample,) = tokenized(conversation()[:1])
-    assert (sample.temperature, tokens_of(sample).temperatures) == (0.5, None)
+    assert (sample.temperature, tokens_of(sample).temperature) == (0.5, None)
 
 
 def test_an_impossible_temperature_of_a_call_names_the_call() -> None:

@@ -137,8 +137,8 @@ def test_calls_with_ids_that_extend_each_other_are_one_sequence(
         (len(prompt), len(prompt) + len(first)),
         (len(whole), len(whole) + len(second)),
     ]
-    assert content.sampling_logprobs is not None
-    assert content.sampling_logprobs.tolist() == [-1.0] * len(first) + [-2.0] * len(second)
+    assert content.sampling_logprob is not None
+    assert content.sampling_logprob.tolist() == [-1.0] * len(first) + [-2.0] * len(second)
     assert isinstance(item, Trajectory)
     assert (item.trajectory_id, item.group_id, item.metadata) == ("3/1", "3", {"metadata": {"id": "row-8"}})
 

@@ -43,8 +43,8 @@ def test_steps_with_token_ids_are_joined_and_agents_have_groups_of_their_own() -
     solver, judge = read(EPISODE)
     assert back(solver) == (IDS, [6, 7, 8, 11, 12], [-0.5, -0.25, -0.125, -1.0, -0.0625], 1.0)
     content = tokens_of(solver)
-    assert content.advantages is not None
-    assert content.advantages.tolist() == [0.5, 0.5, 0.5, 0.5, 0.25]
+    assert content.advantage is not None
+    assert content.advantage.tolist() == [0.5, 0.5, 0.5, 0.5, 0.25]
     assert back(judge) == ([151644, 60, 61, 2], [2, 3], [-0.25, -0.5], 1.0)
     assert [(item.trajectory_id, item.group_id) for item in (solver, judge)] == [
         ("q7:0/0", "q7:solver"),

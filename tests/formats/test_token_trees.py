@@ -32,7 +32,7 @@ def test_each_path_of_a_tree_trains_all_that_its_nodes_mark_with_its_share_of_th
     assert [(item.trajectory_id, item.group_id) for item in found] == [
         (f"r.jsonl:1/leaf-{leaf}", "r.jsonl:1") for leaf in range(3)
     ]
-    advantages = [tokens_of(item).advantages for item in found]
+    advantages = [tokens_of(item).advantage for item in found]
     assert [None if each is None else each.tolist() for each in advantages] == [
         [0.5, 0.5, 0.5, 1.0, 1.0, 1.0],
         [0.5, 0.5, 0.5, -1.0, -1.0, -1.0],
@@ -42,7 +42,7 @@ def test_each_path_of_a_tree_trains_all_that_its_nodes_mark_with_its_share_of_th
 
 def test_advantages_that_nobody_set_are_none() -> None:
     (trajectory,) = read({"nodes": [{"parent": -1, "token_ids": [1, 2], "loss_mask": [False, True], "advantage": 0.0}]})
-    assert tokens_of(trajectory).advantages is None
+    assert tokens_of(trajectory).advantage is None
 
 
 def test_completions_of_a_prompt_are_trained_from_their_first_token_on() -> None:

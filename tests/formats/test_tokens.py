@@ -88,7 +88,7 @@ def test_padding_changes_nothing(record: tuple[list[int], int, list[int]], left:
             "position_ids": [0] * left + list(range(len(ids) + right)),
         }
     )
-    for name in ("tokens", "starts", "ends", "span_weights", "sampling_logprobs", "ref_logprobs"):
+    for name in ("tokens", "starts", "ends", "span_weights", "sampling_logprob", "ref_logprob"):
         np.testing.assert_array_equal(getattr(plain.content, name), getattr(padded.content, name))
     notes = ["left padding removed"] * (left > 0) + ["right padding removed"] * (right > 0)
     assert padded.notes[: len(notes)] == tuple(notes)
@@ -110,10 +110,10 @@ def test_values_over_all_the_response_or_the_trained_tokens_land_on_the_same_tok
     }[reading]
     value = {"prompt_ids": ids[:start], "response_ids": ids[start:], "response_mask": mask[start:]}
     for kind, attribute in (
-        ("sampling log-probabilities", "sampling_logprobs"),
-        ("old log-probabilities", "old_logprobs"),
-        ("reference log-probabilities", "ref_logprobs"),
-        ("advantages", "advantages"),
+        ("sampling log-probabilities", "sampling_logprob"),
+        ("old log-probabilities", "old_logprob"),
+        ("reference log-probabilities", "ref_logprob"),
+        ("advantages", "advantage"),
     ):
         for name in NAMES[kind]:
             result = getattr(content(value | {name: given_values}), attribute)
@@ -139,7 +139,7 @@ def test_parquet_and_jsonl_read_the_same(
     for trajectory in both:
         assert isinstance(trajectory, Trajectory)
         assert (trajectory.group_id, trajectory.step, trajectory.reward) == ("g", 3, 0.5)
-    for name in ("tokens", "starts", "ends", "span_weights", "sampling_logprobs"):
+    for name in ("tokens", "starts", "ends", "span_weights", "sampling_logprob"):
         first, second = (getattr(trajectory.content, name) for trajectory in both)  # type: ignore[union-attr]
         np.testing.assert_array_equal(first, second)
 
@@ -185,10 +185,10 @@ def test_the_first_token_is_never_trained_and_loses_its_values() -> None:
     trajectory = read(value)
     assert isinstance(trajectory.content, Tokens)
     assert trajectory.notes == ("the first token is not trained, because no token predicts it",)
-    assert trajectory.content.sampling_logprobs is not None
-    assert (trajectory.content.starts.tolist(), trajectory.content.sampling_logprobs.tolist()) == ([1], [-2.0])
-    assert trajectory.content.advantages is not None
-    assert trajectory.content.advantages.tolist() == [2.0]
+    assert trajectory.content.sampling_logprob is not None
+    assert (trajectory.content.starts.tolist(), trajectory.content.sampling_logprob.tolist()) == ([1], [-2.0])
+    assert trajectory.content.advantage is not None
+    assert trajectory.content.advantage.tolist() == [2.0]
 
 
 def test_a_prompt_mask_of_zeros_then_ones_is_padding_and_of_one_kind_means_nothing() -> None:
@@ -220,7 +220,7 @@ def test_returns_stand_in_for_advantages_that_are_not_there() -> None:
 def test_advantages_may_be_one_number() -> None:
     for value in ({"advantage": 2}, {"advantages": 2}, {"advantage": 2, "advantages": [0, 2, 0, 2]}):
         trajectory = read(MASKED | value)
-        assert (trajectory.advantage, tokens_of(trajectory).advantages) == (2.0, None)
+        assert (trajectory.advantage, tokens_of(trajectory).advantage) == (2.0, None)
 
 
 @pytest.mark.parametrize(
@@ -380,7 +380,7 @@ def test_a_bad_record_is_refused_in_one_sentence(value: dict[str, Any], expected
 
 
 def test_a_log_probability_may_be_above_0_by_rounding() -> None:
-    logprobs = content(MASKED | {"logprobs": [9, 1e-6, 9, 0]}).sampling_logprobs
+    logprobs = content(MASKED | {"logprobs": [9, 1e-6, 9, 0]}).sampling_logprob
     assert logprobs is not None
     assert logprobs.tolist() == pytest.approx([1e-6, 0])
 

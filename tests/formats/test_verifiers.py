@@ -70,18 +70,18 @@ def test_each_path_of_the_graph_is_a_trajectory_of_exact_ids() -> None:
     assert [first.trajectory_id, second.trajectory_id] == ["t1/turn-1", "t1/turn-3"]
     assert {(item.group_id, item.step, item.source) for item in (first, second)} == {("g7", 12, "r.jsonl:1")}
     assert isinstance(first.content, Tokens)
-    assert first.content.advantages is not None
-    assert first.content.advantages.tolist() == [0.5] * 6
-    assert first.content.ref_logprobs is not None
-    assert first.content.ref_logprobs.tolist() == [2 * each for each in logprobs]
+    assert first.content.advantage is not None
+    assert first.content.advantage.tolist() == [0.5] * 6
+    assert first.content.ref_logprob is not None
+    assert first.content.ref_logprob.tolist() == [2 * each for each in logprobs]
     assert (first.metadata["agent"], first.metadata["model"]) == ("agent", "qwen3-8b")
 
 
 def test_log_probabilities_of_the_trainer_are_the_old_ones() -> None:
     (item,) = traces(episode([node(None, [1]), node(0, [2, 3], 1, logprobs=[-0.5], trainer_logprobs=[-0.25])]))
     content = tokens_of(item)
-    assert content.old_logprobs is not None
-    assert content.old_logprobs.tolist() == [-0.25]
+    assert content.old_logprob is not None
+    assert content.old_logprob.tolist() == [-0.25]
     assert back(item)[2] == [-0.5]
 
 
@@ -221,7 +221,7 @@ def test_steps_with_tokens_are_joined_and_bring_their_logprobs_and_advantages() 
     ids = [1, 10, 11, 2, 1, 20, 21, 2, 1, 30, 31, 32, 2, 1, 40, 41, 2, 1, 30, 33, 34, 2]
     assert back(items[0]) == (ids, [10, 11, 12, 19, 20, 21], [-0.5, -0.25, -0.125, -1.0, -2.0, -0.0625], 1.0)
     assert [(item.trajectory_id, item.group_id) for item in items] == [("t1", "17"), ("t2", "17")]
-    advantages = tokens_of(items[0]).advantages
+    advantages = tokens_of(items[0]).advantage
     assert advantages is not None
     assert advantages.tolist() == [0.5] * 6
     assert items[0].metadata["extra"] == {"solved": 1.0, "format": 0.5}

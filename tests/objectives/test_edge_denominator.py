@@ -114,7 +114,7 @@ def test_the_terms_of_each_edge_have_a_total_weight_of_1(trie: Trie) -> None:
         for i, p in edge:
             expected[i][p] = 1 / total if total else 0.0
     for item, own in zip(items, expected, strict=True):
-        factors: Any = content_of(item).edge_factors
+        factors: Any = content_of(item).edge_factor
         np.testing.assert_allclose(factors, np.array([*own.values()]), rtol=1e-12)
 
 
@@ -131,7 +131,7 @@ def walked_loss(items: list[Trajectory], objective: Objective) -> Tensor:
         of_tokens = []
         for p, i in {p: i for i, p in edge}.items():
             content, n = content_of(items[i]), trained_of(items[i]).index(p)
-            columns = (content.advantages, content.old_logprobs, content.ref_logprobs)
+            columns = (content.advantage, content.old_logprob, content.ref_logprob)
             assert all(column is not None for column in columns)
             advantage, old, ref = (float(column[n]) for column in columns)  # type: ignore[index]
             logp = logs[i][p - 1, int(content.tokens[p])]

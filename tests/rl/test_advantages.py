@@ -168,7 +168,7 @@ def by_id(trie: Trie, **options: Any) -> dict[str, list[float]]:
     lines = {}
     for trajectory in trajectories_of(filled):
         content = tokens_of(trajectory)
-        assert (content.advantages is None) != (trajectory.advantage is None)
+        assert (content.advantage is None) != (trajectory.advantage is None)
         lines[trajectory.trajectory_id] = line_of(trajectory).tolist()
     return lines
 
@@ -176,7 +176,7 @@ def by_id(trie: Trie, **options: Any) -> dict[str, list[float]]:
 def line_of(trajectory: Trajectory) -> Float64:
     """Return the advantage of each trained token."""
     content = tokens_of(trajectory)
-    return np.full(content.num_trained, trajectory.advantage) if content.advantages is None else content.advantages
+    return np.full(content.num_trained, trajectory.advantage) if content.advantage is None else content.advantage
 
 
 @pytest.mark.parametrize("estimator", [name for name in ESTIMATORS if name != "gae"])

@@ -82,7 +82,7 @@ def test_every_trajectory_gets_the_advantages_and_returns_that_it_has_alone(
     for item in rollouts:
         content = of[item.trajectory_id]
         advantages, returns, values = alone(item, gamma=gamma, lam=lam)
-        close(content.advantages, advantages)
+        close(content.advantage, advantages)
         close(content.returns, returns)
         np.testing.assert_array_equal(content.old_values, values)
 
@@ -156,7 +156,7 @@ def test_whitened_advantages_have_mean_0_and_deviation_1_in_their_scope_and_keep
         key = (item.step, item.group_id if whiten == "group" else None)
         scopes.setdefault(key, []).append(item.trajectory_id)
     for names in scopes.values():
-        before, after = (np.concatenate([of[name].advantages for name in names]) for of in (raw, white))
+        before, after = (np.concatenate([of[name].advantage for name in names]) for of in (raw, white))
         spread = before.std(ddof=1) if len(before) > 1 else 0.0
         # Below this, the deviation is rounding.
         expected = (before - before.mean()) / spread if spread > 1e-9 * np.abs(before).max() else None
@@ -238,7 +238,7 @@ def test_before_there_is_a_critic_the_returns_are_discounted_rewards_and_there_a
         assert reward is not None
         expected = [reward * (gamma * lam) ** k for k in reversed(range(content.num_trained))]
         close(content.returns, expected)
-        close(content.advantages, expected)
+        close(content.advantage, expected)
         assert content.old_values is None
 
 

@@ -113,7 +113,7 @@ def test_gae_goes_on_from_one_trajectory_of_a_rollout_to_the_next(
         assert samples[0].reward is not None
         advantages, returns = oracle.gae(values, samples[0].reward, after, gamma=gamma, lam=lam)
         contents = [tokens_of(found[item.trajectory_id]) for item in samples]
-        for name, expected in (("advantages", advantages), ("returns", returns)):
+        for name, expected in (("advantage", advantages), ("returns", returns)):
             joined = np.concatenate([getattr(content, name) for content in contents])
             np.testing.assert_allclose(joined, expected, rtol=1e-9, atol=1e-9)
 

@@ -97,8 +97,8 @@ def test_ids_and_log_probabilities_are_those_of_the_engine(tmp_path: Path) -> No
         assert isinstance(content, Tokens)
         assert content.tokens.tolist() == leaf.ids().tolist()
         sampled = [node.logprobs for node in leaf.path()[1:] if node.logprobs is not None]
-        assert content.sampling_logprobs is not None
-        assert content.sampling_logprobs.tobytes() == np.concatenate(sampled).astype(np.float32).tobytes()
+        assert content.sampling_logprob is not None
+        assert content.sampling_logprob.tobytes() == np.concatenate(sampled).astype(np.float32).tobytes()
 
 
 def test_trajectories_in_memory_are_those_of_the_file(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from treepack.pack.plan.problem import PlanTree
 from treepack.ragged import RaggedArray
-from treepack.sequences import PER_TOKEN
+from treepack.sequences import STORED
 from treepack.trajectory import Int32, Tokens, Trajectory
 
 Nested = tuple[int, list["Nested"]]  # a node's tokens and its children
@@ -28,7 +28,8 @@ def make(
     """A tokenised trajectory; every token but the first is trained unless `spans` says otherwise."""
     spans = [(1, len(tokens), 1.0)] if spans is None else spans
     starts, ends, weights = zip(*spans, strict=True) if spans else ((), (), ())
-    given = {key: attributes.pop(key) for key in list(attributes) if key in PER_TOKEN}
+    # Names of a trie's columns, because `advantage` is a number of the whole trajectory.
+    given = {name: attributes.pop(stored) for name, stored in STORED.items() if stored in attributes}
     per_token: dict[str, Any] = {
         key: value if isinstance(value, RaggedArray) else np.array(value) for key, value in given.items()
     }

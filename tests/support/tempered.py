@@ -32,13 +32,13 @@ def _one(draw: st.DrawFn, item: Trajectory) -> Trajectory:
     assert isinstance(item.content, Tokens)
     size = item.content.num_trained
     values = draw(st.lists(st.sampled_from([*TEMPERATURES, np.nan]), min_size=size, max_size=size))
-    return replace(item, content=replace(item.content, temperatures=np.array(values, np.float32)))
+    return replace(item, content=replace(item.content, temperature=np.array(values, np.float32)))
 
 
 def token_temperatures(item: Trajectory) -> Float32:
     """The temperature of each trained token, float32 [num_trained], NaN if it is missing."""
     assert isinstance(item.content, Tokens)
-    if item.content.temperatures is not None:
-        return item.content.temperatures
+    if item.content.temperature is not None:
+        return item.content.temperature
     value = np.nan if item.temperature is None else item.temperature
     return np.full(item.content.num_trained, value, np.float32)

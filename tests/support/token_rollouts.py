@@ -90,7 +90,7 @@ def back(trajectory: Trajectory) -> tuple[list[int], list[int], list[float] | No
     """The ids of `trajectory`, the positions that it trains, the sampler's log-probabilities there, and its reward."""
     content = trajectory.content
     assert isinstance(content, Tokens)
-    logprobs = None if content.sampling_logprobs is None else list(map(float, content.sampling_logprobs.tolist()))
+    logprobs = None if content.sampling_logprob is None else list(map(float, content.sampling_logprob.tolist()))
     trained = positions(content.starts, content.ends).tolist()
     return list(map(int, content.tokens.tolist())), list(map(int, trained)), logprobs, trajectory.reward
 
@@ -100,7 +100,7 @@ def found(item: Trajectory) -> dict[str, Any]:
     ids, trained, logprobs, reward = back(item)
     content = item.content
     assert isinstance(content, Tokens)
-    numbers = {"old": content.old_logprobs, "ref": content.ref_logprobs, "advantages": content.advantages}
+    numbers = {"old": content.old_logprob, "ref": content.ref_logprob, "advantages": content.advantage}
     lists = {name: None if values is None else list(map(float, values.tolist())) for name, values in numbers.items()}
     return {"ids": ids, "trained": trained, "logprobs": logprobs, "reward": reward} | lists
 

@@ -225,7 +225,7 @@ def test_an_update_for_each_training_step_is_on_policy(tmp_path: Path, config: P
 
 def _without_sampler(trajectory: Trajectory) -> Trajectory:
     assert isinstance(trajectory.content, Tokens)
-    return replace(trajectory, content=replace(trajectory.content, sampling_logprobs=None))
+    return replace(trajectory, content=replace(trajectory.content, sampling_logprob=None))
 
 
 @pytest.mark.parametrize("is_held_out", [False, True])

@@ -104,14 +104,16 @@ def _trajectory(i: int, ids: Any, mask: Any, given: Mapping[str, Any], lists: Se
     if len(starts) == 0 or not all(is_weight(weight) for weight in span_weights.tolist()):
         raise TreepackError(f"{source}: loss_mask trains no token, or has a weight that is not {WEIGHTS}")
     trained = positions(starts, ends)
-    per_token: dict[str, Any] = {name: _trained_values(given[name], i, tokens, trained, name) for name in lists}
+    per_token: dict[str, Any] = {
+        name.removesuffix("s"): _trained_values(given[name], i, tokens, trained, name) for name in lists
+    }
     if given.get("routes") is not None:
         per_token["routes"] = as_routes(np.asarray(given["routes"]), len(tokens), source=source, name="routes")
     if "kept_ids" in given:
         sets = sets_of_tokens(given["kept_ids"], tokens, trained, source=source, name="kept_ids")
         per_token["kept_ids"] = known_sets(sets)
-    if "temperatures" in per_token:
-        check_temperatures(per_token["temperatures"], source=source, name="a temperature")
+    if "temperature" in per_token:
+        check_temperatures(per_token["temperature"], source=source, name="a temperature")
     content = Tokens(tokens, starts, ends, span_weights, **per_token)
     # advantages=[0.5, -1] -> advantage 0.5 of trajectory 0
     scalars: dict[str, Any] = {

@@ -13,7 +13,7 @@ import numpy as np
 from treepack.errors import TreepackError
 from treepack.pack.options import ANY_LENGTH, TOO_LONG
 from treepack.rl.rollout_parts import LOST_PARTS
-from treepack.sequences import PER_TOKEN
+from treepack.sequences import STORED
 from treepack.trajectory import Tokens, Trajectory, positions
 from treepack.trie.builders.out_of_core import rebuild
 from treepack.trie.trie import Trie, trajectories_of
@@ -89,7 +89,7 @@ def _truncated(trajectory: Trajectory, capacity: int) -> Trajectory | None:
     if not kept.any():
         return None
     num_trained = int((positions(content.starts, content.ends) < capacity).sum())
-    per_token = {name: getattr(content, name) for name in PER_TOKEN}
+    per_token = {name: getattr(content, name) for name in STORED}
     cut = {name: None if values is None else values[:num_trained] for name, values in per_token.items()}
     shorter = Tokens(
         content.tokens[:capacity],

@@ -41,7 +41,7 @@ def _trajectories(row: Row) -> Iterator[Trajectory]:
             advantages = _complete(terms.advantage, own_terms)
             if terms.reward is not None and not np.isnan(terms.reward[i]):
                 reward = float(terms.reward[i])
-        content = Tokens(row.input_ids[path], *spans_of_mask(trained.astype(np.float64)), advantages=advantages)
+        content = Tokens(row.input_ids[path], *spans_of_mask(trained.astype(np.float64)), advantage=advantages)
         yield Trajectory(
             row.trajectory_ids[i],
             f"row {row.row_id}",

@@ -88,7 +88,7 @@ def _identity(sample: Trajectory) -> tuple[object, ...]:
     arrays = (content.tokens, content.starts, content.ends, content.span_weights)
     # A path without a reward has no part in a mean.
     known = (sample.reward is None, sample.advantage is None)
-    temperatures = (sample.temperature, None if content.temperatures is None else content.temperatures.tobytes())
+    temperatures = (sample.temperature, None if content.temperature is None else content.temperature.tobytes())
     return (sample.group_id, sample.step, *known, *temperatures, *(array.tobytes() for array in arrays))
 
 

@@ -20,7 +20,7 @@ import pyarrow as pa
 
 from treepack.files import schema
 from treepack.files.metadata import parse_metadata
-from treepack.sequences import PER_TOKEN, SpanView, list_values
+from treepack.sequences import STORED, SpanView, list_values
 from treepack.trajectory import Float64, Int32, Int64, Routes, Tokens, Trajectory
 from treepack.trie.nodes import NodeArrays, paths
 from treepack.trie.storage import ArrayStorage, PageReleaser
@@ -166,7 +166,7 @@ def trajectories_of(trie: Trie) -> Iterator[Trajectory]:
     scalars = table.select([name for name in names if name in table.column_names])
     rows = (row for batch in scalars.to_batches(max_chunksize=ROWS_AT_ONCE) for row in batch.to_pylist())
     spans = SpanView.of(table)
-    lists: dict[str, Any] = {name: list_values(table, name) for name in PER_TOKEN}
+    lists: dict[str, Any] = {name: list_values(table, stored) for name, stored in STORED.items()}
     routes: Iterator[Routes | None] = repeat(None, trie.num_trajectories)
     if trie.routes is not None:
         kept = trie.routes

@@ -45,8 +45,8 @@ VERL = {"prompt_ids": [5, 6], "response_ids": [7, 8], "response_mask": [1, 1], "
 )
 def test_the_log_probability_of_the_sampled_token_is_kept(tmp_path: Path, record: dict[str, Any]) -> None:
     content = content_of(tmp_path, record)
-    assert content.teacher_logprobs is not None
-    assert content.teacher_logprobs.tolist() == [-1.5, -2.5]
+    assert content.teacher_logprob is not None
+    assert content.teacher_logprob.tolist() == [-1.5, -2.5]
     assert content.teacher_topk_ids is None
 
 

@@ -142,7 +142,7 @@ def _chain(trajectory: Trajectory, start: Int64, num_passing: Int64) -> DrawnFor
     num = len(num_passing)
     values = {}
     for column in COLUMNS:
-        entries = getattr(content, column.stored or "", None)
+        entries = getattr(content, column.name, None)
         if entries is not None and isinstance(column.kind, Numbers):
             values[_label(column)] = numbers = np.full(len(content.tokens), np.nan)
             numbers[at] = entries

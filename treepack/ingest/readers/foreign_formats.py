@@ -108,7 +108,7 @@ def _wrong_spans(content: Tokens) -> str | None:
         values = getattr(content, name)
         expected = num if name == "routes" else content.num_trained
         if values is not None and len(values) != expected:
-            return f"{len(values)} {name}; expected {expected}"
+            return f"{len(values)} values of {name}; expected {expected}"
     return None
 
 

@@ -77,4 +77,4 @@ def _step(folder: str, file: str, format: str) -> int | None:  # noqa: A002
 def _is_scored(item: Trajectory) -> bool:
     known = item.reward is not None or item.advantage is not None
     content = item.content if isinstance(item.content, Tokens) else None
-    return known or (content is not None and not (content.advantages is None and content.sampling_logprobs is None))
+    return known or (content is not None and not (content.advantage is None and content.sampling_logprob is None))

@@ -159,7 +159,7 @@ def test_several_answers_may_be_messages_or_token_ids() -> None:
     value = {"p": [1, 2], "a": [[3], [4, 5]], "lp": [[-1.0], [-1.0, -2.0]], "task": "t"}
     ids = items("prompt_ids=p,answer_ids=a,logprobs=lp,group=task", value)
     contents = [each.content for each in ids if isinstance(each, Trajectory)]
-    assert all(isinstance(content, Tokens) and content.sampling_logprobs is not None for content in contents)
+    assert all(isinstance(content, Tokens) and content.sampling_logprob is not None for content in contents)
     assert [content.tokens.tolist() for content in contents if isinstance(content, Tokens)] == [[1, 2, 3], [1, 2, 4, 5]]
 
 

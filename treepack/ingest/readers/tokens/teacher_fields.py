@@ -85,7 +85,7 @@ class TeacherWords(NamedTuple):
                     f"{layout.source}: {self.names.ids} has one id for each token, which is not the sampled one; give "
                     "the sampled token's, or several ids"
                 )
-            return replace(content, teacher_logprobs=values[:, 0].astype(np.float32))
+            return replace(content, teacher_logprob=values[:, 0].astype(np.float32))
         offsets = np.arange(len(ids) + 1) * ids.shape[1]
         return replace(
             content,

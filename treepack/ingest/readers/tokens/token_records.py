@@ -52,8 +52,8 @@ from treepack.trajectory import (
 )
 
 LOGPROBS = {
-    **{"sampling_logprobs": tf.SAMPLING, "old_logprobs": tf.OLD},
-    **{"ref_logprobs": tf.REFERENCE, "teacher_logprobs": tf.TEACHER},
+    **{"sampling_logprob": tf.SAMPLING, "old_logprob": tf.OLD},
+    **{"ref_logprob": tf.REFERENCE, "teacher_logprob": tf.TEACHER},
 }
 
 
@@ -96,7 +96,7 @@ def read_tokens(record: Record, options: ReadOptions) -> Outcomes:
         starts=starts,
         ends=ends,
         span_weights=weights,
-        advantages=advantages,
+        advantage=advantages,
         **rounded,
         kept_ids=_kept_sets(sets, ids, mask, layout, vocab_size=options.vocab_size),
         routes=_routes(routes, layout, int(starts[0])),
