@@ -688,6 +688,24 @@ def test_a_result_is_never_empty_in_silence(block: dict[str, Any], expected: str
         assert [text for text, _ in law.said_in_order(reading)[0]][2] == expected
 
 
+@pytest.mark.parametrize("key", ["response", "result", "output", "content", "none"])
+@pytest.mark.parametrize("value", ["Zq7.", "", None, {"text": "Zq7."}])
+@pytest.mark.parametrize("name", ["AI SDK", "OpenTelemetry"])
+def test_a_result_among_parts_is_never_empty_in_silence(name: str, value: Any, key: str) -> None:
+    record = _in_parts(name, law.MIXED)[0]
+    record = json.loads(json.dumps(record))
+    ids = {"type": "tool-result", "toolCallId": "c"} if name == "AI SDK" else {"type": "tool_call_response", "id": "c"}
+    result = {"role": "tool", ("content" if name == "AI SDK" else "parts"): [ids | {key: value}]}
+    asked = record["input"]["messages"] if name == "AI SDK" else record["attributes"]["gen_ai.input.messages"]
+    asked.insert(2, result)
+    reading = law.read([Record("r:1", "r", record)])
+    assert not reading.refusal
+    is_known = key != "none" and (name, key) != ("AI SDK", "response")
+    has_text = any("Zq7." in text for text, _ in law.said_in_order(reading)[0])
+    assert has_text == bool(value and is_known)
+    assert has_text == (reading.notes["message of role 'tool' without text"] == 0)
+
+
 def test_a_custom_tool_call_is_a_call_with_its_text() -> None:
     call = {"id": "c", "type": "custom", "custom": {"name": "shell", "input": "ls"}}
     value = {"messages": [ASK_JSON, {"role": "assistant", "content": None, "tool_calls": [call]}]}

@@ -38,7 +38,8 @@ def _block(part: Message) -> Message:
         return {"type": "tool_use", "id": call["id"], "name": call["name"], "input": call["arguments"]}
     if kind != "tool-result":
         return part
-    output = part.get("output", part.get("result"))
+    values = (part.get(name) for name in ("output", "result", "content", "text"))
+    output = next((value for value in values if value is not None), None)
     if isinstance(output, dict) and "value" in output:
         output = output["value"]
     is_content = is_messages(output) and all(isinstance(each.get("type"), str) for each in output)

@@ -18,7 +18,7 @@ from treepack.ingest.readers.messages.message_trees import RENAMED_ROLES
 
 Message = dict[str, Any]
 
-_PART_FIELDS = frozenset("type content id name arguments response result modality mime_type".split())
+_PART_FIELDS = frozenset("type content id name arguments response result output modality mime_type".split())
 
 
 def messages_of_parts(messages: Any, source: str, name: str) -> list[Message]:
@@ -37,7 +37,8 @@ def messages_of_parts(messages: Any, source: str, name: str) -> list[Message]:
         said = {key: value for key, value in message.items() if key not in ("parts", "content")} | {"role": role}
         for part in parts:
             said |= left_over(part, _PART_FIELDS, "parts")
-        blocks = [_block(part, source, name) for part in parts if part.get("content") != ""]
+        blocks = [_block(part, source, name) for part in parts]
+        blocks = [block for block in blocks if block.get("text") != ""]
         done += split_blocks([said | {"content": plain_content(blocks)}], between="")
     return done
 
@@ -57,7 +58,6 @@ def _block(part: Message, source: str, name: str) -> Message:
 
 
 def _result(part: dict[str, Any]) -> str:
-    response = part.get("response", part.get("result"))
-    return (
-        response if isinstance(response, str) else "" if response is None else json.dumps(response, ensure_ascii=False)
-    )
+    values = (part.get(name) for name in ("response", "result", "output", "content"))
+    response = next((value for value in values if value is not None), "")
+    return response if isinstance(response, str) else json.dumps(response, ensure_ascii=False)
