@@ -90,6 +90,8 @@ class LazyCommands(click.Group):
                 error.args = (as_typed(str(error), command),)
             raise
         except (SystemExit, EOFError) as error:  # of foreign code; click would end without a sentence, or with status 0
+            if isinstance(error.__context__, BrokenPipeError):  # rich exits then; click ends without a word
+                raise error.__context__ from None
             _stop_by_fault(error)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

@@ -172,6 +172,15 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.parametrize("command", ["show trie", "stats trie", "formats"])
+def test_a_reader_that_closes_the_pipe_gets_no_word(inputs: Path, command: str) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run([TREEPACK, *command.split()], cwd=inputs, stdout=writing, stderr=subprocess.PIPE)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (1, b"")
+
+
 COMMANDS = {
     "build-trie": "build-trie rollouts.jsonl --out OUT --quiet",
     "stats": "stats trie --check",
