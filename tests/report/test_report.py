@@ -30,13 +30,11 @@ from treepack.pack.rows import pack_rows
 from treepack.report import texts
 from treepack.report.contents import read_contents
 from treepack.report.figures import ReportSubject, histogram, measure, nice_edges, node_means, reward_by_node
-from treepack.report.outline import outline
 from treepack.report.page import render_page
 from treepack.report.parts import groups_of, rewards_of, trees_of
 from treepack.report.pictures import PICTURES
 from treepack.report.rebuilt import trie_of_rows
 from treepack.report.roles import mark_roles
-from treepack.report.rollouts import sorted_rollouts
 from treepack.report.segments import TRAINED, RoleSegments, segments_of
 from treepack.tokenise.tokenization import load_tokenizer
 from treepack.trajectory import Trajectory
@@ -217,19 +215,6 @@ def test_rows_with_terms_give_back_rewards_and_what_each_rollout_trains() -> Non
         return [[(s["start"], s["end"]) for s in row] for row in one.trajectories["trained"].to_pylist()]
 
     assert spans(rebuilt) == spans(trie)
-
-
-@given(trajectories())
-def test_an_outline_has_the_tokens_of_its_rollouts_and_a_row_for_each_line(made: list[Trajectory]) -> None:
-    trie = build_trie(made)
-    parts, known = groups_of(trie), sorted_rollouts(trie)
-    for part in range(len(parts.names)):
-        members = np.flatnonzero(parts.of == part)
-        blocks = outline(trie, members, known)
-        assert sum(block.size for block in blocks) == parts.tree[part]
-        rows = [block.row for block in blocks if not block.lines and not block.is_branch]
-        assert sorted(rows) == list(range(max(block.row + block.rows for block in blocks)))
-        assert sum(len(block.finals) for block in blocks) == len(members)
 
 
 def test_the_summary_has_the_numbers_of_the_rollouts() -> None:

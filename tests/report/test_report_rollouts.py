@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -12,73 +10,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.paths import SAMPLE_DATA
-from support.strategies import make, sequences
+from support.strategies import make
 from treepack.costs.model_cost import read_shape
 from treepack.ingest.conversations import conversations_of_log
 from treepack.ingest.options import BuildOptions
 from treepack.report.causes import difference_runs, read_sharing
 from treepack.report.contents import read_contents
 from treepack.report.figures import MAX_BARS, ReportSubject, count_rewards, group_rates, measure
-from treepack.report.outline import outline
 from treepack.report.page import render_page
 from treepack.report.parts import groups_of
 from treepack.report.rollouts import outcomes_of, short_names, sorted_rollouts
 from treepack.report.texts import ids_as_text
 from treepack.tokenise.tokenization import load_tokenizer
-from treepack.trajectory import Trajectory
 from treepack.trie.builders.in_memory import build_trie
 from treepack.trie.directory import read_to_trie
 from treepack.trie.totals import trie_totals
 from treepack.trie.trie import Trie
-
-
-@st.composite
-def turns(draw: st.DrawFn) -> list[Trajectory]:
-    """Trajectories of one group that are turns of up to four rollouts, as templates that rewrite history make them."""
-    made = []
-    for i, ids in enumerate(draw(sequences(max_count=10))):
-        rollout, reward = draw(st.integers(0, 3)), float(draw(st.sampled_from([0, 1])))
-        made.append(make(f"r{rollout}/turn-{i}", ids, reward=reward))
-    return made
-
-
-@given(turns())
-def test_a_rollout_is_one_line_and_no_token_is_drawn_twice(made: list[Trajectory]) -> None:
-    trie = build_trie(made)
-    rollouts = sorted_rollouts(trie)
-    blocks = outline(trie, np.arange(trie.num_trajectories), rollouts)
-    assert sum(block.size for block in blocks) == trie.tokens_tree
-    assert Counter(rollout for block in blocks for rollout in block.finals) == Counter(range(len(rollouts.names)))
-    # Blocks on one row do not overlap, and leave no gap: the row is as long as its tokens.
-    rows: dict[int, list[tuple[int, int]]] = defaultdict(list)
-    for block in blocks:
-        for row in range(block.row, block.row + block.rows):
-            rows[row].append((block.x, block.x + block.size))
-    for places in rows.values():
-        places.sort()
-        assert places[0][0] == 0
-        assert all(left[1] == right[0] for left, right in pairwise(places))
-
-
-def test_turns_that_nothing_continues_are_in_the_line_of_their_rollout() -> None:
-    # 1 2 +- 3 3 3        turn 0, with its reasoning
-    #     '- 4 +- 5 5 5   turn 1
-    #          '- 6 7     turn 2, the last one
-    made = [make(f"a/turn-{i}", ids) for i, ids in enumerate([[1, 2, 3, 3, 3], [1, 2, 4, 5, 5, 5], [1, 2, 4, 6, 7]])]
-    trie = build_trie(made)
-    blocks = outline(trie, np.arange(3), sorted_rollouts(trie))
-    places = sorted((block.x, block.size, block.is_branch) for block in blocks)
-    assert places == [(0, 2, False), (2, 3, True), (5, 1, False), (6, 3, True), (9, 2, False)]
-    assert {block.row for block in blocks} == {0}
-
-
-def test_a_turn_of_rollouts_that_separate_later_is_before_the_place_where_they_do() -> None:
-    made = [make(f"{r}/turn-0", [1, 2, 2]) for r in "ab"]
-    made += [make("a/turn-1", [1, 3, 4]), make("b/turn-1", [1, 3, 5])]
-    trie = build_trie(made)
-    blocks = outline(trie, np.arange(4), sorted_rollouts(trie))
-    shared = next(block for block in blocks if block.is_branch)
-    assert (shared.x, shared.size, shared.rows) == (1, 2, 2)
 
 
 @pytest.mark.parametrize(

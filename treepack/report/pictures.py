@@ -1,9 +1,9 @@
-"""The charts of a report as PNG files for papers, and the tree of the group that the page opens.
+"""The charts of a report as PNG files for papers.
 
-    ReportSubject, ReportFigures, PageContents --write_pictures--> rewards.png, overlap-by-depth.png, ..., tree.png
+    ReportFigures --write_pictures--> rewards.png, overlap-by-depth.png, ...
 
-The charts of the page in its light colours, one file per chart; `tree_picture` draws the tree. Equal figures give equal
-bytes under one version of vl-convert, which is imported only when something is drawn.
+The charts of the page in its light colours, one file per chart. Equal figures give equal bytes under one version of
+vl-convert, which is imported only when something is drawn.
 """
 
 from __future__ import annotations
@@ -14,17 +14,14 @@ from typing import Any
 from treepack.files.directory import finished_file
 from treepack.files.remote.address import AnyPath
 from treepack.report.charts import FONT, ReportChart, Spec, charts, renderer
-from treepack.report.contents import PageContents
-from treepack.report.figures import ReportFigures, ReportSubject
+from treepack.report.figures import ReportFigures
 from treepack.report.page import page_file
-from treepack.report.tree_picture import tree_svg
 from treepack.report.words import printable
 
 _DPI = 300  # the usual minimum of journals
 _SIZE = {"width": 420, "height": 260}  # pixels of the page, 100 per inch: a column of a paper has 4.2 inches
 _PIXELS_PER_INCH = 100
 
-_TREE = "tree.png"
 _FILES = {
     "reward_counts": "rewards.png",
     "pass_rates": "pass-rates.png",
@@ -36,25 +33,16 @@ _FILES = {
     "capacities": "capacities.png",
     "rewards": "reward-by-node.png",
 }
-PICTURES = (*_FILES.values(), _TREE)
+PICTURES = tuple(_FILES.values())
 
 
-def write_pictures(
-    subject: ReportSubject,
-    figures: ReportFigures,
-    contents: PageContents,
-    directory: AnyPath,
-    *,
-    overwrite: bool = False,
-) -> list[AnyPath]:
+def write_pictures(figures: ReportFigures, directory: AnyPath, *, overwrite: bool = False) -> list[AnyPath]:
     """Write a PNG file for each chart with data, and return their paths.
 
     Raises:
         TreepackError: vl-convert-python is not installed, or a file cannot be written.
     """
-    written = [write_chart(chart, directory / _FILES[chart.name], overwrite=overwrite) for chart in charts(figures)]
-    picture = renderer().svg_to_png(tree_svg(subject, figures, contents, light_colours()), ppi=_DPI)
-    return [*written, _write(picture, directory / _TREE, overwrite=overwrite)]
+    return [write_chart(chart, directory / _FILES[chart.name], overwrite=overwrite) for chart in charts(figures)]
 
 
 def write_chart(chart: ReportChart, path: AnyPath, *, overwrite: bool = False) -> AnyPath:
@@ -65,10 +53,6 @@ def write_chart(chart: ReportChart, path: AnyPath, *, overwrite: bool = False) -
     """
     scale = 72 / _PIXELS_PER_INCH  # vl-convert takes 72 pixels of a chart for an inch
     picture = renderer().vegalite_to_png(printed_spec(chart, light_colours()), scale=scale, ppi=_DPI)
-    return _write(picture, path, overwrite=overwrite)
-
-
-def _write(picture: bytes, path: AnyPath, *, overwrite: bool) -> AnyPath:
     with finished_file(path, overwrite=overwrite, option="--png") as temporary:
         temporary.write_bytes(picture)
     return path

@@ -127,7 +127,7 @@ def write_report(
             with finished_file(page, overwrite=overwrite) as temporary:
                 size = temporary.write_bytes(html.encode())
         if pictures is not None:
-            write_pictures(subject, figures, contents, pictures, overwrite=overwrite)
+            write_pictures(figures, pictures, overwrite=overwrite)
         texts = contents.texts
         left_out = 0 if texts is None else texts.tokens_left_out
         return ReportSummary(page, pictures, contents.decoded, texts is not None, left_out, size)
