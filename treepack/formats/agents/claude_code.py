@@ -375,7 +375,7 @@ FORMAT = Format(
         message.model message.content.tool_use_id compactMetadata.preservedSegment attachment.prompt
         isApiErrorMessage message.content.type message.content.text message.content.thinking message.content.id
         message.content.name message.content.input message.content.content message.content.is_error
-        toolUseResult.agentId message.stop_reason requestId forkedFrom.messageUuid
+        toolUseResult.agentId message.stop_reason
     """,
     dropped="""
         attachments except queued commands (reminders);
