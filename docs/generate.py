@@ -130,6 +130,7 @@ def filled_page(name: str) -> str:
         "formats": _formats,
         "kept": _kept,
         "accepted-models": support_table.accepted,
+        "saved-copies": support_table.copies,
         "refused-models": support_table.refused,
     }
     page = (DOCS / name).read_text()

@@ -20,7 +20,15 @@ from treepack.attention.interface import AttentionKind
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-from support.model_table import ACCEPTED, REFUSED, Family
+from support.model_table import (
+    ACCEPTED,
+    CHANGED_SINCE_OLDER,
+    LACKED_BY_OLDER,
+    READ_BY_VLLM,
+    REFUSED,
+    UNREAD_FROM_OLDER,
+    Family,
+)
 
 _H100_SHARED_MEMORY = 227  # KiB that one program may have
 _LABELS = {"hopper": "Hopper", "portable": "Triton"}
@@ -36,6 +44,21 @@ def accepted() -> str:
         cells = f"{_unique(map(_dims, kinds))} | {_variants(kinds)} | {_kernels(kinds)} | {beside}"
         families.setdefault(cells, []).append(f"{family.name} (`{family.example}`, `{family.kind}`)")
     lines += [f"| {cells} | {', '.join(names)} |" for cells, names in families.items()]
+    return "\n".join(lines) + "\n"
+
+
+def copies() -> str:
+    """Return the table of the programs that read saved copies in Markdown."""
+    rows: dict[str, frozenset[str]] = {
+        "transformers 5.24; 4.57 lacks the family": LACKED_BY_OLDER,
+        "transformers 5.24; 4.57 computes other values, from an untrained source too": CHANGED_SINCE_OLDER,
+        "transformers 5.24, which cannot read a source that 4.57 wrote": UNREAD_FROM_OLDER,
+    }
+    names = [each.name for each in ACCEPTED]
+    both = frozenset(names).difference(*rows.values())
+    rows = {"transformers 4.57 and 5.24": both, **rows, "also vLLM 0.32": frozenset(READ_BY_VLLM)}
+    lines = ["| read by | families |", "|---|---|"]
+    lines += [f"| {reader} | {', '.join(name for name in names if name in some)} |" for reader, some in rows.items()]
     return "\n".join(lines) + "\n"
 
 

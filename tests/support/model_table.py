@@ -251,3 +251,18 @@ REFUSED = (
     Family("BLOOM", "", "bloom", refusal="does not use transformers' attention interface"),
     Family("MPT", "", "mpt", refusal="fails on a packed row"),
 )
+
+# Families by name, whose saved copies other programs read differently; tests/train/test_served_copies.py proves it.
+LACKED_BY_OLDER = frozenset(
+    (
+        "DeepSeek-V3.2|GLM-4.7-Flash|GLM-5|Gemma 4|Granite 4|InternLM 3|K-EXAONE|Kimi Linear|LFM2 MoE|LFM3|Ling 3|"
+        "MiMo-V2-Flash|MiniCPM 3|MiniMax-M2|Ministral 3|Nemotron-H, Nemotron 3|OLMo Hybrid|Qwen 3.5, 3.6|"
+        "Qwen 3.5, 3.6 MoE|Trinity|Zamba 2"
+    ).split("|")
+)
+# A source of 4.57 that transformers 5.24 cannot read, with other shapes or another class.
+UNREAD_FROM_OLDER = frozenset({"DeepSeek-V3, R1, Kimi K2", "Gemma 3n"})
+# The source, untrained, gives other log-probabilities in 4.57 than in 5.24.
+CHANGED_SINCE_OLDER = frozenset({"Apertus", "Bamba", "OLMo 3"})
+# Families that vLLM's CPU build reads in tests/train/test_vllm_copies.py.
+READ_BY_VLLM = ("Qwen 3", "Llama 3")

@@ -24,18 +24,12 @@ def make(folder: Path, families: dict[str, dict[str, Any]]) -> dict[str, str | N
     """Save a random model of each family in FOLDER/NAME; return the reason for each that this version does not have."""
     sys.modules["support.oracle_model"] = types.SimpleNamespace(VOCABULARY=50)  # type: ignore[assignment]
     sys.path.insert(0, str(Path(__file__).parents[1]))
-    from support.tiny_families import family_config
+    from support.tiny_families import save_family
 
     reasons: dict[str, str | None] = {}
     for name, options in families.items():
-        torch.manual_seed(0)
-        kind = options.pop("kind")
         try:
-            model = AutoModelForCausalLM.from_config(family_config(kind, **options), dtype=torch.float32)
-            for parameter in model.parameters():
-                if parameter.ndim > 1:
-                    torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
-            model.save_pretrained(folder / name)
+            save_family(options.pop("kind"), folder / name, **options)
             reasons[name] = None
         except Exception as error:  # a family that this version lacks, or whose options have other names here
             reasons[name] = f"{type(error).__name__}: {error}"[:200]

@@ -9,6 +9,7 @@ the types of the installed version.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -126,6 +127,16 @@ def tiny_family(kind: str, *, attention: str = "eager", **fields: Any) -> Any:
         ).double()
         spread_weights(model)
     return model.eval()
+
+
+def save_family(kind: str, folder: Path, *, dtype: torch.dtype = torch.float32, **fields: Any) -> None:
+    """Save a tiny random model of the type `kind`, whose logits are a few units."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(family_config(kind, **fields), dtype=torch.float32)
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
+    model.to(dtype).save_pretrained(folder)
 
 
 def spread_weights(model: nn.Module) -> None:

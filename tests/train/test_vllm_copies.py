@@ -14,10 +14,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from support.model_table import ACCEPTED, READ_BY_VLLM
 from support.oracle_model import VOCABULARY, packed_directory
 from support.paths import ROOT, TESTS
 from support.strategies import make
-from support.tiny_families import family_config
+from support.tiny_families import save_family
 from treepack.train.loop import train
 from treepack.train.options import TrainOptions
 from treepack.train.setup.opening import open_run
@@ -28,18 +29,8 @@ PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
 OPTIONS = TrainOptions(device="cpu", lr=1e-2, rows_per_step=2, steps=1, checkpoint_every=0, attention="reference")
 # With heads of 80, vLLM runs the same attention on every CPU, see `support.vllm_servers`.
 SHAPE = {"hidden_size": 160, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 80}
-FAMILIES = ("qwen3", "llama")
+FAMILIES = {family.kind: family for family in ACCEPTED if family.name in READ_BY_VLLM}
 IDS = np.random.default_rng(1).integers(5, VOCABULARY - 1, 24).tolist()
-
-
-def save_source(kind: str, folder: Path, dtype: torch.dtype) -> None:
-    """Save a random model whose logits are a few units."""
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(family_config(kind, **SHAPE), dtype=torch.float32)
-    for parameter in model.parameters():
-        if parameter.ndim > 1:
-            torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
-    model.to(dtype).save_pretrained(folder)
 
 
 def log_probabilities(model: Any) -> torch.Tensor:
@@ -57,11 +48,11 @@ def copies(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, to
     generator = np.random.default_rng(0)
     rows = [make(f"t{i}", [1, 2, 3 + i % 2, *generator.integers(5, 49, 6).tolist()]) for i in range(4)]
     packed = packed_directory(folder / "packed", rows, capacity=32)
-    runs = {kind: (kind, torch.float32, OPTIONS) for kind in FAMILIES}
-    runs["rounded"] = ("qwen3", torch.bfloat16, replace(OPTIONS, save_dtype="source"))
+    runs = {name: (family, torch.float32, OPTIONS) for name, family in FAMILIES.items()}
+    runs["rounded"] = (FAMILIES["qwen3"], torch.bfloat16, replace(OPTIONS, save_dtype="source"))
     values = {}
-    for name, (kind, dtype, options) in runs.items():
-        save_source(kind, folder / "sources" / name, dtype)
+    for name, (family, dtype, options) in runs.items():
+        save_family(family.kind, folder / "sources" / name, dtype=dtype, **SHAPE, **family.options)
         run = open_run(packed, folder / "sources" / name, options)
         for _ in train(run, folder / name):
             pass
