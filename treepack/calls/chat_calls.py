@@ -13,7 +13,7 @@ from treepack.files.input_files.records import Record
 from treepack.ingest.readers.fields import endings
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.rollout_facts import describe
-from treepack.ingest.readers.fields.values import BadValueError
+from treepack.ingest.readers.fields.values import BadValueError, JsonObject
 from treepack.ingest.readers.messages.content_blocks import split_blocks
 from treepack.ingest.readers.messages.conversation_settings import normalise_template_kwargs, normalise_tools
 from treepack.ingest.readers.messages.normal_form import NormalMessages, normalise_messages
@@ -128,7 +128,7 @@ def join_chats(calls: Sequence[ChatCall], *, source: str) -> list[JoinedChat]:
 def _after(before: Chat | None, own: Chat, num_prompt: int) -> Chat:
     """Return `own`, a call after a prompt of `num_prompt` messages that begins with `before`."""
     # Weights 0 1 of the run, 0 0 0 1 of the call -> 0 1 0 1: a prompt must not untrain an earlier response.
-    changes: dict[str, Any] = {}
+    changes: JsonObject = {}
     for name, default in _BY_MESSAGE.items():
         first = (getattr(before, name) if before else None) or [default] * (len(before.messages) if before else 0)
         rest = (getattr(own, name) or [default] * len(own.messages))[max(len(first), num_prompt) :]

@@ -21,7 +21,7 @@ from treepack.errors import TreepackError
 from treepack.files.input_files.records import Record
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.rollout_facts import describe
-from treepack.ingest.readers.fields.values import BadValueError, close_names, is_messages, shown
+from treepack.ingest.readers.fields.values import BadValueError, JsonObject, close_names, is_messages, shown
 from treepack.ingest.readers.messages.content_blocks import MEDIA_REASON, skip_reason, split_blocks
 from treepack.ingest.readers.messages.conversation_settings import (
     TOOLS,
@@ -94,7 +94,7 @@ def read_chat(record: Record, options: ReadOptions) -> Outcomes:
     yield describe(record, content, used=used, options=options, notes=done.notes + notes)
 
 
-def _skip_failed(value: dict[str, Any], source: str) -> None:
+def _skip_failed(value: JsonObject, source: str) -> None:
     """Refuse one record of a request without an answer, so that it is skipped.
 
     Raises:
@@ -107,7 +107,7 @@ def _skip_failed(value: dict[str, Any], source: str) -> None:
         raise BadValueError(f"{source}: has an error and no messages", "record of an error")
 
 
-def _system(value: dict[str, Any], messages: list[Any]) -> list[dict[str, Any]]:
+def _system(value: JsonObject, messages: list[Any]) -> list[JsonObject]:
     """Return the system prompt that is a field next to the messages, as in a request to Anthropic's API."""
     system = next((value[name] for name in _SYSTEM if isinstance(value.get(name), str | list) and value[name]), None)
     has_system = bool(messages) and isinstance(messages[0], dict) and messages[0].get("role") == "system"

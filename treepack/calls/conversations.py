@@ -9,6 +9,7 @@ from typing import Any
 from treepack.files.input_files.records import Record
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.rollout_facts import describe
+from treepack.ingest.readers.fields.values import JsonObject
 from treepack.ingest.readers.messages.content_blocks import split_blocks
 from treepack.ingest.readers.messages.conversation_settings import normalise_tools
 from treepack.ingest.readers.messages.normal_form import normalise_messages
@@ -16,14 +17,14 @@ from treepack.ingest.readers.messages.prefills import with_prefills
 from treepack.trajectory import Outcome, Outcomes, Trajectory
 
 
-def without(value: dict[str, Any], names: Container[object]) -> dict[str, Any]:
+def without(value: JsonObject, names: Container[object]) -> JsonObject:
     """Return the fields of `value` that are not in `names`, in their order."""
     return {name: field for name, field in value.items() if name not in names}
 
 
 def conversation(
     record: Record,
-    messages: Sequence[dict[str, Any]],
+    messages: Sequence[JsonObject],
     options: ReadOptions,
     *,
     used: Collection[str] = (),

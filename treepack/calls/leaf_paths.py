@@ -10,10 +10,9 @@ fields of records.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
-from typing import Any
 
 from treepack.errors import TreepackError
-from treepack.ingest.readers.fields.values import as_objects, shown
+from treepack.ingest.readers.fields.values import JsonObject, as_objects, shown
 
 # Fields that may hold an answer or a part of one, a mask, or a preference. A node that has one unknown to its reader is
 # refused, because the rest of the node would be trained without it.
@@ -27,7 +26,7 @@ _ANSWERS = frozenset(
 )
 
 
-def leaf_paths(root: dict[str, Any], *, source: str, name: str = "children") -> Iterator[list[dict[str, Any]]]:
+def leaf_paths(root: JsonObject, *, source: str, name: str = "children") -> Iterator[list[JsonObject]]:
     """Yield the nodes from `root` to each leaf, in depth-first order. O(sum of the lengths of the paths).
 
     `name` is the field of a node that has the list of its children.
@@ -37,7 +36,7 @@ def leaf_paths(root: dict[str, Any], *, source: str, name: str = "children") -> 
     """
     # A stack instead of recursion, because a search may be deeper than Python's stack. `path` is cut to the depth of
     # the next node: root b c, then d at depth 2 -> root b d.
-    path: list[dict[str, Any]] = []
+    path: list[JsonObject] = []
     stack = [(root, 0)]
     while stack:
         node, depth = stack.pop()
@@ -49,7 +48,7 @@ def leaf_paths(root: dict[str, Any], *, source: str, name: str = "children") -> 
             yield list(path)
 
 
-def nodes_of(root: dict[str, Any], *, name: str = "children") -> Iterator[dict[str, Any]]:
+def nodes_of(root: JsonObject, *, name: str = "children") -> Iterator[JsonObject]:
     """Yield `root` and all nodes below it, in depth-first order."""
     stack = [root]
     while stack:
@@ -61,7 +60,7 @@ def nodes_of(root: dict[str, Any], *, name: str = "children") -> Iterator[dict[s
         ]
 
 
-def distinct_paths(paths: Iterable[list[dict[str, Any]]]) -> list[list[dict[str, Any]]]:
+def distinct_paths(paths: Iterable[list[JsonObject]]) -> list[list[JsonObject]]:
     """Return the `paths` of one tree without empty and repeated ones, and without beginnings of longer ones."""
     # A node has one path, so a path that ends at an inner node of a longer path is its beginning.
     by_end = {id(path[-1]): path for path in paths if path}
@@ -69,7 +68,7 @@ def distinct_paths(paths: Iterable[list[dict[str, Any]]]) -> list[list[dict[str,
     return [path for end, path in by_end.items() if end not in inner]
 
 
-def unused_fields(nodes: Iterable[dict[str, Any]], known: Collection[str], *, source: str) -> tuple[str, ...]:
+def unused_fields(nodes: Iterable[JsonObject], known: Collection[str], *, source: str) -> tuple[str, ...]:
     """Return a note for each field of `nodes` that is not in `known` and is not null, in the order of the nodes.
 
     Raises:

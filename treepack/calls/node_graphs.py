@@ -11,17 +11,16 @@ that two paths share are trained in the first path only.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
 from treepack.calls.token_calls import TokenCall
 from treepack.errors import TreepackError
-from treepack.ingest.readers.fields.values import shown
+from treepack.ingest.readers.fields.values import JsonObject, shown
 from treepack.trajectory import Int32, as_token_ids
 
 
-def before(nodes: Sequence[dict[str, Any]], *, source: str) -> list[list[int]]:
+def before(nodes: Sequence[JsonObject], *, source: str) -> list[list[int]]:
     """Return for each node the indices of the nodes before it on its path, from the root. O(sum of path lengths).
 
     The parent of a node must be an earlier node.
@@ -44,13 +43,13 @@ def before(nodes: Sequence[dict[str, Any]], *, source: str) -> list[list[int]]:
     return paths
 
 
-def node_call(ids: Sequence[Int32], path: Sequence[int], number: int, values: dict[str, Any]) -> TokenCall:
+def node_call(ids: Sequence[Int32], path: Sequence[int], number: int, values: JsonObject) -> TokenCall:
     """Return the call that generated node `number`: the nodes of `path` are the prompt, the node is the response."""
     prompt = np.concatenate([ids[each] for each in path]) if path else np.zeros(0, np.int32)
     return TokenCall(prompt, ids[number], values)
 
 
-def ids_of(nodes: Sequence[dict[str, Any]], *, source: str) -> list[Int32]:
+def ids_of(nodes: Sequence[JsonObject], *, source: str) -> list[Int32]:
     """Return the `token_ids` of each node; empty for a node without them.
 
     Raises:

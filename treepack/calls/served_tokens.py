@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from treepack.calls.token_calls import TokenCall
 from treepack.ingest.readers.fields import endings
 from treepack.ingest.readers.fields.token_fields import KEPT_SETS
-from treepack.ingest.readers.fields.values import is_messages, object_or_empty
+from treepack.ingest.readers.fields.values import JsonObject, is_messages, object_or_empty
 
 _TOKEN_ID = "token_id:"
 SOME_NOTE = "token ids of some calls only, not used"
 LOGPROBS_NOTE = "log-probabilities without token ids not used"
 
 
-def token_call(response: dict[str, Any], choice: dict[str, Any], temperature: float | None = None) -> TokenCall | None:
+def token_call(response: JsonObject, choice: JsonObject, temperature: float | None = None) -> TokenCall | None:
     """Return the call of a `choice` of `response` by its token ids; None if the server added none."""
     message, extra = (object_or_empty(choice.get(name)) for name in ("message", "provider_specific_fields"))
     parts = token_parts(choice)
@@ -31,13 +29,13 @@ def token_call(response: dict[str, Any], choice: dict[str, Any], temperature: fl
     return TokenCall(prompt, generated, values, ending=endings.raw_of(choice), kept=kept)
 
 
-def token_parts(choice: dict[str, Any]) -> list[dict[str, Any]]:
+def token_parts(choice: JsonObject) -> list[JsonObject]:
     """Return the log-probabilities of the tokens of a choice."""
     parts = object_or_empty(choice.get("logprobs")).get("content")
     return parts if is_messages(parts) else []
 
 
-def _ids_of_names(parts: list[dict[str, Any]]) -> list[int]:
+def _ids_of_names(parts: list[JsonObject]) -> list[int]:
     # ["token_id:5", "token_id:6"] -> [5, 6], and ["token_id:5", "Hi"] -> []
     names = [part.get("token") for part in parts]
     numbers = [name.removeprefix(_TOKEN_ID) for name in names if isinstance(name, str) and name.startswith(_TOKEN_ID)]

@@ -19,7 +19,7 @@ from dataclasses import replace
 from typing import Any
 
 from treepack.files.input_files.records import Record
-from treepack.ingest.readers.fields.values import is_messages, object_or_empty
+from treepack.ingest.readers.fields.values import JsonObject, is_messages, object_or_empty
 from treepack.ingest.readers.unread_programs import unread_program
 
 NO_PROMPT = "lines of the model without the prompt before them"
@@ -31,7 +31,7 @@ REMEDY = (
 )
 
 
-def line_of_stream(value: dict[str, Any]) -> dict[str, Any]:
+def line_of_stream(value: JsonObject) -> JsonObject:
     """Return a line of a stream with the names that a session file has; other lines stay as they are."""
     names = {"session_id": "sessionId", "parent_tool_use_id": "agentId"}
     if "session_id" not in value or "sessionId" in value:
@@ -96,7 +96,7 @@ def _linked(row: Record, before: Record | None) -> Record:
     return replace(row, value=value | {"message": message, "parentUuid": parent})
 
 
-def _stop_reason(value: dict[str, Any]) -> Any:
+def _stop_reason(value: JsonObject) -> Any:
     """Return why the last answer ended, by the line `result` or an event of the API; None if `value` is neither."""
     delta = object_or_empty(object_or_empty(value.get("event")).get("delta"))
     return delta.get("stop_reason") if value.get("type") == "stream_event" else value.get("stop_reason")
@@ -114,6 +114,6 @@ def _fault(chain: list[Record], agent: Any, number: int) -> str | None:
     return NO_TEXTS if agent is not None and answers and "text" not in _kinds(answers[-1]) else None
 
 
-def _kinds(value: dict[str, Any]) -> set[Any]:
+def _kinds(value: JsonObject) -> set[Any]:
     content = value["message"].get("content")
     return {part.get("type") for part in content} if is_messages(content) else {"text"} if content else set()

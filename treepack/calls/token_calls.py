@@ -21,7 +21,7 @@ from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.token_fields import LABELS, NAMES, mask_values, number_values
 from treepack.ingest.readers.fields.token_fields import MASK as MASK_OF_TOKENS
 from treepack.ingest.readers.fields.unread import is_empty
-from treepack.ingest.readers.fields.values import BadValueError, as_number, shown
+from treepack.ingest.readers.fields.values import BadValueError, JsonObject, as_number, shown
 from treepack.ingest.readers.tokens.kept_fields import read_sets, set_fields
 from treepack.ingest.readers.tokens.route_fields import has_routes, read_routes
 from treepack.ingest.readers.tokens.token_records import read_tokens
@@ -45,7 +45,7 @@ class TokenCall:
 
     prompt: Any
     response: Any
-    values: dict[str, Any] = field(default_factory=dict)
+    values: JsonObject = field(default_factory=dict)
     routes: Any = None
     ending: Any = None
     kept: Any = None
@@ -56,7 +56,7 @@ class JoinedTokens:
     """Calls that continue each other: `calls` are their numbers from 0, `fields` the fields of a `tokens` record."""
 
     calls: tuple[int, ...]
-    fields: dict[str, Any]
+    fields: JsonObject
     notes: tuple[str, ...] = ()
 
 
@@ -162,7 +162,7 @@ class _CallChain:
         names = dict.fromkeys(name for _, values in self._parts for name in values)
         # Temperatures may be known for some calls only; the others have NaN, as untrained tokens do.
         common = [name for name in names if name == _TEMPERATURES or all(name in values for _, values in self._parts)]
-        fields: dict[str, Any] = {"input_ids": self.ids}
+        fields: JsonObject = {"input_ids": self.ids}
         # ids P a T b, responses a at 1 and b at 3 -> loss_mask 0 m 0 m, log-probabilities NaN p NaN p.
         for name in common:
             whole = np.full(len(self.ids), 0.0 if name == _MASK else np.nan)

@@ -4,7 +4,7 @@
     Outcomes of Trajectory, Skipped     what a reader yields; `describe` and `conversation` make a trajectory
     read_tokens, read_chat              a record of token ids or of messages to its trajectory
     read_calls, read_chats, CallLog     calls of a model, as ids or as messages, to the trajectories of their rollout
-    as_text, as_objects, object_at, ..  checked values of fields (`readers.fields.values`)
+    JsonObject, as_text, object_at, ..  checked values of fields (`readers.fields.values`)
 
 A name that only one or two formats need is imported from its own module.
 """
@@ -27,6 +27,7 @@ from treepack.ingest.readers.fields.rollout_facts import describe, temperature_o
 from treepack.ingest.readers.fields.token_fields import mask_values
 from treepack.ingest.readers.fields.unread import is_empty
 from treepack.ingest.readers.fields.values import (
+    JsonObject,
     as_id,
     as_objects,
     as_text,
@@ -52,6 +53,7 @@ __all__ = [
     "CallLog",
     "ChatCall",
     "Format",
+    "JsonObject",
     "Outcome",
     "Outcomes",
     "ReadOptions",

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import pyarrow as pa
 
 from treepack.errors import TreepackError
+from treepack.ingest.readers.fields.values import JsonObject
 from treepack.sequences import NO_TRAJECTORY
 from treepack.tokenise.control_tokens import TRAINED
 from treepack.trajectory import Chat, Outcome, Skipped, Trajectory
@@ -124,7 +125,7 @@ class ReadLog:
         else:
             self.groups.add(skipped.group_id)
 
-    def as_record(self) -> dict[str, Any]:
+    def as_record(self) -> JsonObject:
         """Return the log, without what `count_renamed` counted, as JSON values that `of_record` reads."""
         record = {each.name: getattr(self, each.name) for each in fields(self)}
         lists = {"skipped": [asdict(each) for each in self.skipped], "groups": sorted(self.groups)}
@@ -146,7 +147,7 @@ class ReadLog:
             setattr(log, name, Counter(record[name]))
         return log
 
-    def control_record(self) -> dict[str, Any] | None:
+    def control_record(self) -> JsonObject | None:
         """Return the rollouts that train control tokens of their text as a manifest records them, or None."""
         if not self.trained_control:
             return None
@@ -156,7 +157,7 @@ class ReadLog:
             "rollouts": [{"source": source, "note": note} for source, note in self.trained_control],
         }
 
-    def skipped_record(self, groups: Iterable[str]) -> dict[str, Any] | None:
+    def skipped_record(self, groups: Iterable[str]) -> JsonObject | None:
         """Return the skipped rollouts as the manifest of a trie records them, or None if there is none.
 
         `groups` are the groups of the trie: a group that lost a rollout and is not among them lost all of its rollouts.

@@ -30,7 +30,7 @@ from treepack.errors import TreepackError
 from treepack.files.input_files.json_text import parsed
 from treepack.ingest.readers.fields import endings
 from treepack.ingest.readers.fields.rollout_facts import temperature_of
-from treepack.ingest.readers.fields.values import is_messages, quoted, shown
+from treepack.ingest.readers.fields.values import JsonObject, is_messages, quoted, shown
 from treepack.ingest.readers.messages.gemini_parts import gemini_messages, gemini_tools
 from treepack.ingest.readers.messages.merged_turns import answered, left_over, merged_turns
 from treepack.ingest.readers.messages.message_trees import RENAMED_ROLES as RENAMED
@@ -39,7 +39,7 @@ from treepack.ingest.readers.messages.normal_form import ROLES as CHAT_ROLES
 from treepack.ingest.readers.messages.prefills import mark_prefills
 from treepack.ingest.readers.messages.response_items import CALLS, RESULTS, messages_of_items
 
-Message = dict[str, Any]
+Message = JsonObject
 
 _ITEM_TYPES = frozenset((*CALLS, *RESULTS, "reasoning", "message", "web_search_call", "file_search_call"))
 # Fields of a message without which nothing is lost: ids, times, usage, and marks of the logger.
@@ -111,7 +111,7 @@ def _begins_with_result(messages: Sequence[Message]) -> bool:
     return next((role for role in roles if role != "system"), None) in ("tool", "function")
 
 
-def _prompt_of_object(value: dict[str, Any], source: str) -> RequestPrompt | None:
+def _prompt_of_object(value: JsonObject, source: str) -> RequestPrompt | None:
     found = _prompt_of_request(value, source)
     if found is None or not found.messages:
         return found
@@ -121,11 +121,11 @@ def _prompt_of_object(value: dict[str, Any], source: str) -> RequestPrompt | Non
     return replace(found, messages=[*others, last | left_over(value, _REQUEST_FIELDS, "request")])
 
 
-def _prompt_of_request(value: dict[str, Any], source: str) -> RequestPrompt | None:
+def _prompt_of_request(value: JsonObject, source: str) -> RequestPrompt | None:
     temperature = temperature_of(value)
     tools = value.get("tools") or value.get("functions") or None
     if "contents" in value:
-        config: dict[str, Any] = next((value[name] for name in _CONFIG_NAMES if isinstance(value.get(name), dict)), {})
+        config: JsonObject = next((value[name] for name in _CONFIG_NAMES if isinstance(value.get(name), dict)), {})
         holders = (value, config)
         system = next((each[name] for each in holders for name in _SYSTEM_NAMES if each.get(name)), None)
         declared = gemini_tools(next((each["tools"] for each in holders if each.get("tools")), None))
@@ -190,7 +190,7 @@ def _messages(values: list[Message], source: str) -> Iterator[Message]:
     if any(each.get("type") in _ITEM_TYPES - {"message"} for each in values):
         yield from messages_of_items(values, source=source).messages
         return
-    calls: dict[str, Any] = {}  # ids of calls by the name of the tool
+    calls: JsonObject = {}  # ids of calls by the name of the tool
     for value in values:
         for message in _message(value, source):
             role = message.get("role")
@@ -279,14 +279,14 @@ def _check_calls(response: Sequence[Message], source: str) -> None:
         raise TreepackError(f"{source}: {_NO_CALLS}; log its tool calls as tool_calls of the message")
 
 
-def _responses_of_object(value: dict[str, Any], source: str) -> list[list[Message]] | None:
+def _responses_of_object(value: JsonObject, source: str) -> list[list[Message]] | None:
     found = _responses_of_response(value, source)
     if found and found[0] and "role" not in value:
         found[0][-1] = found[0][-1] | left_over(value, _RESPONSE_FIELDS, "response")
     return found
 
 
-def _responses_of_response(value: dict[str, Any], source: str) -> list[list[Message]] | None:
+def _responses_of_response(value: JsonObject, source: str) -> list[list[Message]] | None:
     for name in ("choices", "candidates"):
         if is_messages(value.get(name)) and value[name]:
             return [_of_choice(each, source) for each in value[name]]
@@ -315,7 +315,7 @@ def _responses_of_response(value: dict[str, Any], source: str) -> list[list[Mess
     return None
 
 
-def _of_choice(choice: dict[str, Any], source: str) -> list[Message]:
+def _of_choice(choice: JsonObject, source: str) -> list[Message]:
     """Return the messages of one choice or candidate, with the reason why it ends."""
     content = choice.get("message", choice.get("content"))
     if isinstance(content, dict):

@@ -20,7 +20,7 @@ from treepack.errors import TreepackError
 from treepack.files.input_files.inputs import STDIN
 from treepack.files.input_files.record_files import read_records
 from treepack.files.input_files.records import Record
-from treepack.ingest.readers.fields.values import as_id, quoted
+from treepack.ingest.readers.fields.values import JsonObject, as_id, quoted
 from treepack.trajectory import Skipped
 
 _SESSIONS = ("rollout_id", "trajectory_id", "session_id", "conversation_id", "trace_id")
@@ -44,9 +44,9 @@ class ApiExchange:
     """A request, its response, and the other fields of the record (`rest`)."""
 
     record: Record
-    request: dict[str, Any]
-    response: dict[str, Any]
-    rest: dict[str, Any]
+    request: JsonObject
+    response: JsonObject
+    rest: JsonObject
 
     @property
     def session(self) -> str | None:
@@ -65,7 +65,7 @@ class ApiExchange:
         return name if isinstance(name, str) else self.record.label
 
 
-def body(value: Any) -> dict[str, Any]:
+def body(value: Any) -> JsonObject:
     """Return the request or response in `value`, wrapped in "body" or not; empty if there is none."""
     # {"status_code": 200, "body": {"id": ..}} -> {"id": ..}, and {"id": ..} -> {"id": ..}
     inner = value.get("body") if isinstance(value, dict) else None
@@ -73,7 +73,7 @@ def body(value: Any) -> dict[str, Any]:
     return unwrapped if isinstance(unwrapped, dict) else {}
 
 
-def request_and_response(value: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def request_and_response(value: JsonObject) -> tuple[JsonObject, JsonObject]:
     """Return request and response of a record; a missing one is empty. One object with the fields of both is both."""
     if isinstance(value.get("request"), dict) or isinstance(value.get("response"), dict):
         return body(value.get("request")), body(value.get("response"))
@@ -88,7 +88,7 @@ def read_exchanges(records: Iterator[Record], *, asks: str, answers: str) -> Ite
     Raises:
         TreepackError: a record is not an exchange.
     """
-    requests: dict[str, dict[str, Any]] | None = None
+    requests: dict[str, JsonObject] | None = None
     for record in records:
         value, source = record.value, record.source
         request, response = request_and_response(value)
@@ -127,9 +127,9 @@ def description(exchanges: Sequence[ApiExchange], name: str) -> Record:
     return replace(exchanges[0].record, value=value | {"rollout_id": name})
 
 
-def _batch_requests(record: Record) -> dict[str, dict[str, Any]]:
+def _batch_requests(record: Record) -> dict[str, JsonObject]:
     """Return the requests in the other files of the folder of `record`, by their `custom_id`."""
-    requests: dict[str, dict[str, Any]] = {}
+    requests: dict[str, JsonObject] = {}
     if record.path == STDIN:
         return requests
     for path in sorted(Path(record.path).parent.glob("*.jsonl*")):

@@ -8,11 +8,11 @@ from treepack.calls.conversations import without
 from treepack.errors import TreepackError
 from treepack.files.input_files.json_text import parsed_json
 from treepack.ingest.readers.fields import endings
-from treepack.ingest.readers.fields.values import is_messages, object_or_empty, quoted, shown
+from treepack.ingest.readers.fields.values import JsonObject, is_messages, object_or_empty, quoted, shown
 from treepack.ingest.readers.messages.content_blocks import split_blocks
 from treepack.ingest.readers.messages.normal_form import READ
 
-Message = dict[str, Any]
+Message = JsonObject
 ROLES = {
     "human": "user",
     "ai": "assistant",
@@ -66,7 +66,7 @@ def generated(generation: Message) -> Any:
     return generation.get("message") or {"role": "assistant", "content": generation.get("text")}
 
 
-def _with_calls(message: Message, more: dict[str, Any]) -> Message:
+def _with_calls(message: Message, more: JsonObject) -> Message:
     """Return `message` with its calls under the names of chat, and with fields of LangChain's `additional_kwargs`."""
     calls = message.get("tool_calls") or more.get("tool_calls")
     if is_messages(calls):

@@ -21,13 +21,13 @@ from treepack.errors import TreepackError
 from treepack.files.input_files.json_text import parsed_json
 from treepack.ingest.readers.fields.rollout_facts import METADATA_DICTS
 from treepack.ingest.readers.fields.unread import is_empty
-from treepack.ingest.readers.fields.values import is_messages, shown
+from treepack.ingest.readers.fields.values import JsonObject, is_messages, shown
 from treepack.ingest.readers.kinds import TEXTS
 from treepack.ingest.readers.messages.containers import objects_of
 from treepack.ingest.readers.messages.content_blocks import split_blocks
 from treepack.ingest.readers.messages.prefills import is_prefill, mark_prefills
 
-Message = dict[str, Any]
+Message = JsonObject
 
 # Names of the answer next to the messages of a request, as text, a message, or a list of messages.
 ANSWER_FIELDS = tuple(

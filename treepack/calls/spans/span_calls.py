@@ -24,14 +24,14 @@ from treepack.calls.spans.trace_spans import TraceSpan, get, tree
 from treepack.errors import TreepackError
 from treepack.files.input_files.json_text import parsed
 from treepack.ingest.readers.fields.rollout_facts import temperature_of
-from treepack.ingest.readers.fields.values import as_objects, is_messages, shown
+from treepack.ingest.readers.fields.values import JsonObject, as_objects, is_messages, shown
 from treepack.ingest.readers.messages.content_blocks import split_blocks
 from treepack.ingest.readers.messages.merged_turns import answered, left_over, merged_turns
 from treepack.ingest.readers.messages.message_trees import RENAMED_ROLES, message_of_tree
 from treepack.ingest.readers.messages.prefills import mark_prefills
 from treepack.trajectory import Skipped
 
-Message = dict[str, Any]
+Message = JsonObject
 
 # Operations of an LLM call; older instrumentations name no operation.
 _OPERATIONS = (None, "chat", "generate_content", "text_completion", "call_llm")
@@ -118,7 +118,7 @@ def calls_of_span(span: TraceSpan) -> SpanCalls | Skipped:
     return _without_messages(span)
 
 
-def _has(attributes: dict[str, Any], name: str) -> bool:
+def _has(attributes: JsonObject, name: str) -> bool:
     return get(attributes, name) is not None or any(each.startswith(name + ".") for each in attributes)
 
 

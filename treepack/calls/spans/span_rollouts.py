@@ -21,7 +21,7 @@ from treepack.errors import TreepackError
 from treepack.files.input_files.json_text import parsed
 from treepack.files.input_files.records import Record
 from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.fields.values import as_id, is_messages
+from treepack.ingest.readers.fields.values import JsonObject, as_id, is_messages
 from treepack.ingest.readers.messages.content_blocks import skip_reason
 from treepack.trajectory import Outcomes, Skipped
 
@@ -164,15 +164,15 @@ def _facts_only(span: TraceSpan) -> TraceSpan | None:
 
 def _description(
     name: str, spans: Sequence[TraceSpan], others: Sequence[TraceSpan], notes: dict[str, None]
-) -> dict[str, Any]:
+) -> JsonObject:
     """Return the facts of a conversation besides its calls, under the names that all formats share."""
-    value: dict[str, Any] = {"rollout_id": name}
+    value: JsonObject = {"rollout_id": name}
     for key, names in _FACTS:
         found = [next((each for name in names if (each := get(span.attributes, name))), None) for span in spans]
         if distinct := dict.fromkeys(str(each) for each in found if each is not None):
             value[key] = ", ".join(distinct)
-    scores: dict[str, Any] = {}
-    metadata: dict[str, Any] = {}
+    scores: JsonObject = {}
+    metadata: JsonObject = {}
     # The root comes last, because its scores and metadata are about the whole trace.
     for span in sorted([*spans, *others], key=lambda span: not span.parent):
         scores |= span.scores | _annotations(span, notes)
@@ -181,7 +181,7 @@ def _description(
     return value | ({"rewards": scores} if scores else {}) | ({_METADATA: metadata} if metadata else {})
 
 
-def _annotations(span: TraceSpan, notes: dict[str, None]) -> dict[str, Any]:
+def _annotations(span: TraceSpan, notes: dict[str, None]) -> JsonObject:
     """Return the scores among the annotations of OpenInference: {"correct": {"score": 1.0}}."""
     scores = {}
     for attribute, kind in _SCORES:
@@ -196,7 +196,7 @@ def _annotations(span: TraceSpan, notes: dict[str, None]) -> dict[str, Any]:
     return scores
 
 
-def is_openinference(value: dict[str, Any]) -> bool:
+def is_openinference(value: JsonObject) -> bool:
     """Return whether `value` is a span or a row of Phoenix, or OTLP with such a span."""
     if isinstance(scopes := value.get("resourceSpans"), list):
         for name in ("scopeSpans", "spans"):

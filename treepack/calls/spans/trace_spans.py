@@ -20,7 +20,7 @@ import numpy as np
 from treepack.errors import TreepackError
 from treepack.files.input_files.json_text import parsed
 from treepack.files.input_files.records import Record
-from treepack.ingest.readers.fields.values import as_id, is_messages, shown, start_time
+from treepack.ingest.readers.fields.values import JsonObject, as_id, is_messages, shown, start_time
 
 COLUMN = "attributes."  # beginning of the columns of a table that contain attributes
 _EVALUATION = "gen_ai.evaluation.result"
@@ -44,8 +44,8 @@ class TraceSpan:
     start: int | float | str
     kind: str
     failed: bool
-    attributes: dict[str, Any]
-    scores: dict[str, Any]
+    attributes: JsonObject
+    scores: JsonObject
     events: tuple[str, ...] = ()
     fault: str = ""
 
@@ -64,7 +64,7 @@ def spans_of(record: Record) -> Iterator[TraceSpan]:
         yield _span(span, source)
 
 
-def _span(span: dict[str, Any], source: str) -> TraceSpan:
+def _span(span: JsonObject, source: str) -> TraceSpan:
     context = span.get("context")
     columns = {name.removeprefix("context."): each for name, each in span.items() if name.startswith("context.")}
     holders = (span, context if isinstance(context, dict) else {}, columns)
@@ -88,10 +88,10 @@ def _span(span: dict[str, Any], source: str) -> TraceSpan:
     return TraceSpan(source, trace, name, parent, start, kind, failed, attributes, scores, events)
 
 
-def _contents(span: dict[str, Any], source: str) -> tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]:
+def _contents(span: JsonObject, source: str) -> tuple[JsonObject, JsonObject, tuple[str, ...]]:
     """Return the attributes, the scores and the names of the events of a span."""
-    attributes: dict[str, Any] = {}
-    scores: dict[str, Any] = {}
+    attributes: JsonObject = {}
+    scores: JsonObject = {}
     names: list[str] = []
     for event in _below([span], "events", source):
         event_attributes = _span_attributes(event.get("attributes"), source)
@@ -110,19 +110,19 @@ def _contents(span: dict[str, Any], source: str) -> tuple[dict[str, Any], dict[s
     return attributes, scores, tuple(names)
 
 
-def _kind(span: dict[str, Any], attributes: dict[str, Any]) -> str:
+def _kind(span: JsonObject, attributes: JsonObject) -> str:
     kind = span.get("span_kind") or get(attributes, "openinference.span.kind")
     return kind.upper() if isinstance(kind, str) else ""
 
 
-def _has_failed(span: dict[str, Any]) -> bool:
+def _has_failed(span: JsonObject) -> bool:
     status = span.get("status")
     status = status if isinstance(status, dict) else {"code": status}
     codes = (span.get("status_code"), status.get("code"), status.get("status_code"))
     return any(str(code).upper() in _FAILED for code in codes)
 
 
-def _below(objects: Any, name: str, source: str) -> list[dict[str, Any]]:
+def _below(objects: Any, name: str, source: str) -> list[JsonObject]:
     """Return the objects in the lists `name` of `objects`."""
     lists: list[Any] = [_list(each.get(name)) for each in objects] if is_messages(objects) else [None]
     if not all(map(is_messages, lists)):
@@ -136,7 +136,7 @@ def _list(value: Any) -> Any:
     return [] if value is None else value
 
 
-def _span_attributes(attributes: Any, source: str) -> dict[str, Any]:
+def _span_attributes(attributes: Any, source: str) -> JsonObject:
     """Return attributes as a dict, from a list of OTLP or from JSON text; the values of OTLP are unwrapped.
 
     Raises:
@@ -191,7 +191,7 @@ def _plain(attributes: Any) -> Any:
     return _nested(attributes)
 
 
-def get(attributes: dict[str, Any], name: str) -> Any:
+def get(attributes: JsonObject, name: str) -> Any:
     """Return the attribute `name`, written flat or nested; None if there is none."""
     # {"llm.model_name": "m"} and {"llm": {"model_name": "m"}} have "llm.model_name".
     if name in attributes:
@@ -206,7 +206,7 @@ def get(attributes: dict[str, Any], name: str) -> Any:
     return None
 
 
-def tree(attributes: dict[str, Any], prefix: str) -> Any:
+def tree(attributes: JsonObject, prefix: str) -> Any:
     """Return the attributes below `prefix`, flat or nested, as nested objects and lists; None if there are none."""
     # prefix "llm.tools", {"llm.tools.0.tool.json_schema": "{}"} -> [{"tool": {"json_schema": "{}"}}]
     whole = parsed(get(attributes, prefix))
@@ -222,7 +222,7 @@ def _nested(value: Any) -> Any:
         return [_nested(each) for each in value]
     if not isinstance(value, dict):
         return value
-    inner: dict[str, Any] = {}
+    inner: JsonObject = {}
     # "a" before "a.b", so that neither hides the other.
     for name, each in sorted(value.items(), key=lambda item: "." in item[0]):
         if each is None:

@@ -16,12 +16,12 @@ import re
 from collections.abc import Iterator
 from itertools import islice, takewhile
 from pathlib import Path
-from typing import Any
 
 from treepack.files.input_files.record_files import read_records
 from treepack.formats.kit import (
     STDIN,
     Format,
+    JsonObject,
     Outcomes,
     ReadOptions,
     Record,
@@ -38,7 +38,7 @@ _TIME = re.compile(r"_\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d$")
 _FIELDS = frozenset({"role", "content", "tool_calls", "tool_call_id", "name"})
 
 
-def _is_rover_message(record: dict[str, Any]) -> bool:
+def _is_rover_message(record: JsonObject) -> bool:
     """Return whether `record` is nothing but a message."""
     role, content = record.get("role"), record.get("content")
     return (
@@ -85,14 +85,14 @@ def _rounds(path: str) -> list[tuple[int, Path]]:
     return sorted((int(match[1]), each) for match, each in named if match is not None)
 
 
-def _num_shared(messages: list[dict[str, Any]], path: Path, *, start: int = 0) -> int:
+def _num_shared(messages: list[JsonObject], path: Path, *, start: int = 0) -> int:
     """Count how many first `messages` equal the messages of the file at `path` from number `start` on."""
     others = islice(read_records(str(path)), start, None)
     pairs = zip(map(_known, messages), (_known(record.value) for record in others), strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
-def _known(message: dict[str, Any]) -> dict[str, Any]:
+def _known(message: JsonObject) -> JsonObject:
     """Return the fields of `message` that are read; a note names any other."""
     return {name: field for name, field in message.items() if name in _FIELDS}
 

@@ -43,6 +43,7 @@ from treepack.formats.kit import (
     STDIN,
     CallLog,
     Format,
+    JsonObject,
     Outcomes,
     ReadOptions,
     Record,
@@ -69,7 +70,7 @@ SUB_AGENT = "description of a sub-agent, whose session is another file"
 
 # Types of the first lines of a stream.
 
-_Message = dict[str, Any]
+_Message = JsonObject
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +85,7 @@ class _SessionEntry:
     parent: str | None
     kind: str
     message: _Message
-    value: dict[str, Any]
+    value: JsonObject
     key: str | None
 
 
@@ -230,7 +231,7 @@ def _ids(message: _Message, kind: str, name: str) -> set[str]:
     return {str(part.get(name)) for part in _parts(message) if part.get("type") == kind}
 
 
-def _parts(message: _Message) -> list[dict[str, Any]]:
+def _parts(message: _Message) -> list[JsonObject]:
     content = message.get("content")
     return [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
 
@@ -341,7 +342,7 @@ def _answer(blocks: list[_SessionEntry]) -> list[_Message]:
     return split_blocks([{"role": "assistant", "content": content}]) if content else []
 
 
-def _description(session: _SessionTree, first: Record) -> dict[str, Any]:
+def _description(session: _SessionTree, first: Record) -> JsonObject:
     models = [blocks[0].message.get("model") for blocks in session.blocks.values()]
     names = dict.fromkeys(name for name in models if isinstance(name, str) and name != SYNTHETIC)
     head = next((entry.value for entry in session.entries.values()), first.value)

@@ -21,6 +21,7 @@ from typing import Any
 from treepack.formats.kit import (
     CallLog,
     Format,
+    JsonObject,
     Outcomes,
     ReadOptions,
     Record,
@@ -58,27 +59,27 @@ _ABOUT = frozenset(
 )
 _IDS = frozenset({"sessionId", "agent"})
 
-Message = dict[str, Any]
+Message = JsonObject
 
 
-def _is_cline_message(value: dict[str, Any]) -> bool:
+def _is_cline_message(value: JsonObject) -> bool:
     """Return whether `value` is a message of a task, and nothing else: any other field makes it another format."""
     is_content = isinstance(value.get("content"), str | list) or value.get("type") == "reasoning"
     return value.get("role") in ("user", "assistant") and is_content and value.keys() <= {*_KEPT, *_ABOUT}
 
 
-def _is_session(value: dict[str, Any]) -> bool:
+def _is_session(value: JsonObject) -> bool:
     """Return whether `value` is a session of a newer version of Cline."""
     messages = value.get("messages")
     return value.keys() >= {"version", *_IDS} and is_messages(messages) and len(messages) > 0
 
 
-def _is_shown(value: dict[str, Any]) -> bool:
+def _is_shown(value: JsonObject) -> bool:
     """Return whether `value` is from `ui_messages.json` or is a `task_metadata.json`, which a task has next to it."""
     return (value.keys() >= {"ts", "type"} and value["type"] in ("say", "ask")) or "files_in_context" in value
 
 
-def _is_cline_record(value: dict[str, Any]) -> bool:
+def _is_cline_record(value: JsonObject) -> bool:
     """Return whether `value` is the first record of a file of Cline."""
     return _is_cline_message(value) or _is_session(value) or _is_shown(value)
 
@@ -108,7 +109,7 @@ def _read_cline(records: Iterator[Record], options: ReadOptions) -> Outcomes:
         return
     if not _is_session(rows[0].value):
         folder, stem = folder_and_document(rows[0])
-        value: dict[str, Any] = {"trajectory_id": folder if stem == _HISTORY and folder else rows[0].label}
+        value: JsonObject = {"trajectory_id": folder if stem == _HISTORY and folder else rows[0].label}
         record = replace(rows[0], source=rows[0].path, value=value)
         yield from _read_task(record, [row.value for row in rows], [], options)
         return
@@ -194,7 +195,7 @@ def _is_orphan(message: Message, calls: set[str]) -> bool:
     )
 
 
-def _blocks(message: Message) -> list[dict[str, Any]]:
+def _blocks(message: Message) -> list[JsonObject]:
     content = message.get("content")
     return [block for block in content if isinstance(block, dict)] if isinstance(content, list) else []
 
@@ -219,7 +220,7 @@ def _chat(message: Message, source: str) -> Message:
     return chat
 
 
-def _block(block: dict[str, Any]) -> dict[str, Any]:
+def _block(block: JsonObject) -> JsonObject:
     kind, text = block.get("type"), block.get("text")
     if kind == "reasoning" and isinstance(text, str):
         return {"type": "thinking", "thinking": text}

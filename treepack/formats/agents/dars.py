@@ -12,10 +12,10 @@ context only in the paths through it. Demonstrations, and submissions by the pro
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from treepack.formats.kit import (
     Format,
+    JsonObject,
     Outcomes,
     ReadOptions,
     Record,
@@ -49,7 +49,7 @@ def read_dars(record: Record, options: ReadOptions) -> Outcomes:
         yield Skipped(record.source, f"checkpoint of {whole}", is_rollout=False)
         return
     name = task if folder in ("", task) else f"{folder}/{task}"
-    alternatives: dict[int, list[dict[str, Any]]] = {}
+    alternatives: dict[int, list[JsonObject]] = {}
     for leaf, path in enumerate(leaf_paths(record.value["root"], source=record.source)):
         yield _trajectory(record, [_message(node) for node in path], f"{name}/leaf-{leaf}", task, options)
         # Several leaves share an alternative, so its identity is the key: it is trained once.
@@ -68,11 +68,11 @@ def _whole_file(record: Record, stem: str, task: str) -> str | None:
     return None if whole is None else whole.name
 
 
-def _is_alternative(node: dict[str, Any]) -> bool:
+def _is_alternative(node: JsonObject) -> bool:
     return node.get("role") == "assistant" and bool(node.get("expansion_prompt"))
 
 
-def _message(node: dict[str, Any]) -> dict[str, Any]:
+def _message(node: JsonObject) -> JsonObject:
     message = {"role": node.get("role"), "content": node.get("content")}
     # Every other assistant message on a path is a real turn of that path.
     is_demo = as_flag(node.get("is_demo") or False) is not False
@@ -80,7 +80,7 @@ def _message(node: dict[str, Any]) -> dict[str, Any]:
     return message if trained else message | {"loss": False}
 
 
-def _asking_messages(path: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _asking_messages(path: list[JsonObject]) -> list[JsonObject]:
     """Return the conversation that the alternative at the end of `path` answered; only that answer is trained."""
     # [system, user, answer with expansion_prompt] -> [system, user + request, answer]
     *before, node = path
@@ -94,9 +94,7 @@ def _asking_messages(path: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [*messages, {"role": "assistant", "content": node.get("content")}]
 
 
-def _trajectory(
-    record: Record, messages: list[dict[str, Any]], name: str, task: str, options: ReadOptions
-) -> Trajectory:
+def _trajectory(record: Record, messages: list[JsonObject], name: str, task: str, options: ReadOptions) -> Trajectory:
     return replace(conversation(record, messages, options, used=_USED), trajectory_id=name, group_id=task)
 
 

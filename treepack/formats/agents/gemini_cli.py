@@ -25,6 +25,7 @@ from treepack.files.input_files.json_text import parsed_json
 from treepack.formats.kit import (
     CallLog,
     Format,
+    JsonObject,
     Outcomes,
     ReadOptions,
     Record,
@@ -53,7 +54,7 @@ RESULT_NOTE = "tool call without a result"
 _MODEL = frozenset({"gemini", "model"})  # types of a message of the model
 
 
-_Message = dict[str, Any]
+_Message = JsonObject
 
 
 @dataclass(slots=True)
@@ -61,7 +62,7 @@ class _SessionState:
     """The state of a session: its history by the ids of messages, and the calls so far."""
 
     source: str
-    facts: dict[str, Any] = field(default_factory=dict)
+    facts: JsonObject = field(default_factory=dict)
     history: dict[str, _Message] = field(default_factory=dict)
     trained: set[str] = field(default_factory=set)
     log: CallLog = field(default_factory=CallLog)
@@ -189,7 +190,7 @@ def _answer(session: _SessionState, message: _Message, where: str) -> _Message |
     return answer | {"content": [*said, *answer["content"], *calls]}
 
 
-def _thought(thought: dict[str, Any], where: str) -> str:
+def _thought(thought: JsonObject, where: str) -> str:
     """Return a thought as the API wrote it: the subject in bold, then the description.
 
     Raises:

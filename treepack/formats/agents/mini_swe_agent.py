@@ -21,6 +21,7 @@ from treepack.calls.served_tokens import SOME_NOTE, token_call
 from treepack.formats.kit import (
     ChatCall,
     Format,
+    JsonObject,
     Outcomes,
     ReadOptions,
     Record,
@@ -56,7 +57,7 @@ def read_mini_swe_agent(record: Record, options: ReadOptions) -> Outcomes:
     notes: dict[str, None] = {}
     calls: list[ChatCall] = []
     tokens: list[TokenCall | None] = []
-    history: list[dict[str, Any]] = []
+    history: list[JsonObject] = []
     # A logged response of the Responses API repeats the tools of its request.
     tools = next((message["tools"] for message in value["messages"] if message.get("tools")), None)
     # [system, user, assistant, user] -> one call, with 2 messages of prompt
@@ -81,7 +82,7 @@ def read_mini_swe_agent(record: Record, options: ReadOptions) -> Outcomes:
     yield from with_notes(read_chats(description, calls, options), tuple(notes))
 
 
-def _ending(message: dict[str, Any]) -> Any:
+def _ending(message: JsonObject) -> Any:
     """Return why the response in `message` ended: a field of its choice, or of the response itself."""
     response = message if message.get("object") == "response" else object_or_empty(message.get("extra")).get("response")
     if not isinstance(response, dict):
@@ -90,7 +91,7 @@ def _ending(message: dict[str, Any]) -> Any:
     return endings.raw_of(choices[0]) if is_messages(choices) and choices else endings.raw_of_response(response)
 
 
-def _token_call(message: dict[str, Any]) -> TokenCall | None:
+def _token_call(message: JsonObject) -> TokenCall | None:
     """Return the call whose response is in `message`, by its token ids; None if it has none."""
     response = object_or_empty(message.get("extra")).get("response")
     if not isinstance(response, dict) or not is_messages(response.get("choices")) or not response["choices"]:
@@ -98,7 +99,7 @@ def _token_call(message: dict[str, Any]) -> TokenCall | None:
     return token_call(response, response["choices"][0])
 
 
-def _chat_message(message: dict[str, Any], source: str, notes: dict[str, None]) -> dict[str, Any] | None:
+def _chat_message(message: JsonObject, source: str, notes: dict[str, None]) -> JsonObject | None:
     """Return `message` in chat form; None for an empty response."""
     if message.get("object") == "response":
         done = messages_of_items(message.get("output"), source=source)
@@ -112,7 +113,7 @@ def _chat_message(message: dict[str, Any], source: str, notes: dict[str, None]) 
     return kept
 
 
-def _refused_reply(message: dict[str, Any], source: str, notes: dict[str, None]) -> dict[str, Any] | None:
+def _refused_reply(message: JsonObject, source: str, notes: dict[str, None]) -> JsonObject | None:
     """Return the reply that `message` complains about, or None if it does not complain."""
     extra = message.get("extra")
     if not isinstance(extra, dict) or extra.get("interrupt_type") != "FormatError":
@@ -131,7 +132,7 @@ def _refused_reply(message: dict[str, Any], source: str, notes: dict[str, None])
     return None
 
 
-def _description(record: Record) -> dict[str, Any]:
+def _description(record: Record) -> JsonObject:
     value = record.value
     info = object_or_empty(value.get("info"))
     # <run>/<task>/<task>.traj.json and <run>/<task>.traj.json -> run "<run>", task "<task>"
@@ -151,12 +152,12 @@ def _description(record: Record) -> dict[str, Any]:
     }
 
 
-def _model(info: dict[str, Any]) -> dict[str, Any]:
+def _model(info: JsonObject) -> JsonObject:
     """Return the settings of the model, {} if the file has none."""
     return object_or_empty(object_or_empty(info.get("config")).get("model"))
 
 
-def _model_name(info: dict[str, Any]) -> str | None:
+def _model_name(info: JsonObject) -> str | None:
     name = _model(info).get("model_name")
     return name if isinstance(name, str) else None
 

@@ -22,13 +22,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from treepack.calls.rollout_names import of_agent
 from treepack.formats.kit import (
     STDIN,
     CallLog,
     Format,
+    JsonObject,
     Outcomes,
     ReadOptions,
     Record,
@@ -73,7 +73,7 @@ _PART_FIELDS = (
     ("tail_start_id", str | None, "text"),
 )
 
-_Message = dict[str, Any]
+_Message = JsonObject
 
 
 @dataclass(slots=True)
@@ -110,13 +110,13 @@ def _read_opencode(records: Iterator[Record], options: ReadOptions) -> Outcomes:
             yield from with_notes(items, notes_of_record({"messages": stored}, FORMAT.declared, items, row.source))
 
 
-def _stored(record: Record) -> list[dict[str, Any]]:
+def _stored(record: Record) -> list[JsonObject]:
     """Return the messages of a session that is stored as small files, with their parts, in the order of their names."""
     if record.path == STDIN:
         return []
     storage = Path(record.path).parent.parent.parent
     folder = storage / "message" / str(record.value.get("id"))
-    messages: list[dict[str, Any]] = []
+    messages: list[JsonObject] = []
     for path in sorted(folder.glob("*.json")):
         info = read_document(path)
         parts = sorted((storage / "part" / str(info.get("id"))).glob("*.json"))
@@ -124,9 +124,7 @@ def _stored(record: Record) -> list[dict[str, Any]]:
     return messages
 
 
-def _read_session(
-    record: Record, info: dict[str, Any], messages: list[dict[str, Any]], options: ReadOptions
-) -> Outcomes:
+def _read_session(record: Record, info: JsonObject, messages: list[JsonObject], options: ReadOptions) -> Outcomes:
     session = _SessionState(log=CallLog(options.turns, record.source))
     for number, message in enumerate(messages, 1):
         where = f"{record.source}: message {number}"
@@ -158,7 +156,7 @@ def _read_session(
         yield of_agent(item, parent, str(name)) if isinstance(parent, str) else item
 
 
-def _check_part(part: dict[str, Any], where: str) -> None:
+def _check_part(part: JsonObject, where: str) -> None:
     """Refuse a part with a field of a different form.
 
     Raises:
@@ -174,9 +172,9 @@ def _add(session: _SessionState, messages: list[_Message]) -> None:
     session.reason = session.reason or skip_reason(messages)
 
 
-def _user(session: _SessionState, info: dict[str, Any], parts: list[dict[str, Any]]) -> list[_Message]:
+def _user(session: _SessionState, info: JsonObject, parts: list[JsonObject]) -> list[_Message]:
     """Return the messages for a message of the user: the system prompt that the user set, and the content."""
-    content: list[dict[str, Any]] = []
+    content: list[JsonObject] = []
     for part in parts:
         kind = part.get("type")
         if kind == "text" and not part.get("ignored"):
@@ -194,7 +192,7 @@ def _user(session: _SessionState, info: dict[str, Any], parts: list[dict[str, An
     return [*system, *([{"role": "user", "content": content}] if content else [])]
 
 
-def _compact(session: _SessionState, parts: list[dict[str, Any]]) -> None:
+def _compact(session: _SessionState, parts: list[JsonObject]) -> None:
     """Remove the history before a compaction, except the system prompt and the messages that it kept."""
     tails = [part.get("tail_start_id") for part in parts if isinstance(part.get("tail_start_id"), str)]
     start = session.indices.get(str(tails[-1]), len(session.prompt)) if tails else len(session.prompt)
@@ -204,7 +202,7 @@ def _compact(session: _SessionState, parts: list[dict[str, Any]]) -> None:
     session.indices.clear()
 
 
-def _add_answer(session: _SessionState, info: dict[str, Any], parts: list[dict[str, Any]], where: str) -> None:
+def _add_answer(session: _SessionState, info: JsonObject, parts: list[JsonObject], where: str) -> None:
     error, is_summary = info.get("error"), info.get("summary")
     for key, value, kind in (("error", error, dict), ("summary", is_summary, bool)):
         if value is not None and not isinstance(value, kind):
@@ -243,11 +241,11 @@ def _add_answer(session: _SessionState, info: dict[str, Any], parts: list[dict[s
         _add(session, [answer, *results])
 
 
-def _steps(parts: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+def _steps(parts: list[JsonObject]) -> list[list[JsonObject]]:
     """Return the parts of each call of the model; a step-start begins one, or else a text after a tool."""
     # [start, text, tool, finish, start, text, finish] -> [[start, text, tool, finish], [start, text, finish]]
     kinds = [part.get("type") for part in parts]
-    steps: list[list[dict[str, Any]]] = [[]]
+    steps: list[list[JsonObject]] = [[]]
     for index, (kind, part) in enumerate(zip(kinds, parts, strict=True)):
         is_next = kind in ("text", "reasoning") and index > 0 and kinds[index - 1] == "tool"
         if steps[-1] and (kind == "step-start" if "step-start" in kinds else is_next):
@@ -256,7 +254,7 @@ def _steps(parts: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     return steps
 
 
-def _step(session: _SessionState, step: list[dict[str, Any]], where: str) -> tuple[_Message | None, list[_Message]]:
+def _step(session: _SessionState, step: list[JsonObject], where: str) -> tuple[_Message | None, list[_Message]]:
     """Return the message of a step and the results of its calls; no message if the step is empty."""
     blocks: list[_Message] = []
     results: list[_Message] = []
@@ -276,7 +274,7 @@ def _step(session: _SessionState, step: list[dict[str, Any]], where: str) -> tup
     return {"role": "assistant", "content": blocks}, results
 
 
-def _result(session: _SessionState, part: dict[str, Any], state: dict[str, Any], where: str) -> list[_Message]:
+def _result(session: _SessionState, part: JsonObject, state: JsonObject, where: str) -> list[_Message]:
     """Return the message with the result of a call, none if it did not end."""
     output = state.get("output") if state.get("output") is not None else state.get("error")
     if output is None:

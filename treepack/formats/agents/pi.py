@@ -24,13 +24,13 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import PurePath
-from typing import Any
 
 from treepack.calls.call_logs import COPIED_NOTE
 from treepack.calls.rollout_names import SPLIT_NOTE, in_rollout
 from treepack.formats.kit import (
     CallLog,
     Format,
+    JsonObject,
     Outcomes,
     ReadOptions,
     Record,
@@ -111,7 +111,7 @@ class _CallChain:
     """Calls that continue each other: their messages, of which the first `num_prompt` are not trained."""
 
     first_call: int
-    messages: list[dict[str, Any]]
+    messages: list[JsonObject]
     num_prompt: int
 
 
@@ -169,12 +169,12 @@ def _is_call(record: Record) -> bool:
     return bool(message.get("content")) and str(message.get("stopReason")) not in _FAILED
 
 
-def _since_last_call(entries: dict[str, Record], record: Record) -> tuple[list[dict[str, Any]], str | None]:
+def _since_last_call(entries: dict[str, Record], record: Record) -> tuple[list[JsonObject], str | None]:
     """Return the messages between the call of `record` and the call before it, and the entry of that call.
 
     The entry is None if there is no call before, or if a compaction is between them.
     """
-    between: list[dict[str, Any]] = []
+    between: list[JsonObject] = []
     for above in _above(entries, record):
         if _is_call(above):
             return between, str(above.value["id"])
@@ -214,13 +214,13 @@ def _entries(records: list[Record]) -> dict[str, Record]:
     return entries
 
 
-def _prompt(entries: dict[str, Record], last: Record) -> list[dict[str, Any]]:
+def _prompt(entries: dict[str, Record], last: Record) -> list[JsonObject]:
     """Return the messages before the entry `last`, in chat form."""
     path = [*_above(entries, last)][::-1]
     # [a, b, compaction that keeps b, c] -> [summary, b, c]
     # The summary of the last compaction replaces everything before the entries that it kept.
     compactions = [index for index, record in enumerate(path) if record.value.get("type") == "compaction"]
-    messages: list[dict[str, Any]] = []
+    messages: list[JsonObject] = []
     if compactions:
         at = compactions[-1]
         first = path[at].value.get("firstKeptEntryId")
@@ -232,7 +232,7 @@ def _prompt(entries: dict[str, Record], last: Record) -> list[dict[str, Any]]:
     return messages
 
 
-def _messages_of(record: Record) -> list[dict[str, Any]]:
+def _messages_of(record: Record) -> list[JsonObject]:
     """Return the messages that the entry of `record` adds to a prompt: one or none."""
     kind, message = record.value.get("type"), record.value.get("message")
     if kind == "message" and isinstance(message, dict):
@@ -249,12 +249,12 @@ def _messages_of(record: Record) -> list[dict[str, Any]]:
     raise TreepackError(f"{record.source}: has the type {quoted(kind)}; expected an entry of a pi session")
 
 
-def _summary(title: str, record: Record) -> dict[str, Any]:
+def _summary(title: str, record: Record) -> JsonObject:
     summary = as_text(record.value.get("summary"), source=record.source, name="summary", default="")
     return {"role": "user", "content": f"{title}:\n\n{summary}"}
 
 
-def _chat_message(message: dict[str, Any], source: str) -> dict[str, Any]:
+def _chat_message(message: JsonObject, source: str) -> JsonObject:
     """Return a message of a session in chat form; image parts are kept, so that `_has_image` finds them."""
     role, content = message.get("role"), message.get("content")
     if role == "toolResult":
@@ -275,7 +275,7 @@ def _chat_message(message: dict[str, Any], source: str) -> dict[str, Any]:
     return {"role": role, "content": [_block(part, source) for part in parts]} | ended
 
 
-def _block(part: dict[str, Any], source: str) -> dict[str, Any]:
+def _block(part: JsonObject, source: str) -> JsonObject:
     """Return a part of the assistant as a block; unknown kinds are parts without text, which are refused later."""
     kind = part.get("type")
     if kind == "thinking":
@@ -285,7 +285,7 @@ def _block(part: dict[str, Any], source: str) -> dict[str, Any]:
     return {"type": kind, "text": part.get("text")}
 
 
-def _command(message: dict[str, Any]) -> str:
+def _command(message: JsonObject) -> str:
     """Return a command that the user ran, and its output."""
     lines = [f"$ {message.get('command')}", str(message.get("output") or "").rstrip("\n")]
     if message.get("exitCode"):
@@ -293,7 +293,7 @@ def _command(message: dict[str, Any]) -> str:
     return "\n".join(line for line in lines if line)
 
 
-def _has_image(message: dict[str, Any]) -> bool:
+def _has_image(message: JsonObject) -> bool:
     content = message.get("content")
     parts = content if isinstance(content, list) else []
     return any(isinstance(part, dict) and part.get("type") == "image" for part in parts)

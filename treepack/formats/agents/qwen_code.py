@@ -24,6 +24,7 @@ from treepack.calls.rollout_names import of_agent
 from treepack.formats.kit import (
     CallLog,
     Format,
+    JsonObject,
     Outcomes,
     ReadOptions,
     Record,
@@ -49,7 +50,7 @@ ROOT_NOTE = "message without a parent, which begins another history"
 COMPRESSION, BOOTSTRAP = "chat_compression", "agent_bootstrap"
 
 
-_Message = dict[str, Any]
+_Message = JsonObject
 
 
 @dataclass(slots=True)
@@ -161,7 +162,7 @@ def _passes_results(entries: dict[str, _SessionEntry]) -> bool:
     return is_next or passes_results(((ids(each, "functionCall"), each.parent, k) for k, each in answers), places)
 
 
-def _history(value: dict[str, Any], source: str) -> list[Any] | None:
+def _history(value: JsonObject, source: str) -> list[Any] | None:
     """Return the contents that replace the history at a line, or None if it is another line."""
     payload = value.get("systemPayload")
     if value.get("type") != "system" or not isinstance(payload, dict):
@@ -181,7 +182,7 @@ def _launch(rows: list[Record]) -> tuple[list[_Message], Any]:
     return system, declared
 
 
-def _schema(tool: dict[str, Any]) -> dict[str, Any]:
+def _schema(tool: JsonObject) -> JsonObject:
     """Return a declaration of a function with the schema of its parameters under OpenAI's name."""
     schema = tool.get("parametersJsonSchema")
     rest = {name: value for name, value in tool.items() if name != "parametersJsonSchema"}

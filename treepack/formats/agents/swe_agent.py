@@ -16,12 +16,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from typing import Any
 
 from treepack.calls.rollout_names import within
 from treepack.formats.kit import (
     ChatCall,
     Format,
+    JsonObject,
     Outcomes,
     ReadOptions,
     Record,
@@ -82,7 +82,7 @@ def _read_run(record: Record, name: str, task: str, options: ReadOptions) -> Out
         yield item if agent is None else within(replace(item, trajectory_id=f"{name}/{agent}"), str(name), number)
 
 
-def _temperature(run: dict[str, Any]) -> float | None:
+def _temperature(run: JsonObject) -> float | None:
     """Return the temperature in the configuration of a run, which is an object or JSON text."""
     settings = run.get("replay_config")
     if isinstance(settings, str):
@@ -95,7 +95,7 @@ def _temperature(run: dict[str, Any]) -> float | None:
     return temperature_of(settings)
 
 
-def _message(item: dict[str, Any]) -> dict[str, Any]:
+def _message(item: JsonObject) -> JsonObject:
     """Return an item of the history in chat form."""
     kept = without(item, _REDUNDANT)
     if ids := kept.pop("tool_call_ids", None):
@@ -106,20 +106,18 @@ def _message(item: dict[str, Any]) -> dict[str, Any]:
     return kept | {"loss": False} if _is_demo(item) or _gave_up(item) else kept
 
 
-def _is_demo(item: dict[str, Any]) -> bool:
+def _is_demo(item: JsonObject) -> bool:
     return as_flag(item.get("is_demo") or False) is not False
 
 
-def _gave_up(item: dict[str, Any]) -> bool:
+def _gave_up(item: JsonObject) -> bool:
     """Return whether the program wrote `item` in the model's name, because a limit or an error ended the run."""
     content, action = item.get("content"), item.get("action")
     said = isinstance(content, str) and content.startswith(_GAVE_UP)
     return said and item.get("role") == "assistant" and (not action or str(action).startswith("exit_"))
 
 
-def _calls(
-    steps: list[dict[str, Any]], history: list[dict[str, Any]], source: str
-) -> tuple[list[ChatCall], tuple[str, ...]]:
+def _calls(steps: list[JsonObject], history: list[JsonObject], source: str) -> tuple[list[ChatCall], tuple[str, ...]]:
     """Return the calls of the steps, and notes on the calls that cannot be reconstructed.
 
     A step contains only the text of its reply. The tool calls are in the history, which lacks the refused replies. The
@@ -132,7 +130,7 @@ def _calls(
     # steps [a, refused b, c] and replies [a, c]: c is compared after b did not match, so `index` skips no reply.
     index = 0
     for number, step in enumerate(steps):
-        reply: dict[str, Any] | None = {"role": "assistant", "content": step.get("response")}
+        reply: JsonObject | None = {"role": "assistant", "content": step.get("response")}
         if index < len(replies) and _is_reply(replies[index], step):
             reply = replies[index]
             index += 1
@@ -148,11 +146,11 @@ def _calls(
     return calls, tuple(notes)
 
 
-def _is_reply(item: dict[str, Any], step: dict[str, Any]) -> bool:
+def _is_reply(item: JsonObject, step: JsonObject) -> bool:
     return item.get("content") == step.get("response") and item.get("action", step.get("action")) == step.get("action")
 
 
-def _prompt(steps: list[dict[str, Any]], number: int, source: str) -> list[dict[str, Any]] | None:
+def _prompt(steps: list[JsonObject], number: int, source: str) -> list[JsonObject] | None:
     """Return the prompt of the call of a step: [] if the program made the step, None if the file lacks the prompt."""
     step = steps[number]
     # The program marks its own steps with the query [{}].
@@ -168,7 +166,7 @@ def _prompt(steps: list[dict[str, Any]], number: int, source: str) -> list[dict[
     return before if _ends_with_step(before, steps[number - 1]) else None
 
 
-def _ends_with_step(messages: list[dict[str, Any]], step: dict[str, Any]) -> bool:
+def _ends_with_step(messages: list[JsonObject], step: JsonObject) -> bool:
     """Return whether `messages` end with the reply of `step` and the observation after it."""
     return len(messages) > 1 and messages[-2].get("role") == "assistant" and _is_reply(messages[-2], step)
 

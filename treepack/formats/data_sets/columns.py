@@ -12,10 +12,10 @@ that a user gives, or that many data sets share.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from treepack.formats.kit import (
     Format,
+    JsonObject,
     Outcomes,
     ReadOptions,
     Record,
@@ -43,7 +43,7 @@ def by_columns(line: str, *, notes: tuple[str, ...] = ()) -> ReadRecord:
 
     def read(record: Record, options: ReadOptions) -> Outcomes:
         values = {key: value_at(record.value, each) for key, each in steps.items()}
-        found: dict[str, Any] = {key: None if value is MISSING else value for key, value in values.items()}
+        found: JsonObject = {key: None if value is MISSING else value for key, value in values.items()}
         if "messages" in found:
             yield conversation(record, found["messages"], options, used=used)
         elif "chosen" in found:

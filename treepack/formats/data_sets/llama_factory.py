@@ -9,10 +9,9 @@ LLaMA-Factory are in the formats `alpaca` and `sharegpt`.
 
 from __future__ import annotations
 
-from typing import Any
-
 from treepack.formats.kit import (
     Format,
+    JsonObject,
     Outcomes,
     ReadOptions,
     Record,
@@ -40,7 +39,7 @@ def read_llama_factory(record: Record, options: ReadOptions) -> Outcomes:
     yield read_conversation(record, _messages(value["messages"], source), options, used={"messages"})
 
 
-def _messages(messages: list[dict[str, Any]], source: str) -> list[Message]:
+def _messages(messages: list[JsonObject], source: str) -> list[Message]:
     """Return `messages` with their parts under the names of chat."""
     done = []
     for number, message in enumerate(messages, 1):

@@ -16,6 +16,7 @@ from typing import Any
 
 from treepack.formats.kit import (
     Format,
+    JsonObject,
     Outcomes,
     ReadOptions,
     Record,
@@ -55,7 +56,7 @@ def _read_ms_swift(record: Record, options: ReadOptions) -> Outcomes:
         yield from read_whole_pair(record, sides_in_turns[0], sides_in_turns[1], options, used=used)
 
 
-def _messages(value: dict[str, Any], source: str) -> list[dict[str, Any]]:
+def _messages(value: JsonObject, source: str) -> list[JsonObject]:
     system, history = value.get("system"), value.get("history")
     if is_messages(value.get("messages")):
         return _with_system(system, value["messages"])
@@ -68,13 +69,13 @@ def _messages(value: dict[str, Any], source: str) -> list[dict[str, Any]]:
     return rounds(system, earlier, *last, source=source)
 
 
-def _with_system(system: Any, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _with_system(system: Any, messages: list[JsonObject]) -> list[JsonObject]:
     """Return a copy of `messages`, with the text of the field `system` as the first if they have no system message."""
     has_system = not messages or messages[0].get("role") == "system"
     return [*([] if has_system or not system else [{"role": "system", "content": system}]), *messages]
 
 
-def _rejected_side(value: dict[str, Any], messages: list[dict[str, Any]], source: str) -> list[dict[str, Any]] | None:
+def _rejected_side(value: JsonObject, messages: list[JsonObject], source: str) -> list[JsonObject] | None:
     """Return the rejected conversation: the whole one, or the prompt with the rejected response."""
     if (whole := value.get("rejected_messages")) is not None:
         if not is_messages(whole):
@@ -94,19 +95,19 @@ def _rejected_side(value: dict[str, Any], messages: list[dict[str, Any]], source
     return [*messages[: last_user + 1], *answers]
 
 
-def _merge_turns(messages: list[dict[str, Any]], source: str) -> list[dict[str, Any]] | None:
+def _merge_turns(messages: list[JsonObject], source: str) -> list[JsonObject] | None:
     """Return `messages` with one message for each turn, and with the results of tools under the role `tool`.
 
     None if the parts of a turn have different weights; of consecutive calls, the weight of the first is used.
     """
     # roles [user, assistant, tool_call, tool_call, tool_response] -> [user, assistant with 2 calls, tool]
-    done: list[dict[str, Any]] = []
+    done: list[JsonObject] = []
     before = None
     for number, message in enumerate(messages, 1):
         role = message.get("role")
         if role == _CALL:
             calls = calls_of_text(message.get("content"), where=f"{source}: message {number}")
-            part: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": calls}
+            part: JsonObject = {"role": "assistant", "content": "", "tool_calls": calls}
             part |= _marks(message) | {name: message[name] for name in message if endings.kind_of(name)}
         else:
             part = message | {"role": "tool"} if role in _RESULTS else message
@@ -130,7 +131,7 @@ def _merge_turns(messages: list[dict[str, Any]], source: str) -> list[dict[str, 
     return done
 
 
-def _marks(message: dict[str, Any]) -> dict[str, Any]:
+def _marks(message: JsonObject) -> JsonObject:
     return {name: message[name] for name in WEIGHT_FIELDS if message.get(name) is not None}
 
 

@@ -22,6 +22,7 @@ from typing import Any
 from treepack.calls.leaf_paths import distinct_paths, nodes_of, unused_fields
 from treepack.formats.kit import (
     Format,
+    JsonObject,
     Outcomes,
     ReadOptions,
     Record,
@@ -55,7 +56,7 @@ NO_ANSWER = "tree without an answer"
 ORPHAN = "message whose parents are not in the file"
 REPEATED = "message that the file repeats"
 
-Node = dict[str, Any]
+Node = JsonObject
 
 
 def _read_openassistant(records: Iterator[Record], options: ReadOptions) -> Outcomes:
@@ -161,7 +162,7 @@ def _up_to_answer(path: list[Node]) -> list[Node]:
 
 def _trajectory(record: Record, path: list[Node], tree: Node, options: ReadOptions) -> Trajectory:
     source, last = record.source, path[-1]
-    messages: list[dict[str, Any]] = []
+    messages: list[JsonObject] = []
     for node in path:
         role = node.get("role")
         if not isinstance(role, str) or role not in _ROLES:

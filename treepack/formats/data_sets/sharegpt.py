@@ -13,6 +13,7 @@ from typing import Any
 
 from treepack.formats.kit import (
     Format,
+    JsonObject,
     Outcomes,
     ReadOptions,
     Record,
@@ -61,7 +62,7 @@ def _read_sharegpt(record: Record, options: ReadOptions) -> Outcomes:
     yield read_conversation(record, turns, options, used=_USED)
 
 
-def _message(turn: Any, where: str) -> dict[str, Any]:
+def _message(turn: Any, where: str) -> JsonObject:
     if isinstance(turn, dict) and "from" not in turn and "role" in turn:
         return turn
     speaker = turn.get("from") if isinstance(turn, dict) else None

@@ -25,6 +25,7 @@ from treepack.calls.leaf_paths import nodes_of, unused_fields
 from treepack.files.input_files.json_text import parsed_json
 from treepack.formats.kit import (
     Format,
+    JsonObject,
     Outcome,
     Outcomes,
     ReadOptions,
@@ -65,8 +66,8 @@ NO_ANSWER = "tree without a path that has text of the assistant"
 NO_ANSWER_PATH = "path of a tree without text of the assistant"
 INNER_NOTE = "reward of a node above another node with a reward not used"
 
-_Message = dict[str, Any]
-Node = dict[str, Any]
+_Message = JsonObject
+Node = JsonObject
 
 
 def read_text_trees(record: Record, options: ReadOptions) -> Outcomes:
@@ -103,7 +104,7 @@ def read_text_trees(record: Record, options: ReadOptions) -> Outcomes:
         yield Skipped(source, NO_ANSWER_PATH, is_rollout=False)
 
 
-def _root(value: dict[str, Any], source: str) -> tuple[dict[str, Any], str | None]:
+def _root(value: JsonObject, source: str) -> tuple[JsonObject, str | None]:
     """Return the root, and the field of the record that has it; None if the record is the root."""
     if value.get("children") is not None:
         return value, None
@@ -114,7 +115,7 @@ def _root(value: dict[str, Any], source: str) -> tuple[dict[str, Any], str | Non
 
 
 def _prompt(
-    value: dict[str, Any], root: dict[str, Any], inside: str | None, source: str
+    value: JsonObject, root: JsonObject, inside: str | None, source: str
 ) -> tuple[str | list[_Message], str | None]:
     """Return the prompt as text or messages, and the field of the record that has it, None if the root's text is it."""
     fields = value if inside is None else root | value
@@ -146,7 +147,7 @@ def _as_messages(prompt: str | list[_Message]) -> list[_Message]:
     return prompt
 
 
-def _said(node: dict[str, Any], where: str) -> list[_Message]:
+def _said(node: JsonObject, where: str) -> list[_Message]:
     """Return the messages of a node; a text without a role is a message without a role."""
     names = [name for name in _SAID if node.get(name) is not None]
     if len(names) > 1 and any(node[name] != node[names[0]] for name in names[1:]):
@@ -177,7 +178,7 @@ def _said(node: dict[str, Any], where: str) -> list[_Message]:
     return [message if isinstance(said, str) and "role" not in about else _renamed({"role": "assistant"} | message)]
 
 
-def _refuse_text(node: dict[str, Any], where: str) -> None:
+def _refuse_text(node: JsonObject, where: str) -> None:
     """Refuse a node without known content that has text, a list or an object."""
     # {"reward": 1} only ends a path; {"state": "x = 4"} has text under a name that is not known.
     known = {*_OF_TREE, *_OF_MESSAGE, *_ENDINGS}
@@ -242,7 +243,7 @@ def _turns(said: list[_Message]) -> list[_Message]:
 
 
 def _with_values(
-    item: Trajectory, value: dict[str, Any], path: list[dict[str, Any]], leaf: int, options: ReadOptions
+    item: Trajectory, value: JsonObject, path: list[JsonObject], leaf: int, options: ReadOptions
 ) -> Trajectory:
     """Return `item` with the name, group, reward and advantage of its path."""
     nodes = path if path[0] is value else [value, *path]

@@ -19,6 +19,7 @@ import numpy as np
 from treepack.calls import node_graphs as graphs
 from treepack.formats.kit import (
     Format,
+    JsonObject,
     Outcomes,
     ReadOptions,
     Record,
@@ -57,7 +58,7 @@ def _read_token_trees(record: Record, options: ReadOptions) -> Outcomes:
             yield item
 
 
-def _of_completions(record: Record) -> Iterator[dict[str, Any]]:
+def _of_completions(record: Record) -> Iterator[JsonObject]:
     for completion in record.value["completions"]:
         yield {"prompt_ids": record.value["prompt_ids"], "response_ids": completion}
 
@@ -70,7 +71,7 @@ def _mask(values: Any, num_tokens: int, where: str) -> Any:
     return mask_values(values, source=where, name="loss_mask")
 
 
-def _of_nodes(record: Record) -> Iterator[dict[str, Any]]:
+def _of_nodes(record: Record) -> Iterator[JsonObject]:
     """Yield the fields of each path under names that the reader of tokens reads."""
     nodes, source = record.value["nodes"], record.source
     # paths[3] = [0, 1]: the nodes before node 3, from the root
@@ -86,7 +87,7 @@ def _of_nodes(record: Record) -> Iterator[dict[str, Any]]:
     leaves = [number for number in range(len(nodes)) if number not in parents]
     for leaf in leaves:
         path = [*paths[leaf], leaf]
-        fields: dict[str, Any] = {
+        fields: JsonObject = {
             "input_ids": np.concatenate([ids[each] for each in path]),
             "loss_mask": np.concatenate([masks[each] for each in path]),
             "weight": 1 / len(leaves),

@@ -22,6 +22,7 @@ from treepack.calls.rollout_names import within
 from treepack.formats.kit import (
     ChatCall,
     Format,
+    JsonObject,
     Outcome,
     Outcomes,
     ReadOptions,
@@ -118,7 +119,7 @@ def _read_agent(name: str, rows: list[Record], options: ReadOptions) -> Outcomes
     yield from read_chats(replace(rows[0], value=facts), calls, options)
 
 
-def _call(row: dict[str, Any], end: int) -> ChatCall:
+def _call(row: JsonObject, end: int) -> ChatCall:
     """Return the call that wrote the message before `end`."""
     messages = row["conversations"][:end]
     # Tools in the first message and in `tools` would appear twice in the prompt.
@@ -126,7 +127,7 @@ def _call(row: dict[str, Any], end: int) -> ChatCall:
     return ChatCall(messages[:-1], messages[-1:], None if embedded else row.get("tool_definitions") or None)
 
 
-def _result(result: Any) -> dict[str, Any]:
+def _result(result: Any) -> JsonObject:
     """Return the reward, or the name of the error that ended the trial."""
     # "1.0" -> reward 1.0, "AgentTimeoutError" -> error "AgentTimeoutError"
     try:

@@ -22,6 +22,7 @@ from typing import Any
 from treepack.formats.kit import (
     CallLog,
     Format,
+    JsonObject,
     Outcomes,
     ReadOptions,
     Record,
@@ -46,7 +47,7 @@ SCORES_NOTE = "several scores, none of them used; choose one with --reward-key"
 NO_CALL = "sample without a response of the model"
 EVENTS_ONLY = "sample with events only, none of which has a response of the model"
 
-_Sample = dict[str, Any]
+_Sample = JsonObject
 
 
 def read_inspect(record: Record, options: ReadOptions) -> Outcomes:
@@ -148,7 +149,7 @@ def _indices(refs: Any, num_messages: int) -> list[int]:
     return [index for start, end in pairs for index in range(max(start, 0), min(end, num_messages))]
 
 
-def _scoring_spans(events: list[dict[str, Any]]) -> set[str]:
+def _scoring_spans(events: list[JsonObject]) -> set[str]:
     """Return the ids of the spans of scorers and of the spans inside of them."""
     spans: set[str] = set()
     for event in events:
@@ -158,13 +159,13 @@ def _scoring_spans(events: list[dict[str, Any]]) -> set[str]:
     return spans
 
 
-def _message(message: dict[str, Any]) -> dict[str, Any]:
+def _message(message: JsonObject) -> JsonObject:
     """Return a message of Inspect in chat form."""
     content = message.get("content")
     parts = [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
     thoughts = [part for part in parts if part.get("type") == "reasoning"]
     others = [part for part in parts if part.get("type") != "reasoning"]
-    chat: dict[str, Any] = {"role": message.get("role"), "content": others if isinstance(content, list) else content}
+    chat: JsonObject = {"role": message.get("role"), "content": others if isinstance(content, list) else content}
     texts = [
         part["reasoning"] for part in thoughts if isinstance(part.get("reasoning"), str) and not part.get("redacted")
     ]
@@ -187,7 +188,7 @@ def _message(message: dict[str, Any]) -> dict[str, Any]:
 
 def _reward(sample: _Sample, reward_key: str | None) -> tuple[float | None, tuple[str, ...]]:
     """Return the score of `sample` as a number, and a note if there are several and none is selected."""
-    scores: dict[str, Any] = {}
+    scores: JsonObject = {}
     for name, score in object_or_empty(sample.get("scores")).items():
         value = score.get("value") if isinstance(score, dict) else score
         # {"quality": {"value": {"style": 2, "facts": 5}}} -> quality.style 2, quality.facts 5

@@ -14,10 +14,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import PurePath
-from typing import Any
 
 from treepack.formats.kit import (
     Format,
+    JsonObject,
     Outcomes,
     ReadOptions,
     Record,
@@ -37,14 +37,14 @@ _OUT_OF_TURNS = "EXCEEDED MAX TURNS: submit"  # the thought in a submission by t
 _USED = frozenset({"query", "turn_history", "summary", "task_id", "dataset", "info"})
 
 
-def _has_episodes(record: dict[str, Any]) -> bool:
+def _has_episodes(record: JsonObject) -> bool:
     """Return whether `record` contains episodes with a query and the history of their turns."""
     episodes = _episodes(record)
     first = next(iter(episodes.values()), None)
     return isinstance(first, dict) and "query" in first and isinstance(first.get("turn_history"), dict)
 
 
-def _episodes(record: dict[str, Any]) -> dict[str, Any]:
+def _episodes(record: JsonObject) -> JsonObject:
     logs = record.get("logs")
     return logs if isinstance(logs, dict) else record
 
@@ -73,12 +73,12 @@ def read_intercode(record: Record, options: ReadOptions) -> Outcomes:
         yield conversation(replace(part, value=value), messages, options)
 
 
-def _messages(episode: dict[str, Any], source: str) -> list[dict[str, Any]]:
+def _messages(episode: JsonObject, source: str) -> list[JsonObject]:
     """Return the messages of an episode: the query, and then the action and the observation of each turn."""
     history = episode["turn_history"]
     actions, observations = (_texts(history, name, source) for name in ("actions", "observations"))
     thoughts = _texts(history, "thoughts", source)
-    messages: list[dict[str, Any]] = [{"role": "user", "content": episode.get("query")}]
+    messages: list[JsonObject] = [{"role": "user", "content": episode.get("query")}]
     # actions [ls, submit], observations [a.txt] -> query, ls, a.txt, submit
     for turn, action in enumerate(actions):
         thought = thoughts[turn] if turn < len(thoughts) else None
@@ -92,12 +92,12 @@ def _messages(episode: dict[str, Any], source: str) -> list[dict[str, Any]]:
     return messages
 
 
-def _texts(history: dict[str, Any], name: str, source: str) -> list[str]:
+def _texts(history: JsonObject, name: str, source: str) -> list[str]:
     texts = history.get(name)
     return [] if texts is None else as_texts(texts, source=source, name=f"turn_history.{name}")
 
 
-def _group(episode: dict[str, Any], number: str) -> str:
+def _group(episode: JsonObject, number: str) -> str:
     # "data/nl2bash_fs_1.json" and 0 -> "nl2bash_fs_1/0"
     dataset, task = episode.get("dataset"), episode.get("task_id")
     name = PurePath(dataset).stem if isinstance(dataset, str) else episode.get("environment") or "intercode"

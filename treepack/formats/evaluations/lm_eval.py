@@ -28,6 +28,7 @@ from treepack.formats.kit import (
     MEDIA_REASON,
     ChatCall,
     Format,
+    JsonObject,
     Outcomes,
     ReadOptions,
     Record,
@@ -61,7 +62,7 @@ _FIELDS = _NOT_KEPT | {"doc_id", "target", "filter"}
 @dataclass(frozen=True, slots=True)
 class _SampleRequest:
     prompt: Any
-    settings: dict[str, Any]
+    settings: JsonObject
     responses: Sequence[Any]
 
 
@@ -70,7 +71,7 @@ class _DocumentSample:
     """The first record of a document, and its metrics under each filter."""
 
     record: Record
-    metrics: dict[str, dict[str, Any]] = field(default_factory=dict)
+    metrics: dict[str, JsonObject] = field(default_factory=dict)
 
 
 def _read_lm_eval(records: Iterator[Record], options: ReadOptions) -> Outcomes:
@@ -102,7 +103,7 @@ def _read_lm_eval(records: Iterator[Record], options: ReadOptions) -> Outcomes:
         yield from items
 
 
-def _metrics(value: dict[str, Any]) -> dict[str, Any]:
+def _metrics(value: JsonObject) -> JsonObject:
     names = value.get("metrics")
     names = names if isinstance(names, list) else [name for name in value if name not in _FIELDS]
     return {name: value[name] for name in names if isinstance(name, str) and value.get(name) is not None}
@@ -166,7 +167,7 @@ def _requests(record: Record) -> list[_SampleRequest]:
     return requests
 
 
-def _messages(prompt: Any) -> list[dict[str, Any]] | None:
+def _messages(prompt: Any) -> list[JsonObject] | None:
     """Return the messages of a chat prompt, which is JSON text in a list; None if it is plain text."""
     # ['[{"role": "user", "content": "2 + 2?"}]'], or JSON text of it -> [{"role": "user", ..}]
     listed = parsed_json(prompt) or prompt
@@ -177,7 +178,7 @@ def _messages(prompt: Any) -> list[dict[str, Any]] | None:
 
 def _description(
     sample: _DocumentSample, request: _SampleRequest, options: ReadOptions, *, is_only: bool
-) -> tuple[dict[str, Any], tuple[str, ...]]:
+) -> tuple[JsonObject, tuple[str, ...]]:
     """Return the facts of a rollout under the names that all formats share, and notes on the others."""
     every = {name for metrics in sample.metrics.values() for name in metrics}
     value = without(sample.record.value, _NOT_KEPT | every) | {"temperature": temperature_of(request.settings)}
@@ -204,11 +205,11 @@ def _numbers(sample: _DocumentSample) -> float | dict[str, float] | None:
     return next(iter(numbers.values())) if len(numbers) == 1 else numbers or None
 
 
-def _metric_numbers(metrics: dict[str, Any]) -> dict[str, float]:
+def _metric_numbers(metrics: JsonObject) -> dict[str, float]:
     return {name: float(metric) for name, metric in metrics.items() if isinstance(metric, int | float | np.number)}
 
 
-def _view(value: dict[str, Any]) -> dict[str, Any]:
+def _view(value: JsonObject) -> JsonObject:
     """Return the fields that describe no rollout: the names of metrics are data, and all others become metadata."""
     return {name: each for name, each in value.items() if name in _NOT_KEPT and name != "metrics"}
 

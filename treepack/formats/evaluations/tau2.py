@@ -19,6 +19,7 @@ from typing import Any
 
 from treepack.formats.kit import (
     Format,
+    JsonObject,
     Outcomes,
     ReadOptions,
     Record,
@@ -80,7 +81,7 @@ def _simulation_files(record: Record) -> list[Path]:
     return sorted(folder.glob("*.json*")) if folder.is_dir() else []
 
 
-def _read_simulation(record: Record, run: dict[str, Any], options: ReadOptions) -> Outcomes:
+def _read_simulation(record: Record, run: JsonObject, options: ReadOptions) -> Outcomes:
     value, source = record.value, record.source
     if value.get("messages") is None:
         yield Skipped(source, "simulation by voice, without messages" if value.get("ticks") else "no messages")
@@ -111,7 +112,7 @@ def _read_simulation(record: Record, run: dict[str, Any], options: ReadOptions) 
     yield conversation(replace(record, value=facts), [*system, *spoken], options, tools=tools, notes=notes)
 
 
-def _num_scripted(run: dict[str, Any], simulation: dict[str, Any], source: str) -> int:
+def _num_scripted(run: JsonObject, simulation: JsonObject, source: str) -> int:
     """Count the messages that the task put before the simulation."""
     tasks = objects_at(run, "tasks", source)
     matches = (task for task in tasks if task.get("id") == simulation.get("task_id"))
@@ -119,9 +120,9 @@ def _num_scripted(run: dict[str, Any], simulation: dict[str, Any], source: str) 
     return len(as_objects(history, source=source, name="message_history"))
 
 
-def _agent_messages(messages: list[dict[str, Any]], num_scripted: int, source: str) -> list[dict[str, Any]]:
+def _agent_messages(messages: list[JsonObject], num_scripted: int, source: str) -> list[JsonObject]:
     """Return the messages that the agent saw and wrote, in chat form."""
-    seen: list[dict[str, Any]] = []
+    seen: list[JsonObject] = []
     names: dict[Any, Any] = {}
     # [greeting, user, user's tool call, its result, reply] -> [greeting, user, reply]
     has_user = False
@@ -146,7 +147,7 @@ def _agent_messages(messages: list[dict[str, Any]], num_scripted: int, source: s
     return seen
 
 
-def _said(message: dict[str, Any], names: dict[Any, Any], source: str) -> dict[str, Any]:
+def _said(message: JsonObject, names: dict[Any, Any], source: str) -> JsonObject:
     calls = objects_at(message, "tool_calls", source)
     # Results name their call only by its id.
     names.update((call["id"], call.get("name")) for call in calls if isinstance(call.get("id"), str))
@@ -158,13 +159,13 @@ def _said(message: dict[str, Any], names: dict[Any, Any], source: str) -> dict[s
     return said | {"tool_calls": kept} if kept else said
 
 
-def _result(message: dict[str, Any], names: dict[Any, Any]) -> dict[str, Any]:
+def _result(message: JsonObject, names: dict[Any, Any]) -> JsonObject:
     call = message.get("id")
     name = names.get(call) if isinstance(call, str) else None
     return {"role": "tool", "tool_call_id": call, "name": name, "content": message.get("content")}
 
 
-def _tools(definitions: Any) -> list[dict[str, Any]] | None:
+def _tools(definitions: Any) -> list[JsonObject] | None:
     """Return the schemas of the tools whose signatures the run kept, by name."""
     if not isinstance(definitions, dict):
         return None

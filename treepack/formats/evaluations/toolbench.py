@@ -17,6 +17,7 @@ from typing import Any
 from treepack.files.input_files.records import folder_and_stem
 from treepack.formats.kit import (
     Format,
+    JsonObject,
     Outcomes,
     ReadOptions,
     Record,
@@ -51,7 +52,7 @@ def read_toolbench(record: Record, options: ReadOptions) -> Outcomes:
         yield replace(item, trajectory_id=f"{group}/leaf-{leaf}", group_id=group, reward=_reward(path))
 
 
-def _opening(answer: dict[str, Any], source: str) -> list[dict[str, Any]]:
+def _opening(answer: JsonObject, source: str) -> list[JsonObject]:
     """Return the system and user messages of the first prompt, or the query if the file contains no prompt."""
     prompts = answer.get("train_messages") or []
     if not isinstance(prompts, list) or not all(map(is_messages, prompts)):
@@ -72,7 +73,7 @@ class _SearchStep:
 
     thought: str | None = None
     action: str | None = None
-    messages: list[dict[str, Any]] = field(default_factory=list)
+    messages: list[JsonObject] = field(default_factory=list)
     num_calls: int = 0
 
     def flush(self) -> None:
@@ -96,7 +97,7 @@ class _SearchStep:
         self.num_calls += 1
 
 
-def _messages(path: list[dict[str, Any]], source: str) -> list[dict[str, Any]]:
+def _messages(path: list[JsonObject], source: str) -> list[JsonObject]:
     # [Thought "a", Thought "b", Action "f", Action Input "{}"] -> assistant "a", assistant "b" with a call of f
     turn = _SearchStep()
     for node in path:
@@ -119,7 +120,7 @@ def _messages(path: list[dict[str, Any]], source: str) -> list[dict[str, Any]]:
     return turn.messages
 
 
-def _reward(path: list[dict[str, Any]]) -> float:
+def _reward(path: list[JsonObject]) -> float:
     if len(path) < 2:
         return 0.0
     # The last nodes are Action "Finish" and its Action Input.

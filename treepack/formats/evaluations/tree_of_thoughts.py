@@ -14,10 +14,10 @@ solution and is left out. Logs of runs without a search do not contain the puzzl
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from treepack.formats.kit import (
     Format,
+    JsonObject,
     Outcomes,
     ReadOptions,
     Record,
@@ -73,7 +73,7 @@ def read_tree_of_thoughts(record: Record, options: ReadOptions) -> Outcomes:
         notes = ()  # counted once for each record
 
 
-def _rewards(value: dict[str, Any], source: str) -> dict[str, Any]:
+def _rewards(value: JsonObject, source: str) -> JsonObject:
     """Return the reward of each answer; answers with the same text have the same reward."""
     infos = objects_at(value, "infos", source)
     answers = as_texts(value["ys"], source=source, name="ys")
@@ -82,7 +82,7 @@ def _rewards(value: dict[str, Any], source: str) -> dict[str, Any]:
     return {answer: info.get("r") for answer, info in zip(answers, infos, strict=False)}
 
 
-def _has_dropped(steps: list[dict[str, Any]], source: str) -> bool:
+def _has_dropped(steps: list[JsonObject], source: str) -> bool:
     """Return whether a step before the last one made candidates that it did not select."""
     for step in steps[:-1]:
         # new_ys [a, b, c] and select_new_ys [a, c] -> b was dropped

@@ -21,6 +21,7 @@ from treepack.calls.apis.langchain_messages import chat_messages, generated
 from treepack.formats.kit import (
     ChatCall,
     Format,
+    JsonObject,
     Outcomes,
     ReadOptions,
     Record,
@@ -53,9 +54,9 @@ class _TraceFacts:
     """
 
     record: Record
-    runs: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    runs: list[tuple[str, JsonObject]] = field(default_factory=list)
     example: Any = None
-    scores: dict[str, Any] = field(default_factory=dict)
+    scores: JsonObject = field(default_factory=dict)
     fault: str = ""
 
 
@@ -96,7 +97,7 @@ def _read_langsmith(records: Iterator[Record], options: ReadOptions) -> Outcomes
         yield from items
 
 
-def _runs(record: Record) -> Iterator[tuple[str, dict[str, Any]]]:
+def _runs(record: Record) -> Iterator[tuple[str, JsonObject]]:
     """Yield the run of `record` and all runs below it, each with the name of its trace."""
     value = record.value
     runs = value["runs"] if "run_type" not in value else [value]
@@ -109,7 +110,7 @@ def _runs(record: Record) -> Iterator[tuple[str, dict[str, Any]]]:
         stack += [(child, _trace_of(child, record) if child.get("trace_id") else trace) for child in reversed(children)]
 
 
-def _trace_of(run: dict[str, Any], record: Record) -> str:
+def _trace_of(run: JsonObject, record: Record) -> str:
     """Return the trace of a run; a root without one is its own trace.
 
     Raises:
@@ -121,7 +122,7 @@ def _trace_of(run: dict[str, Any], record: Record) -> str:
     return record.label if name is None else str(as_id(name, source=record.source, name="trace_id"))
 
 
-def _scores(run: dict[str, Any], source: str) -> dict[str, Any]:
+def _scores(run: JsonObject, source: str) -> JsonObject:
     """Return the means of the feedback on a run, as a reward of several scores."""
     stats = object_at(run, "feedback_stats", source)
     means = {name: each.get("avg") for name, each in stats.items() if isinstance(each, dict)}
@@ -158,14 +159,14 @@ def _read(name: str, trace: _TraceFacts, options: ReadOptions) -> Outcomes:
         metadata = object_or_empty(object_or_empty(run.get("extra")).get("metadata"))
         if isinstance(model := metadata.get("ls_model_name"), str):
             models[model] = None
-    value: dict[str, Any] = {"rollout_id": name, "model": ", ".join(models) or None, "group_id": trace.example}
+    value: JsonObject = {"rollout_id": name, "model": ", ".join(models) or None, "group_id": trace.example}
     if trace.scores:
         value["rewards"] = trace.scores
     if calls:
         yield from read_chats(replace(trace.record, value=value), calls, options)
 
 
-def _calls(run: dict[str, Any], source: str) -> Iterator[ChatCall]:
+def _calls(run: JsonObject, source: str) -> Iterator[ChatCall]:
     """Yield one call for each response. A run may have several prompts, and each prompt may have several responses."""
     inputs, outputs = object_or_empty(run.get("inputs")), object_or_empty(run.get("outputs"))
     extra = object_or_empty(run.get("extra"))
@@ -203,7 +204,7 @@ def _calls(run: dict[str, Any], source: str) -> Iterator[ChatCall]:
             yield ChatCall(prompt_messages, response_messages, tools, None, temperature, ending or _ending(response))
 
 
-def _responses(outputs: dict[str, Any], source: str) -> list[list[tuple[Any, Any]]]:
+def _responses(outputs: JsonObject, source: str) -> list[list[tuple[Any, Any]]]:
     """Return the responses to each prompt, each with the reason why it ended if that is next to it."""
     if isinstance(entries := outputs.get("generations"), list):
         lists = entries if all(isinstance(each, list) for each in entries) else [entries]
@@ -221,7 +222,7 @@ def _responses(outputs: dict[str, Any], source: str) -> list[list[tuple[Any, Any
     raise TreepackError(f"{source}: outputs is {shown(outputs)}; expected generations, choices or a message")
 
 
-def _generation(generation: dict[str, Any]) -> tuple[Any, Any]:
+def _generation(generation: JsonObject) -> tuple[Any, Any]:
     return generated(generation), endings.raw_of(object_or_empty(generation.get("generation_info")))
 
 

@@ -26,6 +26,7 @@ from treepack.files.input_files.records import DAMAGED_RECORD
 from treepack.formats.kit import (
     ChatCall,
     Format,
+    JsonObject,
     Outcomes,
     ReadOptions,
     Record,
@@ -64,7 +65,7 @@ class _SessionCalls:
     calls: list[tuple[str, list[tuple[ChatCall, TokenCall | None]]]] = field(default_factory=list)
     notes: dict[str, None] = field(default_factory=dict)
     models: dict[str, None] = field(default_factory=dict)
-    value: dict[str, Any] = field(default_factory=dict)
+    value: JsonObject = field(default_factory=dict)
     fault: str = ""
 
 
@@ -100,7 +101,7 @@ def _read_litellm(records: Iterator[Record], options: ReadOptions) -> Outcomes:
             yield from _rollout(session, {"rollout_id": name}, calls, options)
 
 
-def _name(value: dict[str, Any], source: str) -> str | None:
+def _name(value: JsonObject, source: str) -> str | None:
     """Return the session of a call, or the trace that it shares with retries and other calls; None without one."""
     holders = (value, object_or_empty(parsed(value.get("metadata"))))
     names = ("session_id", "litellm_session_id", "trace_id")
@@ -108,7 +109,7 @@ def _name(value: dict[str, Any], source: str) -> str | None:
     return None if name is None or name == value.get("id") else str(as_id(name, source=source, name=field))
 
 
-def _no_call(value: dict[str, Any]) -> str | None:
+def _no_call(value: JsonObject) -> str | None:
     """Return why a payload is not a call of a model that can be read."""
     kind = str(value.get("call_type"))
     # "acompletion" is the asynchronous "completion".
@@ -125,7 +126,7 @@ def _no_call(value: dict[str, Any]) -> str | None:
     return None
 
 
-def _prompt(value: dict[str, Any]) -> Any:
+def _prompt(value: JsonObject) -> Any:
     """Return the messages of a payload, or the request that a row of the spend logs has in their place."""
     request = parsed(value.get("proxy_server_request"))
     messages = parsed(value.get("messages"))
@@ -172,7 +173,7 @@ def _add(session: _SessionCalls, record: Record) -> str | None:
     return None
 
 
-def _note_changes(session: _SessionCalls, before: dict[str, Any], after: dict[str, Any], prefix: str) -> None:
+def _note_changes(session: _SessionCalls, before: JsonObject, after: JsonObject, prefix: str) -> None:
     """Note fields of a call that have other values in the calls of its session before it."""
     names = (name for name, each in after.items() if name in before and before[name] != each)
     session.notes |= dict.fromkeys(f"field '{prefix}{name}' differs between calls, the last one used" for name in names)

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from treepack.calls.apis.exchanges import ApiExchange, description, read_exchanges, request_and_response
 from treepack.calls.served_tokens import LOGPROBS_NOTE, SOME_NOTE, token_call, token_parts
 from treepack.formats.kit import (
     ChatCall,
     Format,
+    JsonObject,
     Outcomes,
     ReadOptions,
     Record,
@@ -39,7 +39,7 @@ from treepack.ingest.readers.messages.normal_form import READ
 from treepack.ingest.readers.tokens.kept_fields import cut_note
 
 
-def _is_chat_exchange(record: dict[str, Any]) -> bool:
+def _is_chat_exchange(record: JsonObject) -> bool:
     """Return whether `record` is a request with messages, a response with choices, or both."""
     request, response = request_and_response(record)
     # A line of a batch's output has no request, and a failed line no choices.

@@ -19,6 +19,7 @@ from treepack.calls.apis.exchanges import ApiExchange, description, read_exchang
 from treepack.formats.kit import (
     ChatCall,
     Format,
+    JsonObject,
     Outcomes,
     ReadOptions,
     Record,
@@ -36,10 +37,10 @@ from treepack.formats.kit import (
 from treepack.ingest.readers.fields.unread import below
 from treepack.ingest.readers.messages.response_items import Item, ItemMessages
 
-_Messages = list[dict[str, Any]]
+_Messages = list[JsonObject]
 
 
-def _is_responses_exchange(record: dict[str, Any]) -> bool:
+def _is_responses_exchange(record: JsonObject) -> bool:
     """Return whether `record` is a request with input, a response with output items, or both."""
     request, response = request_and_response(record)
     # A line of a batch's input has no response yet.

@@ -22,6 +22,7 @@ from treepack.calls.served_tokens import token_call
 from treepack.formats.kit import (
     ChatCall,
     Format,
+    JsonObject,
     Outcomes,
     ReadOptions,
     Record,
@@ -61,9 +62,7 @@ def _read_art(record: Record, options: ReadOptions) -> Outcomes:
     yield from _read_trajectory(record, value, named, options)
 
 
-def _read_trajectory(
-    record: Record, trajectory: dict[str, Any], named: dict[str, Any], options: ReadOptions
-) -> Outcomes:
+def _read_trajectory(record: Record, trajectory: JsonObject, named: JsonObject, options: ReadOptions) -> Outcomes:
     source = record.source
     more = as_objects(
         _parse(trajectory.get("additional_histories"), source), source=source, name="additional_histories"
@@ -85,7 +84,7 @@ def _read_trajectory(
     yield from read_chats(one, [call for items, tools in histories for call in _chat_calls(items, tools)], options)
 
 
-def _history(history: dict[str, Any], source: str) -> tuple[list[dict[str, Any]], Any]:
+def _history(history: JsonObject, source: str) -> tuple[list[JsonObject], Any]:
     """Return the messages and choices of one history, and its tools. Messages marked as trainable become choices."""
     if "messages_and_choices" in history:
         items = history["messages_and_choices"]
@@ -98,7 +97,7 @@ def _history(history: dict[str, Any], source: str) -> tuple[list[dict[str, Any]]
     return converted, history.get("tools")
 
 
-def _chat_calls(items: list[dict[str, Any]], tools: Any) -> Iterator[ChatCall]:
+def _chat_calls(items: list[JsonObject], tools: Any) -> Iterator[ChatCall]:
     messages = [item.get("message", item) for item in items]
     # [user, choice, user, choice] -> calls with 1 and 3 messages of prompt
     for index, item in enumerate(items):
@@ -106,7 +105,7 @@ def _chat_calls(items: list[dict[str, Any]], tools: Any) -> Iterator[ChatCall]:
             yield ChatCall(messages[:index], messages[index : index + 1], tools, ending=endings.raw_of(item))
 
 
-def _token_call(choice: dict[str, Any], source: str) -> TokenCall | None:
+def _token_call(choice: JsonObject, source: str) -> TokenCall | None:
     """Return the call of a choice by its token ids, or None if it has none."""
     for name in ("token_ids", "prompt_token_ids"):
         if choice.get(name) is not None and not isinstance(choice[name], list):

@@ -18,6 +18,7 @@ from treepack.files.input_files.json_text import parsed_json
 from treepack.formats.kit import (
     ChatCall,
     Format,
+    JsonObject,
     Outcomes,
     ReadOptions,
     Record,
@@ -95,7 +96,7 @@ def _is_steps(output: Any) -> bool:
     return isinstance(output, list) and bool(output) and all(isinstance(items, list) for items in output)
 
 
-def _calls_of_items(value: dict[str, Any], source: str) -> _RolloutCalls:
+def _calls_of_items(value: JsonObject, source: str) -> _RolloutCalls:
     """Return one conversation of all input and output, and a call by token ids for each item that has them."""
     params, response = value["responses_create_params"], value["response"]
     output = messages_of_items(response["output"], source=f"{source}: output", summaries=True)
@@ -114,7 +115,7 @@ def _calls_of_items(value: dict[str, Any], source: str) -> _RolloutCalls:
     return _RolloutCalls([chat], tokens, all(map(_has_ids, turns)), notes)
 
 
-def _calls_of_steps(value: dict[str, Any], source: str) -> _RolloutCalls:
+def _calls_of_steps(value: JsonObject, source: str) -> _RolloutCalls:
     """Return one call for each step: its last turn, with everything before it as the prompt."""
     tools = value["responses_create_params"].get("tools") or None
     chats, tokens, notes = [], [], dict[str, None]()
@@ -138,16 +139,16 @@ def _call(item: Item) -> TokenCall:
     return TokenCall(item[_PROMPT], item[_GENERATION], values, item.get("routed_experts"))
 
 
-def _is_masked(value: dict[str, Any]) -> bool:
+def _is_masked(value: JsonObject) -> bool:
     config = value.get("instance_config")
     # Some environments mark a failed sample in their configuration only.
     return value.get("mask_sample") is True or (isinstance(config, dict) and config.get("mask_sample") is True)
 
 
-def _description(value: dict[str, Any], response: dict[str, Any]) -> dict[str, Any]:
+def _description(value: JsonObject, response: JsonObject) -> JsonObject:
     """Return the fields of the record besides its calls, under the names that all formats share."""
     rest = without(value, _USED)
-    names: dict[str, Any] = {
+    names: JsonObject = {
         "model": response.get("model") or None,
         "agent": object_or_empty(value.get("agent_ref")).get("name"),
         "temperature": temperature_of(value["responses_create_params"]),

@@ -12,10 +12,10 @@ with the sample mask 0, such as one that a limit cut, is not trained.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from treepack.formats.kit import (
     Format,
+    JsonObject,
     Outcomes,
     ReadOptions,
     Record,
@@ -48,7 +48,7 @@ def _read_nemo_rl(record: Record, options: ReadOptions) -> Outcomes:
         yield from read_tokens(replace(record, source=source, value=_row(row, source)), options)
 
 
-def _row(row: dict[str, Any], source: str) -> dict[str, Any]:
+def _row(row: JsonObject, source: str) -> JsonObject:
     ids, length, used = row["token_ids"], row.get("input_lengths"), row.get("sample_loss_mask", 1)
     if isinstance(length, bool) or not isinstance(length, int) or not 0 <= length <= len(ids):
         raise TreepackError(f"{source}: input_lengths is {shown(length)}; expected a number of tokens up to {len(ids)}")

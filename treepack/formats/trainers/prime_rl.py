@@ -21,6 +21,7 @@ import numpy as np
 from treepack.formats.kit import (
     MEDIA_REASON,
     Format,
+    JsonObject,
     Outcomes,
     ReadOptions,
     Record,
@@ -82,7 +83,7 @@ def _read_prime_rl(record: Record, options: ReadOptions) -> Outcomes:
     yield from with_notes(items, notes)
 
 
-def _read_batch(record: Record, value: dict[str, Any], sizes: Any, options: ReadOptions) -> Outcomes:
+def _read_batch(record: Record, value: JsonObject, sizes: Any, options: ReadOptions) -> Outcomes:
     num_tokens, source = len(record.value["token_ids"]), record.source
     lengths = lengths_of(sizes, name="sequence_lengths", num_tokens=num_tokens, source=source)
     names = value.get("env_names")
@@ -103,7 +104,7 @@ def _cut(field: Any, num_tokens: int, padding: int) -> Any:
     return field[: num_tokens - padding] if ARRAY.test(field) and len(field) == num_tokens else field
 
 
-def _weights(value: dict[str, Any], num_tokens: int, source: str) -> tuple[Any, tuple[str, ...]]:
+def _weights(value: JsonObject, num_tokens: int, source: str) -> tuple[Any, tuple[str, ...]]:
     """Return the loss weight of each token, and notes on the streams of weights that are not in it."""
     name = next(name for name in _MASKS_OF if value.get(name) is not None)
     weights = mask_values(value[name], source=source, name=name).astype(np.float64)
@@ -130,7 +131,7 @@ def _stream(stream: Any, num_tokens: int, name: str, source: str) -> Any:
     return None if np.isnan(numbers).all() else numbers
 
 
-def _first(value: dict[str, Any], names: tuple[str, ...]) -> Any:
+def _first(value: JsonObject, names: tuple[str, ...]) -> Any:
     return next((value[name] for name in names if ARRAY.test(value.get(name))), None)
 
 

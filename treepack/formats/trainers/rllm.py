@@ -19,6 +19,7 @@ from typing import Any
 from treepack.formats.kit import (
     ChatCall,
     Format,
+    JsonObject,
     Outcomes,
     ReadOptions,
     Record,
@@ -78,7 +79,7 @@ def _read_rllm(record: Record, options: ReadOptions) -> Outcomes:
         yield from _read_trajectory(replace(record, value=_facts(value, trajectory) | named), trajectory, options)
 
 
-def _facts(episode: dict[str, Any], trajectory: dict[str, Any]) -> dict[str, Any]:
+def _facts(episode: JsonObject, trajectory: JsonObject) -> JsonObject:
     """Return the facts of a trajectory besides its steps, under the names that every reader uses."""
     correct, reward = episode.get("is_correct"), trajectory.get("reward")
     return {
@@ -94,7 +95,7 @@ def _facts(episode: dict[str, Any], trajectory: dict[str, Any]) -> dict[str, Any
     }
 
 
-def _read_trajectory(record: Record, trajectory: dict[str, Any], options: ReadOptions) -> Outcomes:
+def _read_trajectory(record: Record, trajectory: JsonObject, options: ReadOptions) -> Outcomes:
     source = record.source
     steps = objects_at(trajectory, "steps", source)
     calls = [_token_call(step) for step in steps]
@@ -114,12 +115,12 @@ def _read_trajectory(record: Record, trajectory: dict[str, Any], options: ReadOp
     yield from with_notes(read_chats(one, chats, options), notes)
 
 
-def _ending(step: dict[str, Any]) -> Any:
+def _ending(step: JsonObject) -> Any:
     raw = endings.raw_of(step)
     return endings.raw_of(object_or_empty(step.get("model_output"))) if raw is None else raw
 
 
-def _token_call(step: dict[str, Any]) -> TokenCall | None:
+def _token_call(step: JsonObject) -> TokenCall | None:
     """Return the call of a step by its token ids, or None if it has none."""
     output = object_or_empty(step.get("model_output"))
     prompt = step.get("prompt_ids") or output.get("prompt_ids")
@@ -131,7 +132,7 @@ def _token_call(step: dict[str, Any]) -> TokenCall | None:
     return TokenCall(prompt, response, values, ending=_ending(step))
 
 
-def _chat_call(step: dict[str, Any], source: str) -> ChatCall:
+def _chat_call(step: JsonObject, source: str) -> ChatCall:
     """Return the call of a step by its messages: its response is the last assistant message."""
     messages = objects_at(step, "chat_completions", source)
     # roles [user, assistant, tool] -> last 1: a prompt of 1 message

@@ -12,13 +12,13 @@ reward of the last step. In a batch, rows are padded, and the values of response
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
 from treepack.formats.kit import (
     MEDIA_REASON,
     Format,
+    JsonObject,
     Outcomes,
     ReadOptions,
     Record,
@@ -63,7 +63,7 @@ def read_skyrl(record: Record, options: ReadOptions) -> Outcomes:
         raise TreepackError(
             f"{record.source}: is_last_step is {shown(value['is_last_step'])}; expected true or false for each call"
         )
-    steps: list[tuple[Record, dict[str, Any]]] = []
+    steps: list[tuple[Record, JsonObject]] = []
     for number, row in enumerate(rows):
         one = replace(record, source=f"{record.source}[{number}]", value=_facts(row, record, number))
         # A row with images has ids of placeholders, which no reader of text can train.
@@ -80,7 +80,7 @@ def read_skyrl(record: Record, options: ReadOptions) -> Outcomes:
                 steps = []
 
 
-def _facts(row: dict[str, Any], record: Record, number: int) -> dict[str, Any]:
+def _facts(row: JsonObject, record: Record, number: int) -> JsonObject:
     """Return the facts of a row besides its tokens, under the names that every reader uses."""
     read_skyrl = {
         *"prompt_token_ids response_ids loss_masks sequences attention_mask loss_mask".split(),
@@ -106,7 +106,7 @@ def _facts(row: dict[str, Any], record: Record, number: int) -> dict[str, Any]:
     }
 
 
-def _routes(row: dict[str, Any], source: str, options: ReadOptions) -> dict[str, Any]:
+def _routes(row: JsonObject, source: str, options: ReadOptions) -> JsonObject:
     """Return the routes of a row of a batch; SkyRL fills unrecorded ones up, and marks them."""
     fields, mask = kept_routes(row, options), row.get("router_padding_mask")
     if mask is None:
@@ -124,15 +124,15 @@ def _routes(row: dict[str, Any], source: str, options: ReadOptions) -> dict[str,
     return fields
 
 
-def _call(row: dict[str, Any]) -> TokenCall:
+def _call(row: JsonObject) -> TokenCall:
     values = {"loss_mask": row["loss_masks"], "rollout_log_probs": row.get("rollout_logprobs")}
     return TokenCall(row["prompt_token_ids"], row["response_ids"], values, row.get("rollout_expert_indices"))
 
 
-def _of_batch(row: dict[str, Any], source: str) -> dict[str, Any]:
+def _of_batch(row: JsonObject, source: str) -> JsonObject:
     """Return the fields of a row of a batch, each over the whole row, with 0 before the responses."""
     num_tokens = len(row["sequences"])
-    fields: dict[str, Any] = {"sequences": row["sequences"], "attention_mask": row["attention_mask"]}
+    fields: JsonObject = {"sequences": row["sequences"], "attention_mask": row["attention_mask"]}
     for name in _OF_RESPONSE:
         if (column := row.get(name)) is None:
             continue

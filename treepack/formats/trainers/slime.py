@@ -20,6 +20,7 @@ import numpy as np
 from treepack.formats.kit import (
     MEDIA_REASON,
     Format,
+    JsonObject,
     Outcome,
     Outcomes,
     ReadOptions,
@@ -90,7 +91,7 @@ def _in_rollout_of_file(item: Outcome, record: Record) -> Outcome:
     return replace(item, source=record.path, rollout_id=name, rollout_part=0 if line is None else int(line[1]))
 
 
-def _rollouts_of_several(samples: list[dict[str, Any]]) -> set[str]:
+def _rollouts_of_several(samples: list[JsonObject]) -> set[str]:
     """Return the rollouts that have several samples with equal rewards. Samples with other rewards stay apart."""
     rewards: dict[str, list[Any]] = {}
     for sample in samples:
@@ -144,7 +145,7 @@ def _read_text(record: Record, options: ReadOptions) -> Outcomes:
     yield from read_chat(replace(record, value=rest | text), options)
 
 
-def _name(value: dict[str, Any], record: Record) -> str | int:
+def _name(value: JsonObject, record: Record) -> str | int:
     # rollout 7 of several samples -> "7/file.pt[3]"; a rollout of one sample has rollout_id == index
     rollout, index = value.get("rollout_id"), value.get("index")
     if rollout is None or rollout == index:

@@ -11,13 +11,13 @@ its transitions and of the final reward that the group gives to it.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
 from treepack.formats.kit import (
     MEDIA_REASON,
     Format,
+    JsonObject,
     Outcomes,
     ReadOptions,
     Record,
@@ -66,7 +66,7 @@ def _read_tinker(record: Record, options: ReadOptions) -> Outcomes:
         yield from _read_trajectory(one, member, final, options)
 
 
-def _read_trajectory(record: Record, trajectory: dict[str, Any], final: float, options: ReadOptions) -> Outcomes:
+def _read_trajectory(record: Record, trajectory: JsonObject, final: float, options: ReadOptions) -> Outcomes:
     source = record.source
     calls, reward = [], final
     for step in objects_at(trajectory, "transitions", source):
@@ -80,7 +80,7 @@ def _read_trajectory(record: Record, trajectory: dict[str, Any], final: float, o
         sampled = action.get("tokens") or []
         metrics = step.get("metrics")
         masked = isinstance(metrics, dict) and bool(metrics.get(_MASKED_METRIC))
-        values: dict[str, Any] = {"rollout_log_probs": action.get("maybe_logprobs")}
+        values: JsonObject = {"rollout_log_probs": action.get("maybe_logprobs")}
         # The mask is 0 on the response, so the transition stays context of later ones.
         if masked and isinstance(sampled, list):
             values["loss_mask"] = [0] * len(sampled)

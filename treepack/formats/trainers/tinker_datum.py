@@ -16,6 +16,7 @@ import numpy as np
 from treepack.formats.kit import (
     MEDIA_REASON,
     Format,
+    JsonObject,
     Outcomes,
     ReadOptions,
     Record,
@@ -58,7 +59,7 @@ def _read_tinker_datum(record: Record, options: ReadOptions) -> Outcomes:
     else:
         weights = _numbers(inputs[mask_name], mask_name, len(ids), source)
     # inputs [5, 6] and targets [6, 7] -> ids [5, 6, 7]; weights [0, 1] -> [0, 0, 1], because no target is token 5
-    fields: dict[str, Any] = {"input_ids": np.append(ids, targets[-1]), "loss_mask": np.append(0.0, weights)}
+    fields: JsonObject = {"input_ids": np.append(ids, targets[-1]), "loss_mask": np.append(0.0, weights)}
     for name, field in _VALUES.items():
         if name in inputs:
             fields[field] = np.append(np.nan, _numbers(inputs[name], name, len(ids), source))

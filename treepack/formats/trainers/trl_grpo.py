@@ -13,11 +13,20 @@ of the sampler as the old ones, so they are read as both.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
-from treepack.formats.kit import Format, Outcomes, ReadOptions, Record, Trajectory, has_fields, read_tokens, without
+from treepack.formats.kit import (
+    Format,
+    JsonObject,
+    Outcomes,
+    ReadOptions,
+    Record,
+    Trajectory,
+    has_fields,
+    read_tokens,
+    without,
+)
 from treepack.ingest.readers.fields import token_fields as tf
 from treepack.ingest.readers.kinds import ARRAY
 
@@ -45,7 +54,7 @@ def _read_trl_grpo(record: Record, options: ReadOptions) -> Outcomes:
         yield item
 
 
-def _without_padding(value: dict[str, Any], source: str) -> tuple[dict[str, Any], bool]:
+def _without_padding(value: JsonObject, source: str) -> tuple[JsonObject, bool]:
     """Return `value` without the padding after the completion, and whether there was any.
 
     The mask of the completion is 1 on the tokens of tools too, so its last 1 is the end.

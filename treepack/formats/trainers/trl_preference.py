@@ -20,6 +20,7 @@ from treepack.calls.apis.request_answer import answer_messages, texts_of
 from treepack.formats.kit import (
     MEDIA_REASON,
     Format,
+    JsonObject,
     Outcomes,
     ReadOptions,
     Record,
@@ -84,13 +85,13 @@ def _read_trl_preference(record: Record, options: ReadOptions) -> Outcomes:
             yield replace(item, trajectory_id=name, group_id=record.source, reward=reward, notes=notes)
 
 
-def _of_side(rest: dict[str, Any], side: str) -> dict[str, Any]:
+def _of_side(rest: JsonObject, side: str) -> JsonObject:
     """Return `rest` with the end of the answer of one side: {"chosen_finish_reason": "length"} -> finish_reason."""
     ends = {name: name.removeprefix(f"{side}_") for name in rest if name.startswith(f"{side}_")}
     return rest | {short: rest[name] for name, short in ends.items() if kind_of(short) in (REASON, FLAG)}
 
 
-def _notes_on_messages(value: dict[str, Any], prompt: Any, sides: Sequence[Any], source: str) -> tuple[str, ...]:
+def _notes_on_messages(value: JsonObject, prompt: Any, sides: Sequence[Any], source: str) -> tuple[str, ...]:
     """Return a note if the record has `messages` too, which repeat the prompt or one side in the copies of a data set.
 
     Raises:
@@ -114,7 +115,7 @@ def _notes_on_messages(value: dict[str, Any], prompt: Any, sides: Sequence[Any],
     return ("field 'messages' not used, because the prompt and the answers contain it",)
 
 
-def _parts(value: dict[str, Any], source: str) -> tuple[Any, Any, Any]:
+def _parts(value: JsonObject, source: str) -> tuple[Any, Any, Any]:
     """Return the prompt and the two completions.
 
     If there is no prompt in the form of the completions, the prompt is the common beginning of the completions.

@@ -24,6 +24,7 @@ from treepack.formats.kit import (
     MEDIA_REASON,
     ChatCall,
     Format,
+    JsonObject,
     Outcome,
     Outcomes,
     ReadOptions,
@@ -102,7 +103,7 @@ def _as_rollouts(traces: list[list[Outcome]], episode: str) -> Outcomes:
             yield within(item, joined[item.group_id], number) if item.group_id in joined else item
 
 
-def _read_trace(record: Record, episode: dict[str, Any], trace: dict[str, Any], options: ReadOptions) -> Outcomes:
+def _read_trace(record: Record, episode: JsonObject, trace: JsonObject, options: ReadOptions) -> Outcomes:
     agent = object_at(trace, "agent", record.source)
     if agent.get("trainable") is False:
         yield Skipped(record.source, "agent that is not trained", is_rollout=False)
@@ -146,7 +147,7 @@ def _read_trace(record: Record, episode: dict[str, Any], trace: dict[str, Any], 
     yield from with_notes(items, notes)
 
 
-def _rejected(nodes: list[dict[str, Any]], source: str) -> set[int]:
+def _rejected(nodes: list[JsonObject], source: str) -> set[int]:
     """Return the sampled leaves that are attempts of a compaction from which no node continues."""
     edges = [
         (number, edge.get("type"), edge.get("node"))
@@ -160,7 +161,7 @@ def _rejected(nodes: list[dict[str, Any]], source: str) -> set[int]:
     )
 
 
-def _temperatures(trace: dict[str, Any], agent: dict[str, Any], source: str) -> dict[int, float]:
+def _temperatures(trace: JsonObject, agent: JsonObject, source: str) -> dict[int, float]:
     """Return the temperature of each node of which one is known: that of its call, or else that of the agent."""
     usual = temperature_of(object_at(agent, "config", source).get("sampling"))
     known = dict.fromkeys(range(len(trace.get("nodes") or [])), usual)
@@ -170,7 +171,7 @@ def _temperatures(trace: dict[str, Any], agent: dict[str, Any], source: str) -> 
     return {number: temperature for number, temperature in known.items() if temperature is not None}
 
 
-def _endings(trace: dict[str, Any], source: str) -> dict[int, Any]:
+def _endings(trace: JsonObject, source: str) -> dict[int, Any]:
     """Return why the response of each node ended: a field of its call, or of the node itself."""
     known = {number: endings.raw_of(node) for number, node in enumerate(trace.get("nodes") or [])}
     for call in objects_at(trace, "calls", source):
@@ -179,7 +180,7 @@ def _endings(trace: dict[str, Any], source: str) -> dict[int, Any]:
     return known
 
 
-def _token_call(nodes: list[dict[str, Any]], ids: list[Any], path: list[int], number: int, source: str) -> TokenCall:
+def _token_call(nodes: list[JsonObject], ids: list[Any], path: list[int], number: int, source: str) -> TokenCall:
     node, where = nodes[number], f"{source}: node {number}"
     mask = node.get("mask")
     if not isinstance(mask, list | np.ndarray) or len(mask) != len(ids[number]):
@@ -189,14 +190,14 @@ def _token_call(nodes: list[dict[str, Any]], ids: list[Any], path: list[int], nu
     return replace(graphs.node_call(ids, path, number, {"loss_mask": mask} | values), kept=kept)
 
 
-def _chat_call(trace: dict[str, Any], path: list[int], number: int, source: str) -> ChatCall:
+def _chat_call(trace: JsonObject, path: list[int], number: int, source: str) -> ChatCall:
     """Return the call of node `number`. The tools of its root come first: the trace lists the tools of all paths."""
     nodes = [trace["nodes"][each] for each in (*path, number)]
     messages = [object_at(node, "message", source) for node in nodes]
     return ChatCall(messages[:-1], messages[-1:], nodes[0].get("tools") or trace.get("tools"))
 
 
-def _skip_reason(trace: dict[str, Any], ids: list[Any], source: str) -> str | None:
+def _skip_reason(trace: JsonObject, ids: list[Any], source: str) -> str | None:
     """Return a reason if a message contains more than text, or the tokens contain a placeholder for media."""
     # The map's keys are the ids of placeholders: {"151655": 1} -> [151655]
     indices = [int(name) for name in object_at(trace, "mm_token_type_id_map", source) if name.isdecimal()]
@@ -204,7 +205,7 @@ def _skip_reason(trace: dict[str, Any], ids: list[Any], source: str) -> str | No
     return MEDIA_REASON if any(np.isin(each, indices).any() for each in ids) else skip_reason(messages)
 
 
-def _facts(episode: dict[str, Any], trace: dict[str, Any], agent: dict[str, Any], source: str) -> dict[str, Any]:
+def _facts(episode: JsonObject, trace: JsonObject, agent: JsonObject, source: str) -> JsonObject:
     """Return the facts of a trace besides its nodes, under the names that every reader uses."""
     task = object_at(trace, "task", source) or object_at(episode, "task", source)
     group = object_at(episode, "group", source).get("id") or task.get("key") or task.get("hash")

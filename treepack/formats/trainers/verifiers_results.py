@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from typing import Any
 
 from treepack.formats.kit import (
     ChatCall,
     Format,
+    JsonObject,
     Outcomes,
     ReadOptions,
     Record,
@@ -59,7 +59,7 @@ def _read_verifiers_results(record: Record, options: ReadOptions) -> Outcomes:
     yield from _read_rollout(record, {} if summary is None else read_document(summary), options)
 
 
-def _read_rollout(record: Record, run: dict[str, Any], options: ReadOptions) -> Outcomes:
+def _read_rollout(record: Record, run: JsonObject, options: ReadOptions) -> Outcomes:
     value, source = record.value, record.source
     steps = objects_at(value, "trajectory", source)
     metrics = object_at(value, "metrics", source)
@@ -84,7 +84,7 @@ def _read_rollout(record: Record, run: dict[str, Any], options: ReadOptions) -> 
     yield from read_chats(one, calls, options)
 
 
-def _token_call(step: dict[str, Any], source: str) -> TokenCall:
+def _token_call(step: JsonObject, source: str) -> TokenCall:
     tokens = step["tokens"]
     values = {
         "loss_mask": tokens.get("completion_mask"),
@@ -96,7 +96,7 @@ def _token_call(step: dict[str, Any], source: str) -> TokenCall:
     return TokenCall(tokens.get("prompt_ids"), tokens.get("completion_ids"), values, routes, ending, kept)
 
 
-def _name(value: dict[str, Any], steps: list[dict[str, Any]], record: Record) -> str:
+def _name(value: JsonObject, steps: list[JsonObject], record: Record) -> str:
     """Return the name that the steps share, or the position in the file if they share none."""
     name = steps[0].get("trajectory_id") if steps else None
     # ["t1", "t1"] -> "t1", ["t1", "t2"] -> "<example>/results.jsonl:3"
@@ -104,7 +104,7 @@ def _name(value: dict[str, Any], steps: list[dict[str, Any]], record: Record) ->
     return str(name) if shared else f"{value['example_id']}/{record.label}"
 
 
-def _messages(talk: dict[str, Any], name: str, source: str) -> list[dict[str, Any]]:
+def _messages(talk: JsonObject, name: str, source: str) -> list[JsonObject]:
     """Return the messages of a prompt or a completion. Text is a message of the user or of the assistant."""
     messages = talk.get(name)
     if messages is None:
@@ -116,7 +116,7 @@ def _messages(talk: dict[str, Any], name: str, source: str) -> list[dict[str, An
     return [_parse_calls(message, source) for message in messages]
 
 
-def _parse_calls(message: dict[str, Any], source: str) -> dict[str, Any]:
+def _parse_calls(message: JsonObject, source: str) -> JsonObject:
     """Return `message` with tool calls that are JSON text parsed."""
     calls = message.get("tool_calls")
     if not isinstance(calls, list) or not any(isinstance(call, str) for call in calls):

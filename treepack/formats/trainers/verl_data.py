@@ -16,6 +16,7 @@ from typing import Any
 from treepack.formats.kit import (
     MEDIA_REASON,
     Format,
+    JsonObject,
     Outcomes,
     ReadOptions,
     Record,
@@ -62,7 +63,7 @@ def _read_verl_data(record: Record, options: ReadOptions) -> Outcomes:
             yield _number_response(item, number) if isinstance(item, Trajectory) else item
 
 
-def _with_thinking(value: dict[str, Any], record: Record) -> dict[str, Any]:
+def _with_thinking(value: JsonObject, record: Record) -> JsonObject:
     thinking = value.pop("enable_thinking", None)
     if thinking is None:
         return value

@@ -126,7 +126,8 @@ def _wrong_messages(content: Chat) -> str | None:
 
 @cache
 def _hints(kind: Any) -> dict[str, Any]:
-    return get_type_hints(kind)
+    given = {each.name for each in fields(kind) if each.init}  # the others are derived from them
+    return {name: hint for name, hint in get_type_hints(kind).items() if name in given}
 
 
 def _wrong_field(value: Any) -> str | None:

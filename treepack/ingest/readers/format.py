@@ -191,7 +191,7 @@ class Format:
             notes = notes_of_record(record.value, self.declared, items, record.source)
             flags = TurnFlags(self.known)
             list(flags.of_records([record]))
-            list(flags.on_items(items))
+            list(flags.on_items(iter(items)))
         for item in items:
             is_lost = isinstance(item, Skipped) and item.is_rollout and item.group_id is None
             if notes and isinstance(item, Trajectory):

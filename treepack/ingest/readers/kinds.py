@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from treepack.ingest.readers.fields.field_paths import MISSING, field_at
-from treepack.ingest.readers.fields.values import is_messages
+from treepack.ingest.readers.fields.values import JsonObject, is_messages
 from treepack.ingest.readers.messages.turn_weights import as_flag
 from treepack.ingest.readers.tokens.trainer_batches import is_column
 
@@ -36,7 +36,7 @@ class ValueKind:
 
 # One alternative: the kind of each required field. A tuple of names requires one of these fields.
 Fields = dict[str | tuple[str, ...], ValueKind]
-Requirement = Sequence[Fields] | Callable[[dict[str, Any]], bool]
+Requirement = Sequence[Fields] | Callable[[JsonObject], bool]
 ANY = ValueKind("any value", lambda value: value is not MISSING)
 SET = ValueKind("a value other than null", lambda value: value is not MISSING and value is not None)
 TEXT = ValueKind("text", lambda value: isinstance(value, str))
@@ -154,7 +154,7 @@ def _alternatives(words: Iterator[str]) -> list[Fields]:
     return found
 
 
-def has_fields(value: dict[str, Any], requires: Requirement | str) -> bool:
+def has_fields(value: JsonObject, requires: Requirement | str) -> bool:
     """Return whether `value` has all fields of one alternative of `requires`."""
     if callable(requires):
         return requires(value)
@@ -168,7 +168,7 @@ def as_names(names: str | tuple[str, ...]) -> tuple[str, ...]:
     return (names,) if isinstance(names, str) else names
 
 
-def has_field(value: dict[str, Any], names: str | tuple[str, ...], kind: ValueKind) -> bool:
+def has_field(value: JsonObject, names: str | tuple[str, ...], kind: ValueKind) -> bool:
     """Return whether the record `value` has a field of `kind` at one of `names`."""
     names = as_names(names)
     # A field that must be absent fails only if all names of the tuple are present.

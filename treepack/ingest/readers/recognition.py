@@ -11,14 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
-from typing import Any
 
 from treepack.errors import TreepackError
 from treepack.files.input_files.number_lists import LARGE, list_fields
 from treepack.files.input_files.ranges import Range
 from treepack.files.input_files.records import LineBlock, Record, RecordBlock, ValueBlock, blocks_of_list, is_of_lines
 from treepack.ingest.readers.fields.unread import is_empty
-from treepack.ingest.readers.fields.values import is_messages
+from treepack.ingest.readers.fields.values import JsonObject, is_messages
 from treepack.ingest.readers.format import Format
 from treepack.trajectory import Skipped
 
@@ -118,7 +117,7 @@ def _list_in_document(block: RecordBlock | Range, format_of: FormatOf) -> Recogn
     return RecognisedFile(format_of_list, blocks_of_list(values, record.path, names[0]), skipped if others else [])
 
 
-def is_episode(value: dict[str, Any], name: str) -> bool:
+def is_episode(value: JsonObject, name: str) -> bool:
     """Return whether the list `name` of a document has the turns of one rollout, by its name or the facts beside it."""
     # {"turns": [{"prompt": .., "response": ..}, ..], "total_reward": 1}, but not {"results": [..], "mean_reward": 0.5}
     words = [set(each.lower().split("_")) for each, field in value.items() if each != name and not is_empty(field)]
@@ -126,7 +125,7 @@ def is_episode(value: dict[str, Any], name: str) -> bool:
     return is_of_one or bool(set(name.lower().split("_")) & _TURNS)
 
 
-def lists_of_objects(value: dict[str, Any]) -> list[str]:
+def lists_of_objects(value: JsonObject) -> list[str]:
     """Return the names of the fields that are lists of at least one object, and of nothing else."""
     return [name for name, field in value.items() if isinstance(field, list) and field and is_messages(field)]
 

@@ -27,11 +27,12 @@ from treepack.ingest.readers.columns import aliases
 from treepack.ingest.readers.columns.edits import edited
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.unread import is_empty
-from treepack.ingest.readers.fields.values import shown
+from treepack.ingest.readers.fields.values import JsonObject, shown
 from treepack.ingest.readers.format import Format
 from treepack.ingest.readers.messages.containers import with_containers
 from treepack.ingest.readers.reading import recognised_file
 from treepack.ingest.readers.registry import all_formats
+from treepack.ingest.readers.turn_flags import TurnWeights
 from treepack.trajectory import Chat, Outcome, PromptCompletion, Skipped, Tokens, Trajectory
 
 _MAX_TRIED = 20  # values of one field, in elements of lists, that are changed
@@ -95,7 +96,8 @@ def explain(path: str, options: ReadOptions) -> RecordUse:
         assert found is not None  # only damaged records that were skipped have no format
         options = replace(options, columns=None) if edits else options
         stream = islice((record for block in recognised.blocks for record in block.records()), _MAX_READ)
-        records = (with_containers((edited(each, edits)[0] if edits else each).with_lists()) for each in stream)
+        edit = (edited(each, edits, TurnWeights())[0] if edits else each for each in stream)
+        records = (with_containers(each.with_lists()) for each in edit)
         for together in [list(records)] if found.read_file else ([each] for each in records):
             kept = kept or together
             items = list(found.trajectories(together, options))
@@ -213,7 +215,7 @@ def _differences(before: _Items, after: _Items) -> set[str]:
     return uses
 
 
-def _ways(item: Outcome | None, old: Outcome | None) -> dict[str, Any]:
+def _ways(item: Outcome | None, old: Outcome | None) -> JsonObject:
     """Return the values of `item` by their use; the marks of `old`, the item before a change, say what is trained."""
     if not isinstance(item, Trajectory) or not isinstance(old, Trajectory):
         return {_STRUCTURE: item}
@@ -241,7 +243,7 @@ def _is_equal(old: Any, new: Any) -> bool:
     return bool(np.array_equal(old, new, equal_nan=True)) if is_array else old is new or bool(np.all(old == new))
 
 
-def _fields(value: dict[str, Any], trial: _Trial | None, metadata: set[str]) -> Iterator[FieldUse]:
+def _fields(value: JsonObject, trial: _Trial | None, metadata: set[str]) -> Iterator[FieldUse]:
     """Yield each field in the order of the record; the same field of elements of a list is one."""
     by_path: dict[str, list[_Leaf]] = {}
     for steps, leaf in _leaves(value, ()):

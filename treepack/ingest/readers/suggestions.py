@@ -24,6 +24,7 @@ from treepack.ingest.readers.column_records import read_columns
 from treepack.ingest.readers.columns.mapped_messages import ROLE_NAMES, as_messages
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.rewards import REWARDS
+from treepack.ingest.readers.fields.values import JsonObject
 from treepack.ingest.readers.kinds import IDS
 from treepack.ingest.readers.messages.conversation_settings import TOOLS
 from treepack.ingest.readers.messages.normal_form import RENAMED_ROLES, ROLES
@@ -85,7 +86,7 @@ def _is_right(record: Record, line: str, options: ReadOptions) -> bool:
     return bool(trained) and all(parsed_json(text) is None for text in trained)
 
 
-def _fields(value: dict[str, Any], before: str, depth: int) -> Iterator[tuple[str, Any]]:
+def _fields(value: JsonObject, before: str, depth: int) -> Iterator[tuple[str, Any]]:
     """Yield path and value of each field that is not null, outer fields first; JSON text is what it contains.
 
     Fields of the first element of a list of answers are among them: `tries[].text`.
@@ -107,7 +108,7 @@ def _fields(value: dict[str, Any], before: str, depth: int) -> Iterator[tuple[st
         yield from _fields(opened, path, 1 if path.endswith("[].") else depth - 1)
 
 
-def _conversations(fields: dict[str, Any]) -> Iterator[str]:
+def _conversations(fields: JsonObject) -> Iterator[str]:
     for path, messages in ((path, as_messages(field)) for path, field in fields.items()):
         if not messages or "[]" in path:
             continue
@@ -144,7 +145,7 @@ def _roles(field: str, names: list[str | bool]) -> list[tuple[str, str]]:
     return [(role, "+".join(each) or role) for role, each in found.items()] if is_clear else []
 
 
-def _ids(fields: dict[str, Any]) -> Iterator[str]:
+def _ids(fields: JsonObject) -> Iterator[str]:
     listed = {path: list(field) for path, field in fields.items() if IDS.test(field)}
     ids = {path: field for path, field in listed.items() if field and all(type(n) is int and n >= 0 for n in field)}
     masks = [path for path in ids if _MASK.search(path) and {*ids[path]} <= {0, 1}]
@@ -156,7 +157,7 @@ def _ids(fields: dict[str, Any]) -> Iterator[str]:
         yield from (f"ids={path},mask={mask}" for mask in masks if len(ids[mask]) == len(ids[path]))
 
 
-def _answers(fields: dict[str, Any]) -> Iterator[str]:
+def _answers(fields: JsonObject) -> Iterator[str]:
     """Yield the columns of each prompt with each answer, or with the list of answers and their rewards."""
     talks = {path: field for path, field in fields.items() if isinstance(field, str) or as_messages(field)}
     systems = [path for path in talks if "system" in _words(path) and isinstance(fields[path], str)]

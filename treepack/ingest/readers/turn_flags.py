@@ -26,7 +26,7 @@ from treepack.files.input_files.records import Record
 from treepack.ingest.readers.fields import endings
 from treepack.ingest.readers.fields.unread import Declared
 from treepack.ingest.readers.fields.unread_notes import View
-from treepack.ingest.readers.fields.values import shown
+from treepack.ingest.readers.fields.values import JsonObject, shown
 from treepack.ingest.readers.messages.turn_weights import WEIGHT_FIELDS, as_flag
 from treepack.trajectory import Chat, Outcome, Outcomes, PromptCompletion, Skipped, Tokens, Trajectory
 
@@ -53,7 +53,7 @@ _NUMBERED = frozenset(
 _OTHERS = frozenset("user system tool human function developer observation environment tool_result".split())
 _SPEAKERS = ("role", "from", "type", "source", "speaker")
 _LONGEST = 5  # characters of a flag as text
-_Turn = dict[str, Any]
+_Turn = JsonObject
 _Key = str | tuple[int, ...]
 
 

@@ -27,6 +27,7 @@ from treepack.calls.leaf_paths import distinct_paths, unused_fields
 from treepack.formats.agents.chatgpt.chatgpt_contents import CONTENT, CONTEXTS, chatgpt_text, content_of, reason_of
 from treepack.formats.kit import (
     Format,
+    JsonObject,
     Outcomes,
     ReadOptions,
     Record,
@@ -57,8 +58,8 @@ _MESSAGE = frozenset(
 )
 _CUT = frozenset({"in_progress", "finished_partial_completion"})  # values of `status`
 
-_Message = dict[str, Any]
-Node = dict[str, Any]
+_Message = JsonObject
+Node = JsonObject
 
 
 def _has_children(node: Node) -> bool:
@@ -173,7 +174,7 @@ def _readable(path: list[Node], source: str) -> tuple[list[Node], str | None]:
     return path, None
 
 
-def _metadata(message: _Message, source: str) -> dict[str, Any]:
+def _metadata(message: _Message, source: str) -> JsonObject:
     metadata = message.get("metadata") or {}
     details = metadata.get("finish_details") if isinstance(metadata, dict) else metadata
     if not isinstance(details, dict | None):
@@ -229,7 +230,7 @@ def _turns(path: list[Node], source: str) -> _PathTurns:
     return turns
 
 
-def _thoughts(content: dict[str, Any], source: str) -> Iterator[str]:
+def _thoughts(content: JsonObject, source: str) -> Iterator[str]:
     """Yield the texts of thoughts; a thought without text has a summary only."""
     if content.get("content") is not None:
         raise TreepackError(
@@ -254,7 +255,7 @@ def _add_system(turns: _PathTurns, text: str) -> None:
         turns.messages.append({"role": "system", "content": text})
 
 
-def _add_answer(turns: _PathTurns, message: _Message, text: str, metadata: dict[str, Any]) -> None:
+def _add_answer(turns: _PathTurns, message: _Message, text: str, metadata: JsonObject) -> None:
     if not text:
         turns.notes[EMPTY_NOTE if message.get("recipient") in (None, _ALL) else EMPTY_CALL_NOTE] = None
         return
@@ -285,7 +286,7 @@ def _add_answer(turns: _PathTurns, message: _Message, text: str, metadata: dict[
     turns.messages.append(answer)
 
 
-def _arguments(text: str, kind: Any) -> dict[str, Any]:
+def _arguments(text: str, kind: Any) -> JsonObject:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):

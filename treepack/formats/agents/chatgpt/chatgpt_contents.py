@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from treepack.formats.kit import MEDIA_REASON, TreepackError, as_text, shown
+from treepack.formats.kit import MEDIA_REASON, JsonObject, TreepackError, as_text, shown
 
-Node = dict[str, Any]
+Node = JsonObject
 
 # Fields of `content` that are read or describe it, over all its types.
 CONTENT = frozenset(
@@ -49,7 +49,7 @@ def reason_of(node: Node, source: str) -> str | None:
     return None
 
 
-def content_of(node: Node, source: str) -> dict[str, Any]:
+def content_of(node: Node, source: str) -> JsonObject:
     """Return the content of the message of a node; an empty one for a node without a message.
 
     Raises:
@@ -75,28 +75,28 @@ def _is_part(part: Any) -> bool:
     )
 
 
-def _list(content: dict[str, Any]) -> list[Any]:
+def _list(content: JsonObject) -> list[Any]:
     return content.get("parts") or []
 
 
-def _parts(content: dict[str, Any]) -> str:
+def _parts(content: JsonObject) -> str:
     """Return the text of `parts`; a transcription is text too."""
     texts = [part.get("text") if isinstance(part, dict) else part for part in _list(content)]
     return "\n".join(text for text in texts if isinstance(text, str) and text)
 
 
-def _quote(content: dict[str, Any]) -> str:
+def _quote(content: JsonObject) -> str:
     heads = [content.get("title"), content.get("url"), content.get("text")]
     return "\n".join(text for text in heads if isinstance(text, str) and text)
 
 
-def _instructions(content: dict[str, Any]) -> str:
+def _instructions(content: JsonObject) -> str:
     texts = [content.get("user_profile"), content.get("user_instructions")]
     return "\n\n".join(text for text in texts if isinstance(text, str) and text)
 
 
 # The text of each type of content.
-_TEXTS: dict[str, Callable[[dict[str, Any]], str]] = {
+_TEXTS: dict[str, Callable[[JsonObject], str]] = {
     "text": _parts,
     "multimodal_text": _parts,
     "code": lambda content: str(content.get("text") or ""),

@@ -34,6 +34,7 @@ from treepack.formats.agents.codex.codex_files import file_of_thread
 from treepack.formats.kit import (
     CallLog,
     Format,
+    JsonObject,
     Outcomes,
     ReadOptions,
     Record,
@@ -57,7 +58,7 @@ SUMMARY_NOTE = "summary for a compaction not used"
 _SNAPSHOT = "ghost_snapshot"  # an item of Codex itself: the state of the files, which no model reads
 
 
-_Message = dict[str, Any]
+_Message = JsonObject
 
 
 @dataclass(slots=True)
@@ -94,7 +95,7 @@ def _read_codex(records: Iterator[Record], options: ReadOptions) -> Outcomes:
     yield from in_session(items, file, _group(file.path, options) if file is not None and is_agent else None)
 
 
-def _in_envelope(value: dict[str, Any]) -> dict[str, Any]:
+def _in_envelope(value: JsonObject) -> JsonObject:
     """Return a line as `{type, payload}`, which lines of early versions are not."""
     # {"type": "message", ..} -> response_item, {"id": "S", "instructions": null} -> session_meta
     if "payload" in value:
@@ -125,7 +126,7 @@ def _calls_of_file(rows: list[Record], turns: dict[str, str] | None = None) -> C
     return log
 
 
-def _system(meta: dict[str, Any], path: str) -> list[_Message]:
+def _system(meta: JsonObject, path: str) -> list[_Message]:
     base = meta.get("base_instructions")
     text = base.get("text") if isinstance(base, dict) else base
     text = as_text(text, source=path, name="base_instructions", default="")
@@ -155,7 +156,7 @@ def _stretches(rows: list[Record], log: CallLog) -> list[_ItemRange]:
     return stretches
 
 
-def _compacted(payload: dict[str, Any], items: list[Item], source: str) -> list[Item]:
+def _compacted(payload: JsonObject, items: list[Item], source: str) -> list[Item]:
     """Return the history after a compaction. Without one in the file: messages of the user, and the summary."""
     if payload.get("replacement_history") is not None:
         return as_objects(payload["replacement_history"], source=source, name="replacement_history")

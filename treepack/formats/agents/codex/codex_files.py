@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from treepack.calls.session_files import SessionFile, first_records
-from treepack.formats.kit import STDIN
+from treepack.formats.kit import STDIN, JsonObject
 
 _FILES = "rollout-*.jsonl*"
 
@@ -29,7 +29,7 @@ class _CodexThread:
     spawned_by: str | None
 
 
-def file_of_thread(path: str, meta: dict[str, Any]) -> SessionFile | None:
+def file_of_thread(path: str, meta: JsonObject) -> SessionFile | None:
     """Return the file of a session with sub-agents, or of one of them, by its `session_meta`; None for any other."""
     threads, thread = _threads_beside(path), str(meta.get("id"))
     root, above, seen = thread, _spawned_by(meta), {thread}
@@ -43,7 +43,7 @@ def file_of_thread(path: str, meta: dict[str, Any]) -> SessionFile | None:
     return SessionFile(thread, path, 0) if is_parent else None
 
 
-def _spawned_by(meta: dict[str, Any]) -> str | None:
+def _spawned_by(meta: JsonObject) -> str | None:
     """Return the thread that spawned the sub-agent with this `session_meta`; None for a session of the user."""
     value: Any = meta
     for name in ("source", "subagent", "thread_spawn", "parent_thread_id"):

@@ -17,7 +17,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
 
 from treepack.calls.event_views import EventView
 from treepack.formats.agents.openhands.openhands_actions import add_action_event
@@ -25,6 +24,7 @@ from treepack.formats.agents.openhands.openhands_events import add_events
 from treepack.formats.kit import (
     STDIN,
     Format,
+    JsonObject,
     Outcomes,
     ReadOptions,
     Record,
@@ -37,7 +37,7 @@ from treepack.formats.kit import (
     temperature_of,
 )
 
-Event = dict[str, Any]
+Event = JsonObject
 _EVENT_FILE = re.compile(r"event-(\d+)-.*\.json")
 SYSTEM_NOTE = "system prompt is not in the file"
 NO_CALL = "conversation without a response of the model"
@@ -122,7 +122,7 @@ def _is_response(event: Event) -> bool:
     return event.get("source") == "agent" and not is_system
 
 
-def _description(record: Record) -> dict[str, Any]:
+def _description(record: Record) -> JsonObject:
     value = record.value
     if "history" not in value:
         return value
@@ -139,7 +139,7 @@ def _description(record: Record) -> dict[str, Any]:
     }
 
 
-def _reward(value: dict[str, Any]) -> float | None:
+def _reward(value: JsonObject) -> float | None:
     """Return 1 or 0 if an evaluation contains `resolved`, else the share of points; None without an evaluation."""
     result = object_or_empty(value.get("test_result"))
     for report in (value, value.get("report"), result, result.get("report")):

@@ -15,9 +15,9 @@ from __future__ import annotations
 from typing import Any
 
 from treepack.calls.event_views import EventView, Message, command_output, event_parts
-from treepack.formats.kit import endings, is_messages, object_or_empty
+from treepack.formats.kit import JsonObject, endings, is_messages, object_or_empty
 
-Event = dict[str, Any]
+Event = JsonObject
 
 RECALL_NOTE = "text about the workspace that OpenHands adds is not in the file"
 NO_RESPONSE = "action of the agent without the response of the model"

@@ -17,10 +17,10 @@ from itertools import groupby
 from typing import Any
 
 from treepack.calls.event_views import EventView, Message, command_output, event_parts, event_text
-from treepack.formats.kit import as_text, is_messages, object_at
+from treepack.formats.kit import JsonObject, as_text, is_messages, object_at
 from treepack.ingest.readers.fields.values import as_texts
 
-Event = dict[str, Any]
+Event = JsonObject
 
 _TOOLS_NOTE = "tools are in the file without their parameters"
 _ERROR = "[An error occurred during execution.]\n"  # the agent puts it before the text of a failed tool
@@ -76,7 +76,7 @@ def _response(actions: list[Event], source: str) -> Message:
     return message | _reasoning(first)
 
 
-def _reasoning(event: Event) -> dict[str, Any]:
+def _reasoning(event: Event) -> JsonObject:
     """Return the reasoning of a response: as text, or as Anthropic's blocks."""
     if event.get("reasoning_content"):
         return {"reasoning_content": event["reasoning_content"]}

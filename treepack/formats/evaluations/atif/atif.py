@@ -39,6 +39,7 @@ from treepack.formats.evaluations.atif.trial_files import (
 )
 from treepack.formats.kit import (
     Format,
+    JsonObject,
     Outcomes,
     ReadOptions,
     Record,
@@ -128,7 +129,7 @@ def _read_result(record: Record, options: ReadOptions) -> Outcomes:
         yield Skipped(source, "result of a trial, read with its trajectories", is_rollout=False)
 
 
-def _read_details(record: Record, part: dict[str, Any], options: ReadOptions) -> Outcomes:
+def _read_details(record: Record, part: JsonObject, options: ReadOptions) -> Outcomes:
     """Read the conversations whose token ids are in the result of a trial, or of a step of it."""
     name = record.value["trajectory_id"]
     details = _details(part, record.source)
@@ -138,13 +139,13 @@ def _read_details(record: Record, part: dict[str, Any], options: ReadOptions) ->
             yield within(item, str(name), number) if len(details) > 1 else item
 
 
-def _details(part: dict[str, Any], source: str) -> list[dict[str, Any]]:
+def _details(part: JsonObject, source: str) -> list[JsonObject]:
     """Return the token ids of all calls of a trial, or of a step of it: one object per conversation."""
     details = object_or_empty(part.get("agent_result")).get("rollout_details")
     return as_objects(details, source=source, name="agent_result.rollout_details")
 
 
-def _is_in_details(part: dict[str, Any], log: Path | None, source: str) -> bool:
+def _is_in_details(part: JsonObject, log: Path | None, source: str) -> bool:
     """Return whether the token ids are read from the result, because the main trajectory at `log` lacks them."""
     if not any(detail.get("completion_token_ids") for detail in _details(part, source)):
         return False
@@ -152,12 +153,12 @@ def _is_in_details(part: dict[str, Any], log: Path | None, source: str) -> bool:
     return not trained or not all(map(_has_ids, trained))
 
 
-def _steps(log: Path | None) -> list[dict[str, Any]]:
+def _steps(log: Path | None) -> list[JsonObject]:
     steps = None if log is None else read_document(log).get("steps")
     return as_objects(steps, source=str(log), name="steps")
 
 
-def _detail_calls(detail: dict[str, Any], source: str) -> list[TokenCall]:
+def _detail_calls(detail: JsonObject, source: str) -> list[TokenCall]:
     prompts, completions = detail.get("prompt_token_ids"), detail.get("completion_token_ids")
     logprobs = detail.get("logprobs")
     if not isinstance(prompts, list) or not isinstance(completions, list) or len(prompts) != len(completions):
@@ -171,7 +172,7 @@ def _detail_calls(detail: dict[str, Any], source: str) -> list[TokenCall]:
     return [TokenCall(prompt, said, {"rollout_log_probs": values}) for prompt, said, values in calls]
 
 
-def _read_document(record: Record, trial: dict[str, Any], file: FileOfRollout | None, options: ReadOptions) -> Outcomes:
+def _read_document(record: Record, trial: JsonObject, file: FileOfRollout | None, options: ReadOptions) -> Outcomes:
     """Read the agents of a document, as parts of one rollout if `file` is one of several, or has several agents."""
     agents = [list(items) for items in _read_agents(record, trial, options)]
     firsts = [next((item for item in items if isinstance(item, Trajectory)), None) for items in agents]
@@ -189,7 +190,7 @@ def _read_document(record: Record, trial: dict[str, Any], file: FileOfRollout | 
             yield part
 
 
-def _read_agents(record: Record, trial: dict[str, Any], options: ReadOptions) -> Iterator[Outcomes]:
+def _read_agents(record: Record, trial: JsonObject, options: ReadOptions) -> Iterator[Outcomes]:
     """Yield the trajectories of the agent of a document, and then the steps of each agent that is embedded in it."""
     value, source = record.value, record.source
     agent = object_or_empty(value.get("agent"))
@@ -212,7 +213,7 @@ def _read_agents(record: Record, trial: dict[str, Any], options: ReadOptions) ->
         yield from _read_agents(Record(where, record.path, each), trial | {"trajectory_id": name}, options)
 
 
-def _read_agent(record: Record, value: dict[str, Any], agent: dict[str, Any], options: ReadOptions) -> Outcomes:
+def _read_agent(record: Record, value: JsonObject, agent: JsonObject, options: ReadOptions) -> Outcomes:
     """Read the steps of one agent, whose document is `value`; `record` has its facts."""
     steps = objects_at(value, "steps", record.source)
     for step in steps:
@@ -228,29 +229,29 @@ def _read_agent(record: Record, value: dict[str, Any], agent: dict[str, Any], op
         yield from _read_steps(record, steps, agent.get("tool_definitions"), bool(with_ids), options)
 
 
-def _is_trained(step: dict[str, Any]) -> bool:
+def _is_trained(step: JsonObject) -> bool:
     is_own = as_flag(step.get("is_copied_context") or False) is False
     return step.get("source") == "agent" and is_own and step.get("llm_call_count") != 0
 
 
-def _metrics(step: dict[str, Any]) -> dict[str, Any]:
+def _metrics(step: JsonObject) -> JsonObject:
     return object_or_empty(step.get("metrics"))
 
 
-def _has_ids(step: dict[str, Any]) -> bool:
+def _has_ids(step: JsonObject) -> bool:
     """Return whether `step` has the token ids of its one call. Ids of several calls in one step cannot be separated."""
     return step.get("llm_call_count") in (None, 1) and all(
         _metrics(step).get(name) for name in ("prompt_token_ids", "completion_token_ids")
     )
 
 
-def _token_call(step: dict[str, Any]) -> TokenCall:
+def _token_call(step: JsonObject) -> TokenCall:
     metrics = _metrics(step)
     values = {"rollout_log_probs": metrics.get("logprobs")}
     return TokenCall(metrics["prompt_token_ids"], metrics["completion_token_ids"], values, ending=_ending(step))
 
 
-def _ending(step: dict[str, Any]) -> Any:
+def _ending(step: JsonObject) -> Any:
     """Return why the answer of a step ended, which agents log in `extra` fields; None if it is not in the file."""
     metrics = _metrics(step)
     holders = [step, step.get("extra"), metrics, metrics.get("extra")]
@@ -258,11 +259,9 @@ def _ending(step: dict[str, Any]) -> Any:
     return next((reason for reason in reasons if reason is not None), None)
 
 
-def _read_steps(
-    record: Record, steps: list[dict[str, Any]], tools: Any, some_ids: bool, options: ReadOptions
-) -> Outcomes:
+def _read_steps(record: Record, steps: list[JsonObject], tools: Any, some_ids: bool, options: ReadOptions) -> Outcomes:
     """Read the steps as one conversation, up to the first step with media or with a change of the context."""
-    messages: list[dict[str, Any]] = []
+    messages: list[JsonObject] = []
     notes: tuple[str, ...] = (_SOME_NOTE,) if some_ids else ()
     for number, step in enumerate(steps):
         if step.get("source") == "system" and step.get("observation"):
@@ -284,13 +283,13 @@ def _read_steps(
     yield describe(record, done.chat(tools=schemas), used=(), options=options, notes=done.notes + notes)
 
 
-def _messages(step: dict[str, Any], source: str) -> list[dict[str, Any]]:
+def _messages(step: JsonObject, source: str) -> list[JsonObject]:
     """Return the messages that a step adds to the conversation."""
     # A step of the agent with two tool calls -> an assistant message and two tool messages.
     origin = step.get("source")
     if not isinstance(origin, str) or origin not in _ROLES:
         raise TreepackError(f"{source}: source is {shown(origin)}; expected system, user or agent")
-    message: dict[str, Any] = {"role": _ROLES[origin], "content": step.get("message")}
+    message: JsonObject = {"role": _ROLES[origin], "content": step.get("message")}
     if origin != "agent":
         return [message] if message["content"] else []
     if step.get("reasoning_content"):
@@ -308,7 +307,7 @@ def _messages(step: dict[str, Any], source: str) -> list[dict[str, Any]]:
     return [message, *answers]
 
 
-def _result(result: dict[str, Any], calls: list[dict[str, Any]]) -> dict[str, Any]:
+def _result(result: JsonObject, calls: list[JsonObject]) -> JsonObject:
     """Return the message with the result of a call, or with the result of an action that was not a tool call."""
     call = result.get("source_call_id")
     content = result.get("content")
@@ -319,12 +318,12 @@ def _result(result: dict[str, Any], calls: list[dict[str, Any]]) -> dict[str, An
     return {"role": "tool", "tool_call_id": call, "name": name, "content": content}
 
 
-def _has_media(message: dict[str, Any]) -> bool:
+def _has_media(message: JsonObject) -> bool:
     parts = message["content"] if isinstance(message.get("content"), list) else []
     return any(isinstance(part, dict) and part.get("type") in ("image", "audio") for part in parts)
 
 
-def _result_above(record: Record) -> tuple[Path | None, dict[str, Any]]:
+def _result_above(record: Record) -> tuple[Path | None, JsonObject]:
     """Return the path and the content of the result of the trial that wrote `record`; None and {} if there is none."""
     for path in filter(None, (companion_path(record, name) for name in _ABOVE)):
         try:
@@ -337,8 +336,8 @@ def _result_above(record: Record) -> tuple[Path | None, dict[str, Any]]:
 
 
 def _facts(
-    result: dict[str, Any], part: dict[str, Any], names: tuple[str, str], source: str, options: ReadOptions
-) -> dict[str, Any]:
+    result: JsonObject, part: JsonObject, names: tuple[str, str], source: str, options: ReadOptions
+) -> JsonObject:
     """Return the names and the reward that the result of a trial gives to one of its conversations.
 
     `names` belong to the step of the trial and of the file, empty if there is none.
@@ -353,16 +352,16 @@ def _facts(
     }
 
 
-def _name(result: dict[str, Any], *names: str) -> str:
+def _name(result: JsonObject, *names: str) -> str:
     return "/".join(filter(None, (str(result["trial_name"]), *names)))
 
 
-def _step_result(result: dict[str, Any], name: str, source: str) -> dict[str, Any]:
+def _step_result(result: JsonObject, name: str, source: str) -> JsonObject:
     steps = objects_at(result, "step_results", source)
     return next((step for step in steps if step.get("step_name") == name), {})
 
 
-def _reward(result: dict[str, Any], source: str, options: ReadOptions) -> float | None:
+def _reward(result: JsonObject, source: str, options: ReadOptions) -> float | None:
     """Return the reward of the verifier: the one of `reward_key`, the one called `reward`, or the only one."""
     rewards = object_or_empty(result.get("verifier_result")).get("rewards")
     if not rewards:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from treepack.formats.kit import STDIN, Record
+from treepack.formats.kit import STDIN, JsonObject, Record
 
 MAX_AGENTS = 1000  # agents of a file that have a part of their own; all further ones have the last part
 _KINDS = ("summary", "questions", "answers")
@@ -70,7 +70,7 @@ def _order(name: str, index: int) -> int:
     return 4 * int(continuation) if continuation else 4 * int(summary) - 3 + _KINDS.index(kind)
 
 
-def _has_links(value: dict[str, Any]) -> bool:
+def _has_links(value: JsonObject) -> bool:
     """Return True if a document names another file of its rollout: a continuation, or a sub-agent."""
     if value.get("continued_trajectory_ref"):
         return True
@@ -83,10 +83,10 @@ def _has_links(value: dict[str, Any]) -> bool:
     return any(link.get("trajectory_path") for link in links)
 
 
-def _results(step: dict[str, Any]) -> Any:
+def _results(step: JsonObject) -> Any:
     observation = step.get("observation")
     return observation.get("results") if isinstance(observation, dict) else None
 
 
-def _objects(value: Any) -> list[dict[str, Any]]:
+def _objects(value: Any) -> list[JsonObject]:
     return [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []

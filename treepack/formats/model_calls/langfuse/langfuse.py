@@ -30,6 +30,7 @@ from treepack.files.input_files.json_text import parsed
 from treepack.formats.kit import (
     ChatCall,
     Format,
+    JsonObject,
     Outcome,
     Outcomes,
     ReadOptions,
@@ -68,10 +69,10 @@ class _TraceFacts:
     """The generations of a trace, the ids of observations that are parents of one, and the facts of the trace."""
 
     record: Record
-    generations: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    generations: list[tuple[str, JsonObject]] = field(default_factory=list)
     parents: dict[str, str] = field(default_factory=dict)  # of all observations
     scores: dict[str, list[float]] = field(default_factory=dict)
-    value: dict[str, Any] = field(default_factory=dict)
+    value: JsonObject = field(default_factory=dict)
     notes: dict[str, None] = field(default_factory=dict)
     fault: str = ""
 
@@ -100,7 +101,7 @@ def _read_langfuse(records: Iterator[Record], options: ReadOptions) -> Outcomes:
         yield from _read(name, trace, options)
 
 
-def _items(record: Record) -> Iterator[tuple[str, dict[str, Any]]]:
+def _items(record: Record) -> Iterator[tuple[str, JsonObject]]:
     """Yield the traces and the observations of `record`, each with the id of its trace."""
     value = record.value
     items = value["data"] if isinstance(value.get("data"), list) else [value]
@@ -123,21 +124,21 @@ def _items(record: Record) -> Iterator[tuple[str, dict[str, Any]]]:
         yield from ((name, {"traceId": name} | without(each, ("observations",))) for each in observations)
 
 
-def _is_observation(item: dict[str, Any]) -> bool:
+def _is_observation(item: JsonObject) -> bool:
     return ("traceId" in item or "trace_id" in item) and not isinstance(item.get("observations"), list)
 
 
-def _trace_id(observation: dict[str, Any], source: str) -> str:
+def _trace_id(observation: JsonObject, source: str) -> str:
     return str(as_id(_either(observation, "traceId", "trace_id"), source=source, name="traceId of an observation"))
 
 
-def _observations(trace: dict[str, Any]) -> list[dict[str, Any]]:
+def _observations(trace: JsonObject) -> list[JsonObject]:
     # Lists of traces have the ids of the observations only.
     observations = trace.get("observations")
     return observations if is_messages(observations) else []
 
 
-def _add_observation(trace: _TraceFacts, value: dict[str, Any], source: str) -> Skipped | None:
+def _add_observation(trace: _TraceFacts, value: JsonObject, source: str) -> Skipped | None:
     name = str(value.get("id"))
     trace.parents[name] = str(_either(value, "parentObservationId", "parent_observation_id") or "")
     try:
@@ -158,11 +159,11 @@ def _add_observation(trace: _TraceFacts, value: dict[str, Any], source: str) -> 
     return None
 
 
-def _either(value: dict[str, Any], *names: str) -> Any:
+def _either(value: JsonObject, *names: str) -> Any:
     return next((value[name] for name in names if value.get(name) is not None), None)
 
 
-def _add_facts(trace: _TraceFacts, value: dict[str, Any], source: str) -> None:
+def _add_facts(trace: _TraceFacts, value: JsonObject, source: str) -> None:
     metadata = parsed(value.get("metadata"))
     facts = {
         "session": _either(value, "sessionId", "session_id"),
@@ -224,7 +225,7 @@ def _read(name: str, trace: _TraceFacts, options: ReadOptions) -> Outcomes:
             calls += found
             if isinstance(model := _either(value, "model", "providedModelName", "provided_model_name"), str):
                 models[model] = None
-        facts: dict[str, Any] = {"rollout_id": name, "model": ", ".join(models) or None, **trace.value}
+        facts: JsonObject = {"rollout_id": name, "model": ", ".join(models) or None, **trace.value}
         if trace.scores:
             facts["rewards"] = {score: {"score": fmean(values)} for score, values in trace.scores.items()}
         if calls:
@@ -245,7 +246,7 @@ def _ancestors(trace: _TraceFacts) -> set[str]:
     return around
 
 
-def _calls(value: dict[str, Any], source: str, notes: dict[str, None]) -> list[ChatCall]:
+def _calls(value: JsonObject, source: str, notes: dict[str, None]) -> list[ChatCall]:
     where = f"{source}: observation {value.get('id')}"
     metadata = object_or_empty(parsed(value.get("metadata")))
     attributes = object_or_empty(parsed(metadata.get("attributes")))
@@ -273,7 +274,7 @@ def _calls(value: dict[str, Any], source: str, notes: dict[str, None]) -> list[C
     return [ChatCall(messages, response, tools, temperature=temperature) for response in responses]
 
 
-def _are_same(tools: Any, defined: list[dict[str, Any]], source: str) -> bool:
+def _are_same(tools: Any, defined: list[JsonObject], source: str) -> bool:
     """Return whether the `tools` of a request are the `defined` ones, in the forms of most APIs."""
     one, other = (
         [json.dumps(each, sort_keys=True, default=str) for each in normalise_tools(each, source=source) or ()]
@@ -282,7 +283,7 @@ def _are_same(tools: Any, defined: list[dict[str, Any]], source: str) -> bool:
     return sorted(one) == sorted(other)
 
 
-def _has_calls(message: dict[str, Any]) -> bool:
+def _has_calls(message: JsonObject) -> bool:
     content = message.get("content")
     parts = content if isinstance(content, list) else []
     return bool(message.get("tool_calls")) or any(isinstance(p, dict) and p.get("type") == "tool_use" for p in parts)
@@ -296,7 +297,7 @@ def _number(value: int | float | str) -> float | None:
         return None
 
 
-def _finish_reason(attributes: dict[str, Any]) -> str | None:
+def _finish_reason(attributes: JsonObject) -> str | None:
     reason = next((found for name in FINISHED if (found := get(attributes, name))), None)
     if isinstance(reason, str) and reason.startswith("["):
         try:
@@ -307,7 +308,7 @@ def _finish_reason(attributes: dict[str, Any]) -> str | None:
     return reason if isinstance(reason, str) else None
 
 
-def _defined(value: dict[str, Any]) -> list[dict[str, Any]] | None:
+def _defined(value: JsonObject) -> list[JsonObject] | None:
     """Return the schemas in `toolDefinitions`: {"f": '{"description": .., "parameters": ..}'}."""
     defined = parsed(_either(value, "toolDefinitions", "tool_definitions"))
     if not isinstance(defined, dict):
@@ -316,7 +317,7 @@ def _defined(value: dict[str, Any]) -> list[dict[str, Any]] | None:
     return [{"name": name} | object_or_empty(each) for name, each in schemas] or None
 
 
-def _schemas(metadata: dict[str, Any], attributes: dict[str, Any]) -> list[dict[str, Any]] | None:
+def _schemas(metadata: JsonObject, attributes: JsonObject) -> list[JsonObject] | None:
     """Return the schemas of tools in the metadata of an observation."""
     listed = next((found for name in SCHEMAS if (found := tree(attributes, name))), None) or parsed(
         metadata.get("tools")

@@ -6,12 +6,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from treepack.calls.apis.api_paths import requests, responses
 from treepack.calls.spans.span_calls import INSTRUCTIONS
 from treepack.files.input_files.json_text import parsed
-from treepack.formats.kit import is_messages, without
+from treepack.formats.kit import JsonObject, is_messages, without
 from treepack.ingest.readers.fields.unread import declare
 
 # Where integrations put the reason why a response ends, and the schemas of tools, among the attributes of their spans.
@@ -35,7 +33,7 @@ METADATA = declare(
 _PREFIXES = ("", "observations.", "data.", "data.observations.")  # of observations and scores
 
 
-def langfuse_view(value: dict[str, Any]) -> dict[str, Any]:
+def langfuse_view(value: JsonObject) -> JsonObject:
     """Return a record without the scores that are values by name: all of them are used or noted."""
     done = {
         name: langfuse_view(each) if name == "trace" and isinstance(each, dict) else each

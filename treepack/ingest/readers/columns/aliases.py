@@ -19,7 +19,7 @@ from treepack.ingest.column_map import ColumnMap, column_map
 from treepack.ingest.readers.columns.mapped_messages import ROLE_NAMES, as_messages
 from treepack.ingest.readers.fields.field_paths import MISSING, value_at
 from treepack.ingest.readers.fields.rewards import REWARDS
-from treepack.ingest.readers.fields.values import BadValueError
+from treepack.ingest.readers.fields.values import BadValueError, JsonObject
 
 SYSTEM = "system_prompt=system?+system_prompt?"
 ALIASES = (
@@ -68,7 +68,7 @@ _ANSWERS = frozenset(
 _REFERENCES, _SAMPLED = ("answer", "solution"), frozenset({"response", "responses", "completions", "raw_output"})
 
 
-def matches(value: dict[str, Any]) -> bool:
+def matches(value: JsonObject) -> bool:
     """Return True if at least one line reads the record `value`, or messages in a field of a usual name."""
     return any(True for _ in _matching(value))
 
@@ -105,7 +105,7 @@ def columns_of(record: Record) -> ColumnMap:
     )
 
 
-def _refuse_left_out(value: dict[str, Any], source: str, line: str) -> None:
+def _refuse_left_out(value: JsonObject, source: str, line: str) -> None:
     """Refuse a record with a part of the prompt that `line` does not read.
 
     Raises:
@@ -129,7 +129,7 @@ def _refuse_left_out(value: dict[str, Any], source: str, line: str) -> None:
         )
 
 
-def _matching(value: dict[str, Any]) -> list[str]:
+def _matching(value: JsonObject) -> list[str]:
     lines = [line for line in ALIASES if _reads(line, value)]
     for name in CONTAINERS:
         messages = as_messages(value.get(name))
@@ -139,12 +139,12 @@ def _matching(value: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _has_parts(messages: list[dict[str, Any]], parts: str) -> bool:
+def _has_parts(messages: list[JsonObject], parts: str) -> bool:
     role, content = (part.partition("=")[2] for part in parts.split(","))
     return all(isinstance(each.get(role), str) for each in messages) and any(content in each for each in messages)
 
 
-def _reads(line: str, value: dict[str, Any]) -> bool:
+def _reads(line: str, value: JsonObject) -> bool:
     """Return True if `value` has the content of `line`, of the right kinds."""
     columns = _compiled(line)
     found = {key: value_at(value, columns.paths[key][0].steps) for key in columns.content}
@@ -166,13 +166,13 @@ def _is_filled(value: Any) -> bool:
     return isinstance(value, str | list | dict | np.ndarray) and len(value) > 0
 
 
-def _is_reference(name: str, value: dict[str, Any]) -> bool:
+def _is_reference(name: str, value: JsonObject) -> bool:
     """Return True if the field `name` is the reference of a rollout, and not its answer."""
     has_reward = any(value.get(reward) is not None for reward in (*REWARDS, "correct", "is_correct"))
     return (has_reward or name == "solution") and any(_is_filled(value.get(sampled)) for sampled in _SAMPLED)
 
 
-def _reads_reference(line: str, value: dict[str, Any]) -> bool:
+def _reads_reference(line: str, value: JsonObject) -> bool:
     return any(f"answer={name}" in line.split(",") and _is_reference(name, value) for name in _REFERENCES)
 
 
@@ -190,7 +190,7 @@ def _fields_of(lines: list[str]) -> set[str]:
     return {name for line in lines for name in _fields(line)}
 
 
-def _present(line: str, value: dict[str, Any]) -> str:
+def _present(line: str, value: JsonObject) -> str:
     """Return `line` without the optional fields that `value` lacks: the shortest line that reads it."""
     pairs = []
     for pair in line.split(","):

@@ -21,13 +21,13 @@ from treepack.errors import TreepackError
 from treepack.files.input_files.records import Record
 from treepack.ingest.column_map import ColumnMap, ColumnPath
 from treepack.ingest.readers.fields.field_paths import GONE, MISSING, value_at, without_paths
-from treepack.ingest.readers.fields.values import is_messages, shown
+from treepack.ingest.readers.fields.values import JsonObject, is_messages, shown
 from treepack.ingest.readers.messages.containers import with_containers
 from treepack.ingest.readers.messages.turn_weights import as_flag
 from treepack.ingest.readers.turn_flags import TurnWeights, is_other
 from treepack.trajectory import WEIGHTS, is_weight
 
-_Object = dict[str, Any]
+_Object = JsonObject
 
 
 def edited(record: Record, columns: ColumnMap, weights: TurnWeights) -> tuple[Record, list[str]]:

@@ -9,7 +9,7 @@ from treepack.errors import TreepackError
 from treepack.files.input_files.json_text import parsed_json
 from treepack.ingest.column_map import IN_MESSAGES, WHERE, ColumnMap
 from treepack.ingest.readers.fields.field_paths import GONE, MISSING, value_at, without_paths
-from treepack.ingest.readers.fields.values import is_messages, quoted
+from treepack.ingest.readers.fields.values import JsonObject, is_messages, quoted
 from treepack.ingest.readers.messages.containers import objects_of
 from treepack.ingest.readers.messages.normal_form import RENAMED_ROLES, ROLES
 
@@ -38,14 +38,14 @@ class MappedConversation:
         """True if the map names parts of messages or roles."""
         return bool(self._paths or self._columns.roles)
 
-    def messages(self, value: Any) -> list[dict[str, Any]] | None:
+    def messages(self, value: Any) -> list[JsonObject] | None:
         """Return the messages of `value`, or None if it is not a list of objects, also not as JSON text."""
         value = as_messages(value)
         if value is None:
             return None
         return [self._message(each, f"{self.source}: message {i}") for i, each in enumerate(value, 1)]
 
-    def answer(self, value: Any) -> list[dict[str, Any]] | str | None:
+    def answer(self, value: Any) -> list[JsonObject] | str | None:
         """Return one answer: text, messages, or a single message; None if it is neither."""
         if isinstance(value, str) and not self.is_talk(value):
             return value
@@ -61,7 +61,7 @@ class MappedConversation:
         is_texts = isinstance(parsed, list) and all(isinstance(each, str) for each in parsed)
         return parsed if is_texts or self.is_talk(parsed) else value
 
-    def has_answers(self, messages: list[dict[str, Any]]) -> bool:
+    def has_answers(self, messages: list[JsonObject]) -> bool:
         """Return True if each of `messages`, under a name such as `responses`, is an answer of its own."""
         return self._has_plural() and all(each.get("role") == "assistant" for each in messages)
 
@@ -75,7 +75,7 @@ class MappedConversation:
         role = self._paths["role"].steps if "role" in self._paths else ("role",)
         return bool(messages) and all(value_at(each, role) is not MISSING for each in messages or ())
 
-    def prompt(self, value: Any) -> list[dict[str, Any]] | str | None:
+    def prompt(self, value: Any) -> list[JsonObject] | str | None:
         """Return a prompt: text or messages; None if it is neither."""
         if isinstance(value, str) and not self.is_talk(value):
             return value
@@ -86,7 +86,7 @@ class MappedConversation:
         absent = [key for key in self._paths if key not in self._found and key != "mask"]
         return [f"column {key}={self._paths[key].text} in no message" for key in absent if self._num]
 
-    def _message(self, message: dict[str, Any], where: str) -> dict[str, Any]:
+    def _message(self, message: JsonObject, where: str) -> JsonObject:
         self._num += 1
         values = {key: value_at(message, path.steps) for key, path in self._paths.items()}
         values = {key: value for key, value in values.items() if value is not MISSING}
@@ -120,6 +120,6 @@ class MappedConversation:
         return known or lower
 
 
-def as_messages(value: Any) -> list[dict[str, Any]] | None:
+def as_messages(value: Any) -> list[JsonObject] | None:
     """Return a list of objects, given as it is, as JSON text, or as a list of JSON texts; None if it is none."""
     return value if is_messages(value) else None if isinstance(value, dict) else objects_of(value)

@@ -27,7 +27,7 @@ from treepack.ingest.readers.fields import endings
 from treepack.ingest.readers.fields.field_paths import GONE, MISSING, value_at, without_paths
 from treepack.ingest.readers.fields.rewards import REWARDS
 from treepack.ingest.readers.fields.rollout_facts import GROUPS, IDS, STEPS
-from treepack.ingest.readers.fields.values import is_messages, shown
+from treepack.ingest.readers.fields.values import JsonObject, is_messages, shown
 
 # Names of the fields of the new record. Of several names, those first in the lists of `rollout_facts` count.
 _NAMES = {
@@ -101,7 +101,7 @@ def map_record(record: Record, columns: ColumnMap) -> MappedRecords:
     return MappedRecords(records, (*notes, *talk.notes()), has_answers)
 
 
-def _beside(rest: dict[str, Any], fields: dict[str, Any], source: str) -> dict[str, Any]:
+def _beside(rest: JsonObject, fields: JsonObject, source: str) -> JsonObject:
     """Return the fields of `rest` that the new `fields` do not hide.
 
     Raises:
@@ -119,7 +119,7 @@ def _beside(rest: dict[str, Any], fields: dict[str, Any], source: str) -> dict[s
     return {name: value for name, value in rest.items() if name not in hidden}
 
 
-def has_content(value: dict[str, Any], columns: ColumnMap) -> bool:
+def has_content(value: JsonObject, columns: ColumnMap) -> bool:
     """Return True if the record `value` has all paths of the content in `columns`."""
     paths = [path for key in columns.content for path in columns.paths[key] if not path.is_optional]
     return all(value_at(value, path.steps) is not MISSING for path in paths)
@@ -150,7 +150,7 @@ def _value(record: Record, key: str, paths: Sequence[ColumnPath]) -> Any:
     raise TreepackError(f"{record.source}: {names} (column {key}) are not all text, or all messages; give one path")
 
 
-def _contents(values: dict[str, Any], talk: MappedConversation, rest: dict[str, Any]) -> list[dict[str, Any] | None]:
+def _contents(values: JsonObject, talk: MappedConversation, rest: JsonObject) -> list[JsonObject | None]:
     """Return the fields that are the content of each new record, None for an empty answer."""
     if _TOKEN_KEYS & values.keys():
         return _token_contents(values, talk)
@@ -177,14 +177,14 @@ def _contents(values: dict[str, Any], talk: MappedConversation, rest: dict[str, 
     return [{"system": values["system_prompt"]} if "system_prompt" in values else {}]
 
 
-def _token_contents(values: dict[str, Any], talk: MappedConversation) -> list[dict[str, Any] | None]:
+def _token_contents(values: JsonObject, talk: MappedConversation) -> list[JsonObject | None]:
     content = {_NAMES.get(key, key): values[key] for key in sorted(_TOKEN_KEYS & values.keys())}
     if not _has_answers(values, talk):
         return [content]
     return [content | {"response_ids": each} if len(each) else None for each in content["response_ids"]]
 
 
-def _has_answers(values: dict[str, Any], talk: MappedConversation) -> bool:
+def _has_answers(values: JsonObject, talk: MappedConversation) -> bool:
     """Return True if the record has a list of answers, also of one."""
     answer, ids = values.get("answer"), values.get("answer_ids")
     if isinstance(ids, list) and ids and all(isinstance(each, list | np.ndarray) for each in ids):
@@ -196,7 +196,7 @@ def _has_answers(values: dict[str, Any], talk: MappedConversation) -> bool:
     return isinstance(answer, list) and bool(answer) and not is_one
 
 
-def _completion(values: dict[str, Any], given: Any, talk: MappedConversation) -> dict[str, Any]:
+def _completion(values: JsonObject, given: Any, talk: MappedConversation) -> JsonObject:
     """Return prompt and completion, both as text or both as messages."""
     answer = talk.answer(given)
     if answer is None:
@@ -208,7 +208,7 @@ def _completion(values: dict[str, Any], given: Any, talk: MappedConversation) ->
     return {"prompt": [*_system(values, talk, prompt), *prompt], "completion": answer}
 
 
-def _pair(values: dict[str, Any], talk: MappedConversation) -> dict[str, Any]:
+def _pair(values: JsonObject, talk: MappedConversation) -> JsonObject:
     sides = {}
     for key in ("chosen", "rejected"):
         side = talk.answer(values[key])
@@ -225,7 +225,7 @@ def _pair(values: dict[str, Any], talk: MappedConversation) -> dict[str, Any]:
     return {"prompt": [*_system(values, talk, prompt), *prompt], **talks}
 
 
-def _prompt(values: dict[str, Any], talk: MappedConversation) -> list[dict[str, Any]] | str:
+def _prompt(values: JsonObject, talk: MappedConversation) -> list[JsonObject] | str:
     """Return the prompt as text as it was sent to the model, or as messages."""
     key = "question" if "question" in values else "prompt"
     prompt = talk.prompt(values[key])
@@ -234,13 +234,11 @@ def _prompt(values: dict[str, Any], talk: MappedConversation) -> list[dict[str, 
     return _as_talk(prompt, "user") if key == "question" else prompt
 
 
-def _as_talk(value: list[dict[str, Any]] | str, role: str) -> list[dict[str, Any]]:
+def _as_talk(value: list[JsonObject] | str, role: str) -> list[JsonObject]:
     return [{"role": role, "content": value}] if isinstance(value, str) else value
 
 
-def _system(
-    values: dict[str, Any], talk: MappedConversation, messages: Sequence[dict[str, Any]]
-) -> list[dict[str, Any]]:
+def _system(values: JsonObject, talk: MappedConversation, messages: Sequence[JsonObject]) -> list[JsonObject]:
     text = values.get("system_prompt")
     if text is not None and not isinstance(text, str):
         raise _wrong_kind(talk.source, "system_prompt", text, "text")
@@ -251,7 +249,7 @@ def _system(
     return [{"role": "system", "content": text}] if text else []
 
 
-def _take_rewards(values: dict[str, Any], rest: dict[str, Any], num_answers: int) -> None:
+def _take_rewards(values: JsonObject, rest: JsonObject, num_answers: int) -> None:
     """Use a list of rewards under a usual name, one for each answer."""
     for name in (*REWARDS, "scores"):
         listed = rest.get(name)
@@ -260,7 +258,7 @@ def _take_rewards(values: dict[str, Any], rest: dict[str, Any], num_answers: int
             return
 
 
-def _take_endings(values: dict[str, Any], rest: dict[str, Any], num_answers: int) -> None:
+def _take_endings(values: JsonObject, rest: JsonObject, num_answers: int) -> None:
     """Use a list of reasons why the answers ended, or of flags that they were cut, under a usual name."""
     for name, listed in list(rest.items()):
         kind = endings.kind_of(name)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from treepack.errors import TreepackError
-from treepack.ingest.readers.fields.values import as_fact
+from treepack.ingest.readers.fields.values import JsonObject, as_fact
 
 REWARDS = ("reward", "score", "reward_score", "rewards", "rm_scores", "token_level_scores", "token_level_rewards")
 
@@ -21,7 +21,7 @@ def is_equal(value: Any, reward: float | None) -> bool:
     return reward is not None and is_number and math.isclose(sum(parts), reward, rel_tol=1e-6)
 
 
-def reward_of(value: dict[str, Any], source: str, *, reward_key: str | None) -> tuple[float | None, str | None]:
+def reward_of(value: JsonObject, source: str, *, reward_key: str | None) -> tuple[float | None, str | None]:
     """Return the reward and the name of its field. The value is a number, a list to be summed, or a dict of scores.
 
     Raises:
@@ -48,7 +48,7 @@ def _reward(reward: Any, *, source: str, name: str, reward_key: str | None) -> f
     return as_fact(reward, source=source, name=name)
 
 
-def _reward_of_dict(reward: dict[str, Any], *, source: str, name: str, reward_key: str | None) -> float:
+def _reward_of_dict(reward: JsonObject, *, source: str, name: str, reward_key: str | None) -> float:
     if reward_key is not None:
         if reward_key not in reward:
             raise TreepackError(f"{source}: {name} has no key '{reward_key}'; expected one of {', '.join(reward)}")

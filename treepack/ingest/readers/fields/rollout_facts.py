@@ -24,7 +24,7 @@ from treepack.ingest.readers.fields.failures import failure
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.rewards import REWARDS, is_equal, reward_of
 from treepack.ingest.readers.fields.unread import ANSWER, MASK, danger, is_empty, is_prose, not_used
-from treepack.ingest.readers.fields.values import BadValueError, as_fact, fault_in_json, shown
+from treepack.ingest.readers.fields.values import BadValueError, JsonObject, as_fact, fault_in_json, shown
 from treepack.trajectory import Chat, PromptCompletion, Tokens, Trajectory, check_scalars
 
 # Of several names in one record, the first in these lists counts.
@@ -121,7 +121,7 @@ def describe(
     return endings.cut(item) if has_end else replace(item, is_truncated=True)
 
 
-def _check_rest(rest: dict[str, Any], source: str) -> None:
+def _check_rest(rest: JsonObject, source: str) -> None:
     """Refuse a record whose field can contain an answer or a mask; the reader has understood all fields but `rest`.
 
     Raises:
@@ -144,14 +144,14 @@ def _is_mask(name: str, value: Any) -> bool:
     return isinstance(value, list | np.ndarray) and danger(name, value) == MASK
 
 
-def _other_rewards(rest: dict[str, Any], reward: float | None, used: str | None) -> tuple[str, ...]:
+def _other_rewards(rest: JsonObject, reward: float | None, used: str | None) -> tuple[str, ...]:
     """Return notes on the rewards in `rest` under other names, of which only the first name counts."""
     # {"reward": 1.0, "score": 7} -> the score is metadata; an equal one adds nothing.
     others = (name for name in REWARDS if not is_empty(rest.get(name)) and not is_equal(rest[name], reward))
     return tuple(f"field '{name}' not read as the reward, because '{used}' is" for name in others)
 
 
-def _temperature(value: dict[str, Any]) -> tuple[float | None, str | None]:
+def _temperature(value: JsonObject) -> tuple[float | None, str | None]:
     """Return the temperature of the sampler and the name of the field that has it: a number, or an object of settings.
 
     A `temperature` that is not a number stays metadata: it may be about something else.
@@ -175,7 +175,7 @@ def temperature_of(settings: Any) -> float | None:
         return math.inf  # refused as other temperatures that are not finite
 
 
-def marked(value: dict[str, Any], name: str) -> Any:
+def marked(value: JsonObject, name: str) -> Any:
     """Return the field `name` of `value` or of a metadata object in it, or None if there is none."""
     # {"info": {"untrained_prefix": 7}} -> 7. The names are sorted, so that the result does not depend on a set's order.
     nested = [value[key] for key in sorted(METADATA_DICTS) if isinstance(value.get(key), dict)]
@@ -190,7 +190,7 @@ def group_of(record: Record) -> str | None:
         return None
 
 
-def _group(value: dict[str, Any], source: str) -> tuple[str | None, str | None]:
+def _group(value: JsonObject, source: str) -> tuple[str | None, str | None]:
     group, field = _first_name(value, GROUPS, source)
     if group is None and isinstance(task := value.get("task"), dict):
         group, _ = _first_name(task, ("key", "hash"), source, prefix="task.")
@@ -199,7 +199,7 @@ def _group(value: dict[str, Any], source: str) -> tuple[str | None, str | None]:
 
 
 def _first_name(
-    value: dict[str, Any], names: tuple[str, ...], source: str, *, prefix: str = ""
+    value: JsonObject, names: tuple[str, ...], source: str, *, prefix: str = ""
 ) -> tuple[str | None, str | None]:
     for name in names:
         if (identifier := value.get(name)) is not None:
@@ -215,13 +215,13 @@ def _first_name(
     return None, None
 
 
-def _trial(value: dict[str, Any], group: str | None, source: str) -> tuple[str | None, str | None]:
+def _trial(value: JsonObject, group: str | None, source: str) -> tuple[str | None, str | None]:
     # A trial number counts the rollouts of one group: "task-7/0". Without a group it names nothing.
     trial, field = _first_name(value, ("trial",), source)
     return (None, None) if trial is None or group is None else (f"{group}/{trial}", field)
 
 
-def _step(value: dict[str, Any], source: str) -> tuple[int | None, str | None]:
+def _step(value: JsonObject, source: str) -> tuple[int | None, str | None]:
     for name in STEPS:
         if (step := value.get(name)) is not None:
             number = _integer(step)
@@ -240,8 +240,8 @@ def _integer(value: Any) -> int | None:
     return int(value) if isinstance(value, int | np.integer) and not isinstance(value, bool) else None
 
 
-def _metadata(rest: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    metadata: dict[str, Any] = {}
+def _metadata(rest: JsonObject) -> tuple[JsonObject, tuple[str, ...]]:
+    metadata: JsonObject = {}
     notes: list[str] = []
     for name, value in rest.items():
         if value is None:

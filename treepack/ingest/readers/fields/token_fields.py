@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treepack.errors import TreepackError
-from treepack.ingest.readers.fields.values import shown
+from treepack.ingest.readers.fields.values import JsonObject, shown
 from treepack.trajectory import MAX_WEIGHT, MIN_WEIGHT, WEIGHTS, Float64
 
 IDS, PROMPT, RESPONSE = "ids", "prompt", "response"
@@ -64,10 +64,10 @@ KEPT_FIELDS = frozenset({*KEPT_SETS, *SIZES_OF_SETS.values()})
 NUMBERS = tuple(name for kind, names in NAMES.items() if kind not in (RESPONSE_LENGTH, LENGTHS) for name in names)
 _LISTS = frozenset(NAMES) - {RESPONSE_LENGTH, ADVANTAGE, RETURN}  # an advantage may be one number for all tokens
 
-Fields = dict[str, dict[str, Any]]
+Fields = dict[str, JsonObject]
 
 
-def sort_fields(record: dict[str, Any], source: str) -> Fields:
+def sort_fields(record: JsonObject, source: str) -> Fields:
     """Return the fields of `record` with a known name, by kind and name; texts under names of ids are left out.
 
     Raises:

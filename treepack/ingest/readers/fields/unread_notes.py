@@ -19,9 +19,10 @@ from treepack.ingest.readers.fields.rewards import REWARDS, is_equal
 from treepack.ingest.readers.fields.rollout_facts import GROUPS, IDS, SAMPLING_DICTS, STEPS
 from treepack.ingest.readers.fields.token_fields import KEPT_FIELDS, KINDS, LENGTHS, RETURN
 from treepack.ingest.readers.fields.unread import Declared, TrajectoryTexts, named, unread, unsaid
+from treepack.ingest.readers.fields.values import JsonObject
 from treepack.trajectory import Outcome, Outcomes, Tokens, Trajectory
 
-View = Callable[[dict[str, Any]], dict[str, Any]]
+View = Callable[[JsonObject], JsonObject]
 # Fields of a trajectory that come from fields of a record with any of several names.
 _FACTS = ("trajectory_id", "group_id", "step", "reward", "temperature", "rollout_id")
 TOO_DEEP = "is nested too deeply to be read; remove the objects or lists inside each other"
@@ -29,9 +30,7 @@ _TOKENS = "=tokens"  # key of facts if a trajectory is token ids
 _MAX_TEXTS = 1 << 26  # characters of the texts of a file that are kept to search them in its trajectories
 
 
-def notes_of_record(
-    value: dict[str, Any], declared: Declared, items: Sequence[Outcome], source: str
-) -> tuple[str, ...]:
+def notes_of_record(value: JsonObject, declared: Declared, items: Sequence[Outcome], source: str) -> tuple[str, ...]:
     """Return a note on each field of the record `value` that is not used in its `items`; none without a trajectory.
 
     Raises:
@@ -166,7 +165,7 @@ def _is_same(one: Any, other: Any) -> bool:
         return False
 
 
-def _value_at(value: dict[str, Any], path: str) -> Any:
+def _value_at(value: JsonObject, path: str) -> Any:
     """Return the value at `path`, whose names may contain dots themselves, or None if a list is on the path."""
     found = value[path] if path in value else field_at(value, path)
     return None if found is MISSING else found

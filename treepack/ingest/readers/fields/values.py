@@ -13,6 +13,7 @@ import numpy as np
 
 from treepack.errors import TreepackError
 
+JsonObject = dict[str, Any]
 SIMILAR = 0.8  # share of equal characters above which a name may be misspelled
 _MAX_DEPTH = 100  # of nested values: far from 1000, at which Python's json raises RecursionError
 
@@ -61,7 +62,7 @@ def as_fact(value: Any, *, source: str, name: str) -> float:
     return number
 
 
-def as_objects(value: Any, *, source: str, name: str) -> list[dict[str, Any]]:
+def as_objects(value: Any, *, source: str, name: str) -> list[JsonObject]:
     """Return the list of objects `value`, or an empty list for null.
 
     Raises:
@@ -153,12 +154,12 @@ def _is_deeper(value: Any, levels: int) -> bool:
     return bool(children) and (levels == 0 or any(_is_deeper(child, levels - 1) for child in children))
 
 
-def is_messages(value: Any) -> TypeGuard[list[dict[str, Any]]]:
+def is_messages(value: Any) -> TypeGuard[list[JsonObject]]:
     """Return True if `value` is a list of dicts, the container of messages; it may be empty."""
     return isinstance(value, list) and all(isinstance(message, dict) for message in value)
 
 
-def object_at(value: dict[str, Any], name: str, source: str) -> dict[str, Any]:
+def object_at(value: JsonObject, name: str, source: str) -> JsonObject:
     """Return the object `value[name]`, or an empty one if it is null or missing.
 
     Raises:
@@ -170,7 +171,7 @@ def object_at(value: dict[str, Any], name: str, source: str) -> dict[str, Any]:
     return field or {}
 
 
-def objects_at(value: dict[str, Any], name: str, source: str) -> list[dict[str, Any]]:
+def objects_at(value: JsonObject, name: str, source: str) -> list[JsonObject]:
     """Return the list of objects `value[name]`, or an empty list if it is null or missing.
 
     Raises:
@@ -179,7 +180,7 @@ def objects_at(value: dict[str, Any], name: str, source: str) -> list[dict[str, 
     return as_objects(value.get(name), source=source, name=name)
 
 
-def object_or_empty(value: Any) -> dict[str, Any]:
+def object_or_empty(value: Any) -> JsonObject:
     """Return `value` if it is an object, else an empty one."""
     return value if isinstance(value, dict) else {}
 
@@ -189,7 +190,7 @@ def close_names(value: Iterable[str], names: Sequence[str]) -> list[str]:
     return [field for field in value if field not in names and difflib.get_close_matches(field, names, 1, SIMILAR)]
 
 
-def start_time(value: dict[str, Any], *names: str, source: str) -> int | float | str | None:
+def start_time(value: JsonObject, *names: str, source: str) -> int | float | str | None:
     """Return the first of the fields `names` of a call that is set: the time at which it started; None without one.
 
     Raises:

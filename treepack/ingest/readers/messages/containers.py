@@ -16,7 +16,7 @@ from typing import Any
 
 from treepack.files.input_files.json_text import parsed_json
 from treepack.files.input_files.records import Record
-from treepack.ingest.readers.fields.values import is_messages
+from treepack.ingest.readers.fields.values import JsonObject, is_messages
 
 _TALKS = ("messages", "conversations", "children")  # always lists of messages, or of the nodes of a tree
 # Text or messages. The fields of a row are parsed together: a prompt in prose may ask for an answer in JSON.
@@ -27,7 +27,7 @@ _SPEAKERS = ("role", "from")
 def with_containers(record: Record) -> Record:
     """Return `record` with its known containers as lists of objects; the same record if nothing is to be parsed."""
     value = record.value
-    changed: dict[str, Any] = {}
+    changed: JsonObject = {}
     for name in _TALKS:
         if is_messages(objects := objects_of(value.get(name))):
             changed[name] = objects
@@ -46,7 +46,7 @@ def with_containers(record: Record) -> Record:
     return replace(record.with_lists(), value=record.with_lists().value | changed)
 
 
-def objects_of(value: Any) -> list[dict[str, Any]] | None:
+def objects_of(value: Any) -> list[JsonObject] | None:
     """Return the list in a JSON text, or of JSON texts; None if there is none, or it is a list of objects already."""
     if isinstance(value, str):
         parsed = parsed_json(value)
@@ -62,7 +62,7 @@ def objects_of(value: Any) -> list[dict[str, Any]] | None:
     return None
 
 
-def _parsed_together(fields: dict[str, Any]) -> dict[str, Any]:
+def _parsed_together(fields: JsonObject) -> JsonObject:
     """Return the parsed `fields` if each is a list of messages, as text or as it is; else nothing.
 
     An answer in prose to a prompt of messages stays text.
@@ -74,22 +74,22 @@ def _parsed_together(fields: dict[str, Any]) -> dict[str, Any]:
     return talks if all(is_talk.values()) or (first == "prompt" and is_talk["prompt"]) else {}
 
 
-def _is_talk(messages: list[dict[str, Any]]) -> bool:
+def _is_talk(messages: list[JsonObject]) -> bool:
     return all(any(isinstance(message.get(name), str) for name in _SPEAKERS) for message in messages)
 
 
-def _is_stored(message: dict[str, Any]) -> bool:
+def _is_stored(message: JsonObject) -> bool:
     return objects_of(message.get("tool_calls")) is not None or _result_of(message) is not None
 
 
-def _result_of(message: dict[str, Any]) -> Any:
+def _result_of(message: JsonObject) -> Any:
     """Return the only id of a list `tool_call_ids`, None if there is no such list."""
     ids = message.get("tool_call_ids")
     has_one = isinstance(ids, list) and len(ids) == 1 and message.get("tool_call_id") is None
     return ids[0] if has_one and isinstance(ids, list) and isinstance(ids[0], str | int) else None
 
 
-def _message(message: dict[str, Any]) -> dict[str, Any]:
+def _message(message: JsonObject) -> JsonObject:
     message = dict(message)
     if (calls := objects_of(message.get("tool_calls"))) is not None:
         message["tool_calls"] = calls

@@ -21,7 +21,7 @@ from treepack.errors import TreepackError
 from treepack.files.input_files.json_text import parsed_json
 from treepack.ingest.readers.fields import endings
 from treepack.ingest.readers.fields.unread import is_empty
-from treepack.ingest.readers.fields.values import object_or_empty, shown
+from treepack.ingest.readers.fields.values import JsonObject, object_or_empty, shown
 from treepack.ingest.readers.messages.prefills import with_prefills
 from treepack.ingest.readers.messages.reasoning import REASONING
 
@@ -40,7 +40,7 @@ MEDIA_PARTS = frozenset(
 )
 _NAMES_OF_PARTS = frozenset({"type", "text", "functionCall", "functionResponse"})
 
-Message = dict[str, Any]
+Message = JsonObject
 
 
 def split_blocks(messages: Sequence[Any], *, between: str = "\n\n") -> list[Any]:
@@ -174,7 +174,7 @@ def _thought(part: Any) -> str:
     return part if isinstance(part, str) else ""
 
 
-def _result(part: dict[str, Any]) -> Message:
+def _result(part: JsonObject) -> Message:
     """Return the result in a block; a text under another name than content is its text, or is refused later."""
     rest = {name: value for name, value in part.items() if name not in _OF_RESULTS}
     content = part.get("content")

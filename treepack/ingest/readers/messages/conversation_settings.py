@@ -8,7 +8,7 @@ from typing import Any
 
 from treepack.errors import TreepackError
 from treepack.ingest.readers.fields.unread import is_empty
-from treepack.ingest.readers.fields.values import fault_in_json, is_messages, object_or_empty, quoted, shown
+from treepack.ingest.readers.fields.values import JsonObject, fault_in_json, is_messages, object_or_empty, quoted, shown
 from treepack.ingest.readers.messages.tool_calls import opened_json
 
 # Names of the tool schemas of a record, and of the parameters of a schema.
@@ -25,12 +25,12 @@ _RESERVED = frozenset(
 )
 
 
-def tools_of(value: dict[str, Any]) -> Any:
+def tools_of(value: JsonObject) -> Any:
     """Return the tool schemas of a record under the first of `TOOLS` that is not empty, None if there are none."""
     return next((value[name] for name in sorted(TOOLS, reverse=True) if not is_empty(value.get(name))), None)
 
 
-def normalise_tools(tools: Any, *, source: str) -> list[dict[str, Any]] | None:
+def normalise_tools(tools: Any, *, source: str) -> list[JsonObject] | None:
     """Return tool schemas in the nested form, from a list, an object by name, or JSON text; None if there are none.
 
     Raises:
@@ -72,7 +72,7 @@ def _declared(tool: Any) -> list[Any]:
     return [tool] if inner is None else inner if isinstance(inner, list) else [inner]
 
 
-def _nest(tool: dict[str, Any]) -> dict[str, Any]:
+def _nest(tool: JsonObject) -> JsonObject:
     """Return a function `tool` in the nested form; another tool, such as the search of a server, stays as it is."""
     if isinstance(function := opened_json(tool.get("function")), dict):
         return tool | {"function": _with_parameters(function)}
@@ -83,7 +83,7 @@ def _nest(tool: dict[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": _with_parameters(renamed)}
 
 
-def _with_parameters(function: dict[str, Any]) -> dict[str, Any]:
+def _with_parameters(function: JsonObject) -> JsonObject:
     """Return a function whose parameters are an object: JSON text is parsed, and Bedrock's {"json": S} is S."""
     parameters = opened_json(function.get("parameters"))
     if isinstance(parameters, dict) and parameters.keys() == {"json"}:
@@ -91,7 +91,7 @@ def _with_parameters(function: dict[str, Any]) -> dict[str, Any]:
     return function | {"parameters": parameters} if isinstance(parameters, dict) else function
 
 
-def normalise_template_kwargs(kwargs: Any, *, source: str) -> dict[str, Any] | None:
+def normalise_template_kwargs(kwargs: Any, *, source: str) -> JsonObject | None:
     """Return the variables that a conversation sets for its chat template; None if it sets none.
 
     Raises:

@@ -18,14 +18,14 @@ from typing import Any
 
 from treepack.errors import TreepackError
 from treepack.ingest.readers.fields.unread import is_empty
-from treepack.ingest.readers.fields.values import as_objects, as_text, is_messages, quoted, shown
+from treepack.ingest.readers.fields.values import JsonObject, as_objects, as_text, is_messages, quoted, shown
 from treepack.ingest.readers.messages.content_blocks import plain_content, plain_part, split_blocks
 from treepack.ingest.readers.messages.merged_turns import left_over
 
 EMPTY_NOTE = "message of the model without text or calls not used"
 
-Message = dict[str, Any]
-Part = dict[str, Any]
+Message = JsonObject
+Part = JsonObject
 
 _USER_ROLES = frozenset({"user", "function", "tool"})
 _CALL, _RESULT = ("functionCall", "function_call"), ("functionResponse", "function_response")
@@ -65,10 +65,10 @@ def gemini_messages(contents: Any, system: Any, source: str) -> list[Message]:
     return done
 
 
-def gemini_tools(tools: Any) -> list[dict[str, Any]] | None:
+def gemini_tools(tools: Any) -> list[JsonObject] | None:
     """Return the function declarations of `tools` as schemas, and other tools as they are; None without any."""
     # [{"functionDeclarations": [{"name": "f"}]}] -> [{"name": "f"}]
-    done: list[dict[str, Any]] = []
+    done: list[JsonObject] = []
     for tool in tools if is_messages(tools) else []:
         declared = tool.get("function_declarations", tool.get("functionDeclarations"))
         done += declared if is_messages(declared) else [tool]
@@ -183,7 +183,7 @@ def user_messages(parts: list[Part], *, where: str) -> Iterator[Message]:
         yield _message("user", rest, where)
 
 
-def _result(response: dict[str, Any], where: str) -> Message:
+def _result(response: JsonObject, where: str) -> Message:
     # Newer versions put images of a result into the response.
     parts = [{"text": response_text(response.get("response"))}, *gemini_parts_of(response.get("parts"), where=where)]
     about = {"tool_call_id": response.get("id"), "name": response.get("name")}
@@ -202,7 +202,7 @@ def response_text(response: Any) -> str:
     return json.dumps(response, ensure_ascii=False)
 
 
-def _object(part: Part, names: tuple[str, ...]) -> tuple[str | None, dict[str, Any]]:
+def _object(part: Part, names: tuple[str, ...]) -> tuple[str | None, JsonObject]:
     """Return the first of `names` under which `part` has an object, and the object."""
     return next(((name, part[name]) for name in names if isinstance(part.get(name), dict)), (None, {}))
 
@@ -225,7 +225,7 @@ def _message(role: str, parts: list[Part], where: str) -> Message:
 
 def _content(parts: list[Part], where: str) -> tuple[list[Part], Message]:
     """Return text and files as parts of chat, and fields to note; a part that is not text has the type of its field."""
-    content: list[dict[str, Any]] = []
+    content: list[JsonObject] = []
     rest: Message = {}
     for part in parts:
         text = as_text(part.get("text"), source=where, name="text", default="")

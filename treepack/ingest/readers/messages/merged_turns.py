@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
-Message = dict[str, Any]
+from treepack.ingest.readers.fields.values import JsonObject
+
+Message = JsonObject
 
 
-def left_over(value: dict[str, Any], known: Collection[str], prefix: str) -> dict[str, Any]:
+def left_over(value: JsonObject, known: Collection[str], prefix: str) -> JsonObject:
     """Return the fields of a part of a message that are not `known`, under names that become notes of the message."""
     # {"name": "f", "input": {}} without "input" in `known`, prefix "tool_calls" -> {"tool_calls.input": {}}
     return {

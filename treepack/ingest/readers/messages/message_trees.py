@@ -9,11 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 from treepack.errors import TreepackError
-from treepack.ingest.readers.fields.values import object_or_empty, objects_at, shown
+from treepack.ingest.readers.fields.values import JsonObject, object_or_empty, objects_at, shown
 from treepack.ingest.readers.messages.content_blocks import MEDIA_PARTS, plain_content
 from treepack.ingest.readers.messages.merged_turns import left_over
 
-Message = dict[str, Any]
+Message = JsonObject
 
 RENAMED_ROLES = {"Human": "user", "human": "user", "AI": "assistant", "ai": "assistant", "model": "assistant"}
 _HIDDEN_NOTE = "encrypted reasoning left out"
@@ -43,7 +43,7 @@ def message_of_tree(message: Message, source: str, notes: dict[str, None]) -> Me
     calls = [each.get("tool_call", each) for each in tool_calls]
     if isinstance(name := fields.get("function_call_name"), str):
         done["function_call"] = {"name": name, "arguments": fields.get("function_call_arguments_json")}
-    blocks: list[dict[str, Any]] = []
+    blocks: list[JsonObject] = []
     for part in objects_at(fields, "contents", source):
         if isinstance(call := part.get("tool_call"), dict):
             calls = [each for each in calls if each != call]  # it is there twice
@@ -63,7 +63,7 @@ def message_of_tree(message: Message, source: str, notes: dict[str, None]) -> Me
     return done
 
 
-def _content(part: dict[str, Any], message: Message, notes: dict[str, None]) -> list[dict[str, Any]]:
+def _content(part: JsonObject, message: Message, notes: dict[str, None]) -> list[JsonObject]:
     """Return a part of the content as a block; fields that are not read go into `message`."""
     kind, text = part.get("type"), part.get("text")
     message |= left_over(part, PART_FIELDS, "contents")
@@ -77,7 +77,7 @@ def _content(part: dict[str, Any], message: Message, notes: dict[str, None]) -> 
     return [{"type": kind if kind == "reasoning" else "text", "text": text}]
 
 
-def _joined(content: Any, blocks: list[dict[str, Any]], source: str) -> Any:
+def _joined(content: Any, blocks: list[JsonObject], source: str) -> Any:
     """Return the content of a message, given as text, as blocks, or as both."""
     text = "".join(block["text"] for block in blocks if block["type"] == "text")
     if content and text and content != text:

@@ -20,7 +20,7 @@ from typing import Any
 from treepack.errors import TreepackError
 from treepack.ingest.readers.fields import endings
 from treepack.ingest.readers.fields.unread import ANSWER, MASK, danger, is_empty
-from treepack.ingest.readers.fields.values import BadValueError, quoted, shown
+from treepack.ingest.readers.fields.values import BadValueError, JsonObject, quoted, shown
 from treepack.ingest.readers.messages.content_blocks import plain_part
 from treepack.ingest.readers.messages.reasoning import REASONING, reasoning_of
 from treepack.ingest.readers.messages.tool_calls import (
@@ -72,7 +72,7 @@ class NormalMessages:
     `cuts` and `bounds` become `Chat.message_cuts` and `Chat.message_bounds`.
     """
 
-    messages: list[dict[str, Any]]
+    messages: list[JsonObject]
     weights: list[float]
     notes: tuple[str, ...]
     cuts: list[bool]
@@ -89,7 +89,7 @@ class NormalMessages:
         return Chat(self.messages, weights, tools, variables, message_cuts=self.cuts, message_bounds=bounds)
 
 
-def has_media(record: dict[str, Any]) -> bool:
+def has_media(record: JsonObject) -> bool:
     """Return True if `record` has images, videos or sounds in a field of its own; messages then have placeholders."""
     # An empty list is not media: exporters write the field for every record of a mixed data set.
     values = (record.get(name) for name in MEDIA)
@@ -109,7 +109,7 @@ def normalise_messages(messages: Sequence[Any], *, source: str, before: NormalMe
     Raises:
         TreepackError: a role is unknown, content is not text, or a tool call is malformed; the message names the place.
     """
-    done: list[dict[str, Any]] = list(before.messages) if before else []
+    done: list[JsonObject] = list(before.messages) if before else []
     weights: list[float] = list(before.weights) if before else []
     cuts: list[bool] = list(before.cuts) if before else []
     bounds = list(before.bounds) if before else []
@@ -126,7 +126,7 @@ def normalise_messages(messages: Sequence[Any], *, source: str, before: NormalMe
         # {"ok": true}, the result of a tool as an object, is not a part of a content
         if role == "tool" and isinstance(content, dict) and not content.keys() & {"type", "text"}:
             content = json.dumps(content, ensure_ascii=False, default=str)
-        normal: dict[str, Any] = {"role": role, "content": _content(content, where, notes)}
+        normal: JsonObject = {"role": role, "content": _content(content, where, notes)}
         reasoning, unread = reasoning_of(message, where)
         used = _READ_ALWAYS - unread if unread else _READ_ALWAYS
         # SWE-agent writes the text of a turn twice, as content and as thought.
@@ -178,7 +178,7 @@ def normalise_messages(messages: Sequence[Any], *, source: str, before: NormalMe
     return NormalMessages(done, weights, tuple(notes), cuts, bounds)
 
 
-def _refuse_parts(message: dict[str, Any], normal: dict[str, Any], unused: list[str], where: str) -> None:
+def _refuse_parts(message: JsonObject, normal: JsonObject, unused: list[str], where: str) -> None:
     """Refuse an answer with a text or calls in fields that are not read: it would be trained in part."""
     for key in unused:
         value, key_of_columns = message[key], "calls" if key in _OTHER_CALLS else "content"
@@ -192,7 +192,7 @@ def _refuse_parts(message: dict[str, Any], normal: dict[str, Any], unused: list[
             )
 
 
-def _repeats(texts: list[str], normal: dict[str, Any]) -> bool:
+def _repeats(texts: list[str], normal: JsonObject) -> bool:
     """Return whether the content of a message contains `texts`, or one of them contains the content."""
     content = normal["content"].strip()
     return all(text in content for text in texts) or bool(content and any(content in text for text in texts))
@@ -205,7 +205,7 @@ def _is_ending(key: str, value: Any) -> bool:
     )
 
 
-def _ending(message: dict[str, Any], normal: dict[str, Any]) -> tuple[bool, AnswerBounds | None, tuple[str, ...]]:
+def _ending(message: JsonObject, normal: JsonObject) -> tuple[bool, AnswerBounds | None, tuple[str, ...]]:
     """Return whether the answer `message` was cut, its other bounds, and notes; `normal` is its normal form."""
     ending, notes, stop = endings.ending_of(message)
     is_open = bool(message.get(endings.OPEN))
@@ -218,7 +218,7 @@ def _ending(message: dict[str, Any], normal: dict[str, Any]) -> tuple[bool, Answ
     return ending in (endings.CUT, endings.FILTERED), bounds if bounds != AnswerBounds() else None, notes
 
 
-def _check_content(message: dict[str, Any], normal: dict[str, Any], where: str, notes: dict[str, None]) -> None:
+def _check_content(message: JsonObject, normal: JsonObject, where: str, notes: dict[str, None]) -> None:
     """Refuse a message without content that nothing explains; note an empty result.
 
     Raises:
@@ -240,7 +240,7 @@ def _check_content(message: dict[str, Any], normal: dict[str, Any], where: str, 
         notes[f"message of role '{normal['role']}' without text"] = None
 
 
-def _role(message: dict[str, Any], where: str) -> str:
+def _role(message: JsonObject, where: str) -> str:
     role = message.get("role")
     if role is None:
         raise TreepackError(f"{where} has no role; expected system, user, assistant or tool")

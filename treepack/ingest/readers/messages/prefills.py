@@ -16,10 +16,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from treepack.ingest.readers.fields import endings
-from treepack.ingest.readers.fields.values import BadValueError
+from treepack.ingest.readers.fields.values import BadValueError, JsonObject
 from treepack.ingest.readers.messages.reasoning import REASONING
 
-Message = dict[str, Any]
+Message = JsonObject
 
 NEW_TURN_NOTE = "request that ends with an answer, its response read as a new turn"
 _MARKS, _ECHO = ("prefix", "partial"), "echo"

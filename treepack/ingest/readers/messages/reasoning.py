@@ -14,7 +14,7 @@ from typing import Any
 from treepack.errors import TreepackError
 from treepack.files.input_files.json_text import parsed_json
 from treepack.ingest.readers.fields.unread import is_empty
-from treepack.ingest.readers.fields.values import shown
+from treepack.ingest.readers.fields.values import JsonObject, shown
 
 # Names of the reasoning of a turn in APIs and data sets: text, or parts with text. The first one counts.
 REASONING = (
@@ -38,7 +38,7 @@ _REASONING_TEXTS = ("text", "thinking", "reasoning", "think", "reasoningText", "
 _THOUGHT = re.compile(r"\s*<think(?:ing)?>(.*?)</think(?:ing)?>", re.DOTALL)
 
 
-def reasoning_of(message: dict[str, Any], where: str) -> tuple[str | None, frozenset[str]]:
+def reasoning_of(message: JsonObject, where: str) -> tuple[str | None, frozenset[str]]:
     """Return the reasoning of a turn, and the fields of the message with another reasoning, which is not read.
 
     Raises:

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from treepack.errors import TreepackError
-from treepack.ingest.readers.fields.values import as_objects, as_text, as_texts, quoted, shown
+from treepack.ingest.readers.fields.values import JsonObject, as_objects, as_text, as_texts, quoted, shown
 
-Item = dict[str, Any]
+Item = JsonObject
 
 _REASONING, TEXT, _CALL = range(3)  # the order of items in a turn
 CALLS = ("function_call", "custom_tool_call", "local_shell_call", "mcp_call")
@@ -34,7 +34,7 @@ ENCRYPTED_NOTE = "encrypted reasoning left out"
 class ItemMessages:
     """Messages in OpenAI's chat form, the items of each message, and remarks to be counted."""
 
-    messages: list[dict[str, Any]]
+    messages: list[JsonObject]
     items: list[list[Item]]
     notes: tuple[str, ...]
 
@@ -51,7 +51,7 @@ def messages_of_items(items: Any, *, source: str, summaries: bool = False) -> It
         items = [{"role": "user", "content": items}] if items else []
     items = as_objects(items, source=source, name="items")
     notes: dict[str, None] = {}
-    messages: list[dict[str, Any]] = []
+    messages: list[JsonObject] = []
     parts: list[list[Item]] = []
     for group in _turns(_usable(items, notes)):
         if _rank(group[0]) is None:
@@ -107,8 +107,8 @@ def _turns(items: Iterator[Item]) -> Iterator[list[Item]]:
         yield group
 
 
-def _turn(group: list[Item], source: str, notes: dict[str, None], *, summaries: bool) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": "assistant", "content": ""}
+def _turn(group: list[Item], source: str, notes: dict[str, None], *, summaries: bool) -> JsonObject:
+    message: JsonObject = {"role": "assistant", "content": ""}
     reasoning: list[str] = []
     for item in group:
         rank = _rank(item)
@@ -134,7 +134,7 @@ def _turn(group: list[Item], source: str, notes: dict[str, None], *, summaries: 
     return message
 
 
-def _call(item: Item, source: str) -> dict[str, Any]:
+def _call(item: Item, source: str) -> JsonObject:
     # OpenAI's own shell tool has no name: {"action": {"command": ["ls"], ..}} -> local_shell {"command": ["ls"], ..}
     if _kind(item) == "local_shell_call":
         action = item.get("action")
@@ -153,7 +153,7 @@ def _call(item: Item, source: str) -> dict[str, Any]:
     return {"id": call_id, "type": "function", "function": {"name": item["name"], "arguments": arguments}}
 
 
-def _input_message(item: Item, source: str) -> dict[str, Any]:
+def _input_message(item: Item, source: str) -> JsonObject:
     """Return the message of an item that the assistant has not written."""
     if ("content" if _kind(item) == "message" else "output") not in item:
         raise TreepackError(f"{source}: has the item {shown(item)}; expected a message with content, or an output")
@@ -166,7 +166,7 @@ def _input_message(item: Item, source: str) -> dict[str, Any]:
     return {"role": "tool", "tool_call_id": item.get("call_id"), "content": text}
 
 
-def _content(content: Any, source: str) -> str | list[dict[str, Any]]:
+def _content(content: Any, source: str) -> str | list[JsonObject]:
     """Return the text of `content`, or its parts that are not text if it has such parts."""
     parts = content if isinstance(content, list) else []
     kinds = [part.get("type") for part in parts if isinstance(part, dict)]

@@ -19,7 +19,7 @@ from treepack.errors import TreepackError
 from treepack.files.input_files.records import Record
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.rollout_facts import describe
-from treepack.ingest.readers.fields.values import as_text, is_messages, shown
+from treepack.ingest.readers.fields.values import JsonObject, as_text, is_messages, shown
 from treepack.ingest.readers.messages.content_blocks import MEDIA_REASON, skip_reason, split_blocks
 from treepack.ingest.readers.messages.conversation_settings import normalise_tools
 from treepack.ingest.readers.messages.normal_form import has_media, normalise_messages
@@ -27,7 +27,7 @@ from treepack.ingest.readers.messages.prefills import with_prefills
 from treepack.ingest.readers.messages.turn_weights import as_flag
 from treepack.trajectory import Outcome, Outcomes, Skipped
 
-Message = dict[str, Any]
+Message = JsonObject
 LABELS = ("label", "kto_tag")
 
 
@@ -51,7 +51,7 @@ def rounds(system: Any, history: Any, query: str, response: str | None, *, sourc
     return messages if response is None else [*messages, {"role": "assistant", "content": response}]
 
 
-def calls_of_text(text: Any, *, where: str) -> list[dict[str, Any]]:
+def calls_of_text(text: Any, *, where: str) -> list[JsonObject]:
     """Return the tool calls of `text`, which is JSON: one object `{name, arguments}` or a list of them.
 
     Raises:

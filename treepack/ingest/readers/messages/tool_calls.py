@@ -8,7 +8,14 @@ from typing import Any
 from treepack.errors import TreepackError
 from treepack.files.input_files.json_text import parsed_json
 from treepack.ingest.readers.fields.unread import is_empty
-from treepack.ingest.readers.fields.values import as_objects, fault_in_json, is_messages, object_or_empty, shown
+from treepack.ingest.readers.fields.values import (
+    JsonObject,
+    as_objects,
+    fault_in_json,
+    is_messages,
+    object_or_empty,
+    shown,
+)
 
 # Names of the calls of a turn: a list, or one call. The first one counts.
 CALLS = ("tool_calls", "tool_call", "toolCalls", "function_calls", "functionCall")
@@ -28,7 +35,7 @@ def checked_name(value: Any, key: str, where: str) -> str | int:
     return value
 
 
-def note_rest(value: dict[str, Any], known: frozenset[str], what: str, notes: dict[str, None]) -> None:
+def note_rest(value: JsonObject, known: frozenset[str], what: str, notes: dict[str, None]) -> None:
     """Add a note on each field of `value` that is not `known` and not empty."""
     rest = (key for key, field in value.items() if key not in known and not is_empty(field))
     notes.update({f"{what} field '{key}' not used": None for key in rest})
@@ -42,9 +49,7 @@ def has_calls(value: Any) -> bool:
     return isinstance(object_or_empty(calls[0].get("function", calls[0])).get("name"), str)
 
 
-def normalise_calls(
-    message: dict[str, Any], name: str, index: int, where: str, notes: dict[str, None]
-) -> list[dict[str, Any]]:
+def normalise_calls(message: JsonObject, name: str, index: int, where: str, notes: dict[str, None]) -> list[JsonObject]:
     # A message may have both forms; the older one, function_call, has room for one call only.
     calls = opened_json(message.get(name)) or []
     calls = [calls] if isinstance(calls, dict) else calls
@@ -60,7 +65,7 @@ def opened_json(value: Any) -> Any:
     return value if parsed is None else parsed
 
 
-def _tool_call(call: dict[str, Any], default_id: str, where: str, notes: dict[str, None]) -> dict[str, Any]:
+def _tool_call(call: JsonObject, default_id: str, where: str, notes: dict[str, None]) -> JsonObject:
     if call.get("type") == "custom" and isinstance(custom := call.get("custom"), dict):
         # A custom tool takes free text; chat messages need JSON: "ls" -> {"input": "ls"}.
         function = {name: field for name, field in custom.items() if name != "input"}
@@ -103,6 +108,6 @@ def _without_nothing(arguments: Any) -> Any:
     return "{}" if isinstance(arguments, str) and arguments.strip() in ("", "null", "None", '""', "[]") else arguments
 
 
-def id_of_last_call(done: list[dict[str, Any]]) -> dict[str, str | int]:
+def id_of_last_call(done: list[JsonObject]) -> dict[str, str | int]:
     calls = done[-1].get("tool_calls")
     return {"tool_call_id": calls[-1]["id"]} if calls else {}

@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 from treepack.errors import TreepackError
-from treepack.ingest.readers.fields.values import as_number, shown
+from treepack.ingest.readers.fields.values import JsonObject, as_number, shown
 from treepack.trajectory import WEIGHTS, is_weight
 
 _FLAGS = ("loss", "trainable", "train", "training", "mask")
@@ -32,7 +32,7 @@ def as_flag(value: Any) -> bool | None:
     return bool(value) if isinstance(value, bool | int | float) and value in (0, 1) else None
 
 
-def weight_of(turn: dict[str, Any], where: str) -> tuple[float, tuple[str, ...]]:
+def weight_of(turn: JsonObject, where: str) -> tuple[float, tuple[str, ...]]:
     """Return the loss weight of a turn of the assistant, and notes to be counted; `where` begins an error.
 
     Raises:
@@ -67,7 +67,7 @@ def _number(value: Any, where: str, name: str) -> float:
     return as_number(value, source=where, name=name)
 
 
-def _parts(turn: dict[str, Any], where: str) -> tuple[bool, bool]:
+def _parts(turn: JsonObject, where: str) -> tuple[bool, bool]:
     """Return whether the details of a turn train all of it, and whether they train any of it."""
     detail, content = turn.get(_DETAIL), turn.get("content")
     if detail is None or detail == []:

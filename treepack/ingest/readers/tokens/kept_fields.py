@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from treepack.errors import TreepackError
 from treepack.ingest.readers.fields.rollout_facts import SAMPLING_DICTS
 from treepack.ingest.readers.fields.token_fields import KEPT_SETS, SIZES_OF_SETS
-from treepack.ingest.readers.fields.values import shown
+from treepack.ingest.readers.fields.values import JsonObject, shown
 from treepack.kept_sets import joined_ids
 from treepack.ragged import RaggedArray
 
@@ -31,7 +31,7 @@ CUT_NOTE = "sampled with top_p, top_k or min_p without kept sets, so ratios are 
 _FORMS = "expected a list of ids for each token, or an object with ids and counts, or with token_ids and offsets"
 
 
-def set_fields(value: dict[str, Any]) -> dict[str, Any]:
+def set_fields(value: JsonObject) -> JsonObject:
     """Return the fields of a record that contain kept sets, with their sizes."""
     # `kept_tokens` is also a usual name of a number of tokens.
     found = {name: value[name] for name in KEPT_SETS if isinstance(value.get(name), list | dict | np.ndarray)}
@@ -39,7 +39,7 @@ def set_fields(value: dict[str, Any]) -> dict[str, Any]:
     return found | {size: value[size] for name, size in SIZES_OF_SETS.items() if name in found and size in value}
 
 
-def cut_note(value: dict[str, Any]) -> tuple[str, ...]:
+def cut_note(value: JsonObject) -> tuple[str, ...]:
     """Return a note about a record without kept sets if its settings have top-p, top-k or min-p."""
     holders = [value, *(value[name] for name in SAMPLING_DICTS if isinstance(value.get(name), dict))]
     for settings in holders:
@@ -51,7 +51,7 @@ def cut_note(value: dict[str, Any]) -> tuple[str, ...]:
     return ()
 
 
-def read_sets(fields: dict[str, Any], source: str) -> tuple[str, RaggedArray] | None:
+def read_sets(fields: JsonObject, source: str) -> tuple[str, RaggedArray] | None:
     """Return the name of the first of the `set_fields` of a record, and its sets in their order; None without fields.
 
     Raises:

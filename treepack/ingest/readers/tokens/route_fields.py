@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from treepack.errors import TreepackError
 from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.fields.values import shown
+from treepack.ingest.readers.fields.values import JsonObject, shown
 from treepack.trajectory import Routes, as_routes, check_experts
 
 NAMES = ("routed_experts", "rollout_routed_experts", "rollout_expert_indices")
@@ -36,7 +36,7 @@ _FORMS = (
 )
 
 
-def kept_routes(value: dict[str, Any], options: ReadOptions) -> dict[str, Any]:
+def kept_routes(value: JsonObject, options: ReadOptions) -> JsonObject:
     """Return the fields of a record that contain routes, none if the caller does not keep them."""
     return {name: value[name] for name in NAMES if options.keep_routes and has_routes(value.get(name))}
 
