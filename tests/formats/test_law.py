@@ -494,6 +494,30 @@ def test_equal_texts_get_the_flags_of_their_own_turns() -> None:
     assert item.content.message_weights == [0, 1, 0, 0, 0, 1]
 
 
+def test_a_null_log_probability_refuses_its_rollout_alone() -> None:
+    ids = {"prompt_ids": [5, 6], "response_ids": [7, 8]}
+    records = [Record(f"r:{n}", "r", ids | {"logprobs": [-0.1, last]}) for n, last in enumerate((None, -0.2))]
+    reading = law.read(records)
+    assert reading.notes["bad value of logprobs"] == 1
+    assert len(reading.trained) == 1
+
+
+def test_one_null_log_probability_of_a_batch_refuses_one_rollout() -> None:
+    batch = {"prompt_token_ids": [[5, 6]] * 2, "response_ids": [[7, 8], [7, 9]], "loss_masks": [[1, 1]] * 2}
+    batch |= {"rewards": [1.0, 0.0], "rollout_logprobs": [[-0.1, None], [-0.1, -0.2]]}
+    reading = law.read([Record("r:1", "r", batch)])
+    assert not reading.refusal
+    assert len(reading.trained) == 1
+    assert sum(isinstance(item, Skipped) for item in reading.items) == 1
+
+
+@pytest.mark.parametrize("arguments", ["stock --all", '{"article": "bo', "7"])
+def test_arguments_that_are_no_object_in_json_are_noted(arguments: str) -> None:
+    calls = [{"id": "c", "type": "function", "function": {"name": "look", "arguments": arguments}}]
+    reading = law.read([Record("r:1", "r", {"messages": [*ASKED, {"role": "assistant", "tool_calls": calls}]})])
+    assert [note for note in reading.notes if note.startswith("arguments of a call are no object in JSON")]
+
+
 ASK_JSON = {"role": "user", "content": "Bolts as JSON?"}
 HEAD = {"role": "assistant", "content": '{"count": '}
 REST = {"role": "assistant", "content": "7}"}

@@ -338,10 +338,6 @@ LENGTHS = "expected 4 (the whole sequence) or 2 (the response)"
             "logprobs covers the response only, but tokens outside it are trained",
         ),
         (
-            MASKED | {"old_log_probs": [0, float("nan"), 0, -1]},
-            "old_log_probs is nan at trained token 0; expected finite numbers there",
-        ),
-        (
             MASKED | {"advantages": [0, 0, 0, float("inf")]},
             "advantages is inf at trained token 1; expected finite numbers there",
         ),
@@ -350,7 +346,6 @@ LENGTHS = "expected 4 (the whole sequence) or 2 (the response)"
             "ref_logprobs is 0.5 at trained token 1, and no log-probability is above 0; write the natural "
             "logarithms of the probabilities",
         ),
-        (MASKED | {"logprobs": [None, None]}, "logprobs is nan at trained token 0; expected finite numbers there"),
         (MASKED | {"logprobs": [-1e39, 0]}, "logprobs is -inf at trained token 0; expected finite numbers there"),
         (MASKED | {"logprobs": ["-1", "-2"]}, "logprobs is not a flat list of numbers; expected one per token"),
         (
@@ -377,6 +372,13 @@ LENGTHS = "expected 4 (the whole sequence) or 2 (the response)"
 )
 def test_a_bad_record_is_refused_in_one_sentence(value: dict[str, Any], expected: str) -> None:
     assert refusal_as("tokens", value) == expected
+
+
+@pytest.mark.parametrize("value", [{"old_log_probs": [0, float("nan"), 0, -1]}, {"logprobs": [None, None]}])
+def test_a_null_log_probability_of_a_trained_token_skips_its_rollout(value: dict[str, Any]) -> None:
+    (item,) = read_as("tokens", MASKED | value)
+    assert isinstance(item, Skipped)
+    assert item.detail.endswith(f"{next(iter(value))} is nan at trained token 0; expected finite numbers there")
 
 
 def test_a_log_probability_may_be_above_0_by_rounding() -> None:

@@ -24,7 +24,7 @@ from treepack.ingest.readers.fields.unread import is_empty
 from treepack.ingest.readers.fields.values import BadValueError, JsonObject, as_number, shown
 from treepack.ingest.readers.tokens.kept_fields import read_sets, set_fields
 from treepack.ingest.readers.tokens.route_fields import has_routes, read_routes
-from treepack.ingest.readers.tokens.token_records import read_tokens
+from treepack.ingest.readers.tokens.token_records import read_valid_tokens
 from treepack.ragged import RaggedArray
 from treepack.trajectory import Float64, Int32, Int64, Outcomes, Routes, Skipped, Trajectory, as_token_ids, is_recorded
 
@@ -77,7 +77,7 @@ def read_calls(record: Record, calls: Sequence[TokenCall], options: ReadOptions)
         items = [
             replace(item, notes=item.notes + part.notes) if isinstance(item, Trajectory) else item
             for part in joined
-            for item in read_tokens(replace(record, value=record.value | part.fields), options)
+            for item in read_valid_tokens(replace(record, value=record.value | part.fields), options)
         ]
     except BadValueError as error:
         yield Skipped(record.source, error.reason, detail=str(error))

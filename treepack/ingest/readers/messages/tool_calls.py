@@ -88,6 +88,8 @@ def _tool_call(call: JsonObject, default_id: str, where: str, notes: dict[str, N
         notes["tool call without arguments"] = None
     if not isinstance(arguments, str | dict):
         raise TreepackError(f"{where} calls {name} with {shown(arguments)}; expected an object or JSON text")
+    if isinstance(arguments, str) and parsed_json(arguments) is None:
+        notes["arguments of a call are no object in JSON, printed as the chat template prints text"] = None
     if isinstance(arguments, dict) and (fault := fault_in_json(arguments)) is not None:
         raise TreepackError(f"{where} calls {name} with arguments {fault}; expected an object in JSON")
     for each in (call, function) if function is not call else (call,):

@@ -23,7 +23,7 @@ from treepack.ingest.readers.fields import token_fields as tf
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.rollout_facts import UNTRAINED_PREFIX, describe, marked
 from treepack.ingest.readers.fields.unread import ANSWER, danger
-from treepack.ingest.readers.fields.values import as_number, shown
+from treepack.ingest.readers.fields.values import BadValueError, as_number, shown
 from treepack.ingest.readers.tokens.kept_fields import cut_note, read_sets, set_fields
 from treepack.ingest.readers.tokens.route_fields import kept_routes, read_routes
 from treepack.ingest.readers.tokens.teacher_fields import take_words
@@ -58,9 +58,22 @@ LOGPROBS = {
 
 
 def read_tokens(record: Record, options: ReadOptions) -> Outcomes:
+    """Read the one trajectory of `record`, or skip it, also because of a bad value such as a null log-probability.
+
+    Raises:
+        TreepackError: as `read_valid_tokens`.
+    """
+    try:
+        yield from read_valid_tokens(record, options)
+    except BadValueError as error:
+        yield Skipped(record.source, error.reason, detail=str(error))
+
+
+def read_valid_tokens(record: Record, options: ReadOptions) -> Outcomes:
     """Read the one trajectory of `record`, or skip it.
 
     Raises:
+        BadValueError: a log-probability of a trained token is null.
         TreepackError: ids, masks or values that contradict each other, have a wrong length or an impossible value.
     """
     words, record = take_words(record)
@@ -310,9 +323,10 @@ def _per_token(fields: tf.Fields, kind: str, mask: Mask, layout: FieldLayout) ->
         # A temperature may be unknown.
         bad = np.flatnonzero(np.isinf(picked) if kind == tf.TEMPERATURE else ~np.isfinite(picked))
         if len(bad):
-            raise TreepackError(
-                f"{layout.source}: {name} is {picked[bad[0]]} at trained token {bad[0]}; expected finite numbers there"
-            )
+            fault = f"{name} is {picked[bad[0]]} at trained token {bad[0]}; expected finite numbers there"
+            if kind in LOGPROBS.values() and np.isnan(picked[bad[0]]):
+                raise BadValueError(f"{layout.source}: {fault}", f"bad value of {name}")
+            raise TreepackError(f"{layout.source}: {fault}")
         if kind in LOGPROBS.values():
             check_logprobs(picked, source=layout.source, name=name)
         if agreed is not None and not np.array_equal(agreed, picked):
