@@ -12,9 +12,11 @@ from transformers import AutoTokenizer
 
 from support.byte_tokenizer import PLAIN, STRIPPING, save
 from support.command_line import Run
+from support.paths import SAMPLE_DATA
 from treepack import BuildOptions, TreepackError, build_trie_directory, pack_trie
 from treepack.data.packed_header import join_manifests, read_header, shared_origin
 from treepack.files.manifest import TemplateEntry, read_manifest, write_manifest
+from treepack.report.live.step_rows import open_run_rows
 from treepack.tokenise.file_tokenizer import read_folder
 from treepack.tokenise.saved_template import is_template_of, template_entry, tokenizer_of, write_template
 from treepack.tokenise.template.forms import PROBE_TOOL
@@ -135,6 +137,34 @@ def test_data_of_token_ids_has_the_template_that_is_given(tmp_path: Path, treepa
     file.write_text("{% for")
     done = treepack("build-trie", ids, "--chat-template", file, "--out", tmp_path / "other")
     assert (done.status, "new.jinja" in done.err, (tmp_path / "other").exists()) == (1, True, False)
+
+
+def test_paths_of_a_manifest_and_a_run_are_found_from_any_folder(
+    tmp_path: Path, treepack: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project, training, looking = (tmp_path / name for name in ("project", "training", "looking"))
+    for folder in (project, training, looking):
+        folder.mkdir()
+    monkeypatch.chdir(project)
+    save(project / "tokenizer", PLAIN)
+    (project / "chat.jsonl").write_text(json.dumps(CHAT) + "\n")
+    assert treepack("prepare", "chat.jsonl", "--tokenizer", "tokenizer", "--out", "data").status == 0
+    monkeypatch.chdir(training)
+    model = SAMPLE_DATA / "tiny-qwen3.json"
+    command = ("train", "../project/data", "--model", model, "--steps", 1, "--dtype", "fp32", "--out", "out/run")
+    trained = treepack(*command)
+    assert trained.status == 0, trained.err
+    assert "no tokenizer is saved" not in trained.out + trained.err
+    assert (training / "out" / "run" / "tokenizer.json").read_bytes() == (
+        project / "tokenizer" / "tokenizer.json"
+    ).read_bytes()
+    monkeypatch.chdir(looking)
+    assert "Hello" in treepack("show", project / "data", "--text").out
+    record = json.loads((training / "out" / "run" / "run.json").read_text())
+    assert open_run_rows(record, tmp_path / "elsewhere" / "run").num_steps == 1
+    # Another tokenizer of the same name is not taken.
+    (project / "data" / "tokenizer").symlink_to(SAMPLE_DATA / "tokenizer")
+    assert "Hello" in treepack("show", project / "data" / "packed", "--text").out
 
 
 def test_a_name_of_the_template_cannot_leave_the_folder_of_the_model(tmp_path: Path, treepack: Run) -> None:

@@ -38,6 +38,7 @@ from treepack.ingest.readers.unread_programs import ToolSchemasError
 from treepack.pack.check import checked_rows
 from treepack.pack.files import read_rows
 from treepack.processes import Progress, ReportProgress, with_progress
+from treepack.tokenise.saved_template import recorded_tokenizer
 from treepack.tokenise.tokenization import read_tokenizer
 from treepack.trie.directory import read_to_trie, skipped_record
 from treepack.trie.store.trie_files import read_trie
@@ -113,7 +114,7 @@ def stats(
     report |= contrasted
     if progress is not None:
         progress(Progress("explaining lost sharing", 0, None, ""))
-    report["sharing"] = _sharing(trie, manifest, options.build.tokenizer)
+    report["sharing"] = _sharing(trie, manifest, directory, options.build.tokenizer)
     if not manifest and PREFIX + ToolSchemasError.reason in counts and (build := with_tools_of(paths, options.build)):
         others = stats(paths, replace(options, build=build, check=False), memory=memory, progress=progress)
         report["tools"] = {"file": build.tools, "gain": others["forecast"]["gain"]}
@@ -156,13 +157,12 @@ def _packed_stats(
     return report | {"forecast": forecast}
 
 
-def _sharing(trie: Trie, manifest: Manifest | None, tokenizer: str | None) -> dict[str, Any]:
+def _sharing(trie: Trie, manifest: Manifest | None, directory: Path, tokenizer: str | None) -> dict[str, Any]:
     """Explain why tokens are stored; a tokenizer distinguishes the causes of lost sharing, if there is one."""
-    entry = manifest.get("tokenizer") if manifest else None
-    name: str = tokenizer or (entry["name"] if entry else "")
+    name = tokenizer or (recorded_tokenizer(manifest, directory) if manifest else None)
 
     def decode(windows: list[list[int]]) -> list[str]:
-        loaded = read_tokenizer(name, download=bool(tokenizer))
+        loaded = read_tokenizer(str(name), download=bool(tokenizer))
         texts: list[str] = loaded.backend_tokenizer.decode_batch(windows, skip_special_tokens=False)
         return texts
 

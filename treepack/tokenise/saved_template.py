@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +58,24 @@ def _used(given: str | Mapping[str, str] | None) -> Mapping[str, str]:
     return given if isinstance(given, Mapping) else {} if given is None else {"default": given}
 
 
+def recorded_tokenizer(manifest: Manifest, directory: object) -> str | None:
+    """Return the name or path of the tokenizer that a manifest records, or None.
+
+    A relative path that is not a folder here is looked up in the folders above `directory`, the first one of several
+    that ", " joins. A tokenizer found there has the recorded vocabulary.
+    """
+    entry = manifest.get("tokenizer")
+    if entry is None or not entry["name"]:
+        return None
+    if not os.path.isdir(entry["name"]):  # noqa: PTH112 (False for a name that cannot be a path)
+        for folder in Path(str(directory).split(", ")[0]).resolve().parents:
+            path = os.path.join(folder, entry["name"])  # noqa: PTH118
+            with suppress(TreepackError):
+                if os.path.isdir(path) and fingerprint(read_tokenizer(path))["sha256"] == entry["sha256"]:  # noqa: PTH112
+                    return path
+    return entry["name"]
+
+
 def tokenizer_of(manifest: Manifest, name: str | None, *, where: object) -> Any:
     """Return the tokenizer `name`, or the one that made the directory `where`, with the chat template of its data.
 
@@ -65,7 +85,7 @@ def tokenizer_of(manifest: Manifest, name: str | None, *, where: object) -> Any:
         TreepackError: it cannot be loaded, or has another vocabulary than the tokenizer that made the directory.
     """
     entry, template = manifest.get("tokenizer"), manifest.get("chat_template")
-    chosen = name or (entry["name"] if entry else None)
+    chosen = name or recorded_tokenizer(manifest, where)
     if not chosen:
         return None
     try:

@@ -120,6 +120,7 @@ def test_rows_are_found_beside_the_run_and_must_be_those_of_the_run(
     assert open_run_rows(record, packed.parent / "run").num_steps > 1
     with pytest.raises(TreepackError, match="no such packed directory; run the command in the folder where"):
         open_run_rows(record, tmp_path / "run")
+    assert open_run_rows(record | {"folder": str(packed.parent)}, tmp_path / "run").num_steps > 1
     with pytest.raises(TreepackError, match="has other rows than the run was trained on"):
         open_run_rows(record | {"packed_sha256": "0"}, packed.parent / "run")
 

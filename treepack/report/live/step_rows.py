@@ -11,7 +11,7 @@ rows are the right ones.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -97,8 +97,8 @@ def open_run_rows(record: dict[str, Any], folder: Path) -> ScheduledRows:
 
     Args:
         record: its run.json.
-        folder: its directory; relative paths of packed directories are looked up here, in the folders above it, and in
-            the current one.
+        folder: its directory; relative paths of packed directories are looked up in the current one, in the folders
+            above it, and in the one where the training started.
 
     Raises:
         TreepackError: the rows cannot be found, are different rows, or their order is not known.
@@ -117,16 +117,18 @@ def open_run_rows(record: dict[str, Any], folder: Path) -> ScheduledRows:
         raise TreepackError("the run mixes directories by shares (--mix), and the rows of its steps are not recorded")
     if "://" in packed:
         raise TreepackError(f"{packed}: the rows are in an object store; copy them here to see them")
-    directories = _find(packed, folder, str(record.get("packed_sha256")))
+    started = record.get("folder")
+    above = [Path.cwd(), *folder.resolve().parents, *([Path(started)] if isinstance(started, str) else [])]
+    directories = _find(packed, above, str(record.get("packed_sha256")))
     return _open(directories, options)
 
 
-def _find(packed: str, folder: Path, sha256: str) -> list[Path]:
-    """Return the packed directories of a run, whose parts have the hash `sha256`."""
+def _find(packed: str, folders: Sequence[Path], sha256: str) -> list[Path]:
+    """Return the packed directories of a run, in one of the `folders`, whose parts have the hash `sha256`."""
     found = False
     # Several directories are joined by ", " in run.json.
     for names in ([packed], packed.split(", ")):
-        for base in (Path.cwd(), *folder.resolve().parents):
+        for base in folders:
             directories = [base / name for name in names]
             if not all((directory / "manifest.json").is_file() for directory in directories):
                 continue

@@ -202,7 +202,7 @@ def _identity(run: TrainingRun) -> dict[str, Any]:
 
 def _run_record(run: TrainingRun) -> dict[str, Any]:
     """Return the content of run.json."""
-    return {**_identity(run), "treepack": __version__, **chosen_values(run)}
+    return {**_identity(run), "treepack": __version__, "folder": str(Path.cwd()), **chosen_values(run)}
 
 
 def _values(record: dict[str, Any]) -> dict[str, Any]:

@@ -39,7 +39,7 @@ from treepack.model.saved_files import (
 )
 from treepack.model.text_half import is_text_half
 from treepack.model.weights.writing import check_weights
-from treepack.tokenise.saved_template import is_template_of, write_template
+from treepack.tokenise.saved_template import is_template_of, recorded_tokenizer, write_template
 from treepack.tokenise.tokenization import load_tokenizer
 from treepack.train.options import TrainOptions
 from treepack.train.setup.run_data import RunData
@@ -69,9 +69,9 @@ def collect_files(
         with without_value_head(loaded.causal):
             check_adapter(loaded.model, source)
     manifest, tokenizer, notes = data.dataset.manifest, None, tuple[str, ...]()
-    made_by, template = manifest.get("tokenizer"), manifest.get("chat_template")
+    made_by, template = recorded_tokenizer(manifest, data.dataset.path), manifest.get("chat_template")
     try:
-        files = _with_tokenizer(files, [source, base, *([made_by["name"]] if made_by is not None else [])])
+        files = _with_tokenizer(files, [source, base, *([] if made_by is None else [made_by])])
         files, tokenizer, notes = _read_tokenizer(files, template)
     except TreepackError as error:
         notes = (f"no tokenizer is saved with the model: {error}",)
