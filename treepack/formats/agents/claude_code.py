@@ -378,6 +378,7 @@ FORMAT = Format(
         message.content.name message.content.input message.content.content message.content.is_error
         toolUseResult.agentId message.stop_reason
     """,
+    also="requestId forkedFrom.messageUuid",
     dropped="""
         attachments except queued commands (reminders);
         message.usage, toolUseResult except the id of a sub-agent;
