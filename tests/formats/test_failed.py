@@ -19,7 +19,7 @@ from treepack.files.input_files.inputs import list_inputs
 from treepack.files.input_files.record_files import read_records
 from treepack.files.manifest import read_manifest
 from treepack.formats.trainers.verifiers import REJECTED
-from treepack.ingest.readers.fields.failures import failure
+from treepack.ingest.readers.fields.failures import failure_of
 from treepack.ingest.readers.registry import formats_by_name
 from treepack.trajectory import Tokens, Trajectory
 from treepack.trie.store.trie_files import read_trie
@@ -142,7 +142,7 @@ def test_each_format_with_a_mark_of_failure_is_tried() -> None:
     ],
 )
 def test_the_cause_of_a_failure(fields: dict[str, Any], marks: str, cause: str) -> None:
-    assert failure(fields, marks.split()) == (cause, ())
+    assert failure_of(fields, marks.split()) == (cause, ())
 
 
 def trace(name: str, reward: float, **fields: Any) -> dict[str, Any]:

@@ -98,7 +98,7 @@ def build_trie_directory(
             trie = builder.read(log, progress)
             totals = trie_totals(trie) if isinstance(trie, Trie) else _totals_of_runs(trie)
             conversations, template = conversations_of_log(log, totals), entry_of(tries, "chat_template")
-            if tokenizer and (conversations or options.template_file()):
+            if options.template_file() or (tokenizer and conversations):
                 template = template_entry(tokenizer, options.template_file())
             provenance = Provenance(
                 options=recorded,

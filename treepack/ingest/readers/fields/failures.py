@@ -1,6 +1,6 @@
 """Rollouts that failed because the environment or the harness broke, by the fields that a format declares.
 
-    Format.failed    fields of the rollout          failure(fields, marks)
+    Format.failed    fields of the rollout          failure_of(fields, marks)
     errors, ok       {"ok": false, "errors": [{"type": "SandboxError"}]}         "SandboxError"
     status           {"status": "aborted"}                                       "aborted"
     error            {"error": "ContextLengthExceededError"}                     none: a limit was reached
@@ -33,7 +33,7 @@ _LIMIT = re.compile(
 _TEXTS = ("exception_type", "type", "error", "name", "message", "exception_message")  # of an object about an error
 
 
-def failure(fields: Mapping[str, Any], marks: Sequence[str]) -> tuple[str, tuple[str, ...]]:
+def failure_of(fields: Mapping[str, Any], marks: Sequence[str]) -> tuple[str, tuple[str, ...]]:
     """Return why a rollout with these `fields` failed, "" if it did not, and notes; the first of `marks` counts.
 
     Errors of a rollout that says it is ok, such as those of attempts that it repeated, are noted only.

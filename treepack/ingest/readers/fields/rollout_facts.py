@@ -20,7 +20,7 @@ import numpy as np
 from treepack.errors import TreepackError
 from treepack.files.input_files.records import Record
 from treepack.ingest.readers.fields import endings
-from treepack.ingest.readers.fields.failures import failure
+from treepack.ingest.readers.fields.failures import failure_of
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.rewards import REWARDS, is_equal, reward_of
 from treepack.ingest.readers.fields.unread import ANSWER, MASK, danger, is_empty, is_prose, not_used
@@ -83,7 +83,7 @@ def describe(
     reward, reward_field = reward_of(value, source, reward_key=options.reward_key)
     weight = value.get("weight")
     temperature, temperature_field = _temperature(value)
-    failed, remarks_on_failure = failure(value, options.failed)
+    failed, remarks_on_failure = failure_of(value, options.failed)
     # Errors are lists or objects, a status is metadata too.
     errors = {name for name in options.failed if isinstance(value.get(name), list | dict)}
     taken = {group_field, id_field, step_field, reward_field, "weight", temperature_field, *errors}
