@@ -57,15 +57,19 @@ LOGPROBS = {
 }
 
 
+class NullLogprobError(BadValueError):
+    """A log-probability of a trained token is null."""
+
+
 def read_tokens(record: Record, options: ReadOptions) -> Outcomes:
-    """Read the one trajectory of `record`, or skip it, also because of a bad value such as a null log-probability.
+    """Read the one trajectory of `record`, or skip it, also because of a null log-probability.
 
     Raises:
         TreepackError: as `read_valid_tokens`.
     """
     try:
         yield from read_valid_tokens(record, options)
-    except BadValueError as error:
+    except NullLogprobError as error:
         yield Skipped(record.source, error.reason, detail=str(error))
 
 
@@ -73,7 +77,7 @@ def read_valid_tokens(record: Record, options: ReadOptions) -> Outcomes:
     """Read the one trajectory of `record`, or skip it.
 
     Raises:
-        BadValueError: a log-probability of a trained token is null.
+        NullLogprobError: a log-probability of a trained token is null.
         TreepackError: ids, masks or values that contradict each other, have a wrong length or an impossible value.
     """
     words, record = take_words(record)
@@ -325,7 +329,7 @@ def _per_token(fields: tf.Fields, kind: str, mask: Mask, layout: FieldLayout) ->
         if len(bad):
             fault = f"{name} is {picked[bad[0]]} at trained token {bad[0]}; expected finite numbers there"
             if kind in LOGPROBS.values() and np.isnan(picked[bad[0]]):
-                raise BadValueError(f"{layout.source}: {fault}", f"bad value of {name}")
+                raise NullLogprobError(f"{layout.source}: {fault}", f"bad value of {name}")
             raise TreepackError(f"{layout.source}: {fault}")
         if kind in LOGPROBS.values():
             check_logprobs(picked, source=layout.source, name=name)
