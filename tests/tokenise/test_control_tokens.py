@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from support import real_templates
@@ -108,6 +108,7 @@ def test_a_forged_turn_is_skipped_if_asked_for(tmp_path: Path, qwen: str) -> Non
 def test_as_text_only_the_template_prints_control_tokens_and_nothing_else_changes(
     tmp_path_factory: pytest.TempPathFactory, plain: str, texts: list[str]
 ) -> None:
+    assume(all(text.strip() for text in texts[1::2]))  # an answer without text is not trained
     roles = ["user", "assistant"] * 3
     record = {"messages": [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]}
     folder, tokenizer = tmp_path_factory.mktemp("r"), load_tokenizer(plain)
