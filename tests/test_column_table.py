@@ -180,6 +180,7 @@ def of_rank_shares(batches: list[Any], ranks: int) -> list[Entries]:
         shares.append({})
         for rows in filter(None, passes):
             joined = join_rows([batches[row] for row in rows], multiple=8)
+            assert joined.terms is not None
             for number, row in enumerate(rows):
                 terms = joined.terms if joined.edges is None else terms_of_row(joined.terms, joined.edges, number)
                 shares[-1] |= of_terms(terms, batches[row].trajectory_ids)
@@ -251,9 +252,9 @@ def check_stages(made: list[Trajectory], folder: Path) -> None:
     assert of_batches == expected
     for ranks in (2, 3):
         shares = of_rank_shares(batches, ranks)
-        for own in (shares[:ranks], shares[ranks:]):
-            assert sum(map(len, own)) == len(expected)  # no rank has an entry of a different rank
-            assert {key: value for each in own for key, value in each.items()} == expected
+        for of_ranks in (shares[:ranks], shares[ranks:]):
+            assert sum(map(len, of_ranks)) == len(expected)  # no rank has an entry of a different rank
+            assert {key: value for each in of_ranks for key, value in each.items()} == expected
     one = batches[0].terms
     assert one is not None
     pieces: Entries = {}

@@ -503,7 +503,11 @@ def test_a_null_log_probability_refuses_its_rollout_alone() -> None:
 
 
 def test_one_null_log_probability_of_a_batch_refuses_one_rollout() -> None:
-    batch = {"prompt_token_ids": [[5, 6]] * 2, "response_ids": [[7, 8], [7, 9]], "loss_masks": [[1, 1]] * 2}
+    batch: dict[str, Any] = {
+        "prompt_token_ids": [[5, 6]] * 2,
+        "response_ids": [[7, 8], [7, 9]],
+        "loss_masks": [[1, 1]] * 2,
+    }
     batch |= {"rewards": [1.0, 0.0], "rollout_logprobs": [[-0.1, None], [-0.1, -0.2]]}
     reading = law.read([Record("r:1", "r", batch)])
     assert not reading.refusal

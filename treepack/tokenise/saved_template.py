@@ -58,7 +58,7 @@ def _used(given: str | Mapping[str, str] | None) -> Mapping[str, str]:
     return given if isinstance(given, Mapping) else {} if given is None else {"default": given}
 
 
-def recorded_tokenizer(manifest: Manifest, directory: object) -> str | None:
+def recorded_tokenizer(manifest: Mapping[str, Any], directory: object) -> str | None:
     """Return the name or path of the tokenizer that a manifest records, or None.
 
     A relative path that is not a folder here is looked up in the folders above `directory`, the first one of several
