@@ -73,7 +73,7 @@ def recorded_tokenizer(manifest: Mapping[str, Any], directory: object) -> str | 
             with suppress(TreepackError):
                 if os.path.isdir(path) and fingerprint(read_tokenizer(path))["sha256"] == entry["sha256"]:  # noqa: PTH112
                     return path
-    return entry["name"]
+    return str(entry["name"])
 
 
 def tokenizer_of(manifest: Manifest, name: str | None, *, where: object) -> Any:
