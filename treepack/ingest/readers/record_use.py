@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from treepack.columns import COLUMNS, Numbers
 from treepack.errors import TreepackError
 from treepack.files.input_files.record_files import read_blocks, read_records
 from treepack.files.input_files.records import Record
@@ -44,8 +45,9 @@ _UNUSED = "not used"
 _FACTS = tuple("trajectory_id group_id step weight reward advantage temperature rollout_id".split())
 # Values of trained tokens, and the names of their fields in `Tokens`.
 _LISTS = {
-    name.replace("_", " "): name
-    for name in "advantages sampling_logprobs old_logprobs ref_logprobs teacher_logprobs temperatures".split()
+    column.stored.replace("_", " "): column.name
+    for column in COLUMNS
+    if column.stored is not None and isinstance(column.kind, Numbers)
 }
 _SHORT = {"trajectory_id": "id", "group_id": "group", "rollout_id": "rollout"}
 
