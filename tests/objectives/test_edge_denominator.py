@@ -60,8 +60,8 @@ def with_logprobs(item: Trajectory) -> Trajectory:
     tokens = content_of(item).tokens.tolist()
     at = [value_after(tokens[: p + 1]) for p in trained_of(item)]
     columns: dict[str, Any] = {
-        "old_logprobs": np.array([-1.5 + value for value in at], np.float32),
-        "ref_logprobs": np.array([-1.5 - value for value in at], np.float32),
+        "old_logprob": np.array([-1.5 + value for value in at], np.float32),
+        "ref_logprob": np.array([-1.5 - value for value in at], np.float32),
     }
     return replace(item, content=replace(content_of(item), **columns))
 

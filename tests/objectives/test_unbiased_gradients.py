@@ -84,8 +84,8 @@ def credited(one: Trajectory) -> Trajectory:
     assert isinstance(content, Tokens)
     response, size = content.tokens[1:], len(content.tokens) - 1
     columns: dict[str, Any] = {
-        "old_logprobs": scores(response, OLD).astype(np.float32),
-        "ref_logprobs": scores(response, REF).astype(np.float32),
+        "old_logprob": scores(response, OLD).astype(np.float32),
+        "ref_logprob": scores(response, REF).astype(np.float32),
         "returns": np.full(size, one.reward),
         "old_values": np.full(size, 0.1),
     }

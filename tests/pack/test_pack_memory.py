@@ -46,8 +46,8 @@ def with_values(rollouts: list[Trajectory]) -> list[Trajectory]:
         assert isinstance(each.content, Tokens)
         count = int((each.content.ends - each.content.starts).sum())
         values: dict[str, Any] = {
-            "advantages": np.arange(count) / 7,
-            "old_logprobs": np.arange(count, dtype=np.float32),
+            "advantage": np.arange(count) / 7,
+            "old_logprob": np.arange(count, dtype=np.float32),
         }
         content = replace(each.content, **values) if i % 3 == 0 else each.content
         scalars: dict[str, Any] = {"advantage": i / 3, "temperature": 0.5} if i % 3 == 1 else {}
