@@ -57,8 +57,8 @@ ALONE += "treepack ..."
 WRONG_INPUTS = {
     "train none --model m.json --out x": MISSING,
     "train data/trie --model m.json --out x": IS_TRIE,
-    "train rollouts.jsonl --model m.json --out x": "rollouts.jsonl: is no packed directory; make a trie of rollouts "
-    "with: treepack build-trie rollouts.jsonl --out TRIE, and pack it with: treepack pack TRIE --out PACKED",
+    "train rollouts.jsonl --model m.json --out x": "rollouts.jsonl: is no packed directory; pack rollouts with: "
+    "treepack prepare rollouts.jsonl --out DATA",
     "train torn --model m.json --out x": "torn/part-00000.parquet: is missing; write torn again",
     "train data --model m.json --out data/trie": EXISTS,
     "train data --model m.json --out data/packed": "data/packed exists; choose another --out or give --overwrite",
