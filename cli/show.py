@@ -91,7 +91,7 @@ class _ShownViews:
 
 
 def _find(paths: tuple[str, ...], build: BuildOptions, wanted: _ShowRequest, *, text: bool | None) -> _ShownViews:
-    """Find what the user wants to see; `text` is None to show text if a tokenizer is here."""
+    """Find the trees, rollouts or rows to show; with `text` None they are texts if a tokenizer is on this machine."""
     refuse_missing(paths)
     from treepack.analysis.origin import local_paths, manifest_of, refuse_reading
     from treepack.analysis.show import selection

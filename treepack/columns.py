@@ -114,7 +114,7 @@ class Column:
         whole: column of a trie with one number for all trained tokens of a trajectory, if it may be stored so.
         whole_doc: its description.
         axis: one entry per trained token or per trajectory.
-        sharing: what happens at a token that several trajectories train.
+        sharing: the rule for a token that several trajectories train.
         is_always: each trie has the column, with nulls if nothing is known.
         makes_terms: rows have terms if a trajectory has a value of this column.
         is_computed: `treepack advantages` writes it, and no reader. A trajectory then has all values or none.
@@ -339,7 +339,7 @@ MAKES_TERMS = frozenset(name for column in BY_NAME.values() if column.makes_term
 
 
 def remedy(packed: str) -> str:
-    """Return what to do if a loss needs a column of packed rows and they lack it; `term_token` stands for all terms."""
+    """Return what to do if a loss needs a column of packed rows and they lack it; `term_token` means all terms."""
     if packed == "term_token":
         return "give the rollouts rewards, advantages or log-probabilities and pack them again"
     return BY_PACKED[packed].remedy

@@ -65,7 +65,7 @@ def described(error: BaseException) -> str:
 
 @contextmanager
 def foreign_code(complaint: str, remedy: str) -> Iterator[None]:
-    """Turn anything that code of another package raises in the block, sys.exit too, into an error of one sentence.
+    """Turn anything that code outside of treepack raises in the block, sys.exit too, into an error of one sentence.
 
     Ctrl-C, the end of a generator, a lack of memory and a TreepackError pass unchanged.
 

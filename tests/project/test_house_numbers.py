@@ -12,7 +12,7 @@ from house_numbers import Room
 
 from support.paths import ROOT
 
-# Lines of Python. They are changed by hand, and the commit says in one sentence what the growth buys.
+# Lines of Python. A person changes them, and the commit has one sentence about the use of the growth.
 MAX_LINES, MAX_CORE_LINES = 116_000, 85_500
 MAX_BOXES = 25  # on the first level of a room
 

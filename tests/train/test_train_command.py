@@ -55,7 +55,7 @@ def test_a_complete_run_is_left_as_it_is(treepack: Run, arguments: list[str], tm
     assert done.status == 0
     assert "is already finished, with 8 steps" in done.err
     assert "importing torch" not in done.err
-    assert str(tmp_path / "out") in done.out
+    assert f"written {tmp_path / 'out'}" in done.err
     fewer = treepack(*arguments, "--steps", "5", "--resume")
     assert fewer.status == 1
     assert "importing torch" not in fewer.err

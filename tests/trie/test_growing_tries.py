@@ -216,7 +216,10 @@ def _other_version(folder: Path) -> tuple[list[Path], BuildOptions]:
         (_other_tokenizer, "trie: was built with no tokenizer, and this build has the tokenizer"),
         (_tokenizer_and_none, "trie: was built with no tokenizer, and this build has the tokenizer"),
         (_other_template, "two: its conversations have the chat template own.jinja, and others"),
-        (_later_columns, "advantages: has columns of a later command, or is of an older treepack; give the trie that"),
+        (
+            _later_columns,
+            "advantages: has columns of a later command, or an older treepack wrote it; give the trie that",
+        ),
         (_twice, "copy: is the same trie as"),
         (_with_routes, "routed: tries with recorded routes cannot be joined; build one trie of all rollouts"),
         (_keeping_routes, "trie: tries with recorded routes cannot be joined; build one trie of all rollouts"),

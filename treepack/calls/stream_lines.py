@@ -46,14 +46,14 @@ def linked_sessions(rows: list[Record]) -> Iterator[tuple[list[Record], tuple[st
     Lines that have links already are one session.
 
     Raises:
-        UnreadProgramError: a line of Cursor or Droid, whose streams begin like those of Claude Code.
+        UnreadProgramError: a line of Cursor or Droid, whose streams begin like a stream of Claude Code.
     """
     if any("parentUuid" in row.value for row in rows):
         yield rows, ()
         return
     chains: dict[tuple[Any, Any, int], list[Record]] = {}  # by session, sub-agent and number of compactions
     compactions: Counter[tuple[Any, Any]] = Counter()
-    # A session may have no uuids, or one for all lines; a later session may repeat those of an earlier one.
+    # A session may have no uuids, or one for all lines; a later session may repeat the uuids of an earlier one.
     uuids = Counter(map(_name_of, rows))
     for row in rows:
         if (error := unread_program(row, particular=False)) is not None:

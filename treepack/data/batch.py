@@ -350,7 +350,7 @@ def select_terms(
     """Return the terms at `own`, a slice or int64 places [k], with the columns that belong to them.
 
     Columns of tokens and of trajectories are cut to the places `scored` and `owners`, and stay whole for None. Indices
-    stay as they are. Lists of numbers wait for a GPU; leave out those that are not needed.
+    stay as they are. Lists of numbers wait for a GPU; leave out the lists that are not needed.
     """
     places = dict.fromkeys(PER_TERM, own) | dict.fromkeys(PER_SCORED, scored)
     chosen: dict[str, Any] = {}

@@ -74,7 +74,7 @@ class InputEntry(TypedDict):
 
 
 class ReadingEntry(TypedDict):
-    """The reading of the rollouts of a trie, so that a later build can go on with it.
+    """The reading of the rollouts of a trie, so that a later build can continue it.
 
     `log` are the numbers and names of a `ReadLog` beside `counts`, and `files` the sha256 of each input file.
     """

@@ -1,4 +1,4 @@
-"""The words of the engine that a format needs: a format of this folder or of another package imports them from here.
+"""The words of the engine that a format needs: formats of this folder and of other packages import them from here.
 
     Format, Record, ReadOptions         the format as a value, and the arguments of its reader
     Outcomes of Trajectory, Skipped     what a reader yields; `describe` and `conversation` make a trajectory

@@ -79,7 +79,7 @@ def read_files(folder: Path, patterns: Sequence[str] = ("*",), *, but: Collectio
 
 
 def with_model(files: Mapping[str, bytes], model: Any) -> dict[str, bytes]:
-    """Return the files of a source with config.json for `model`, which has its weights or those of its text half.
+    """Return the files of a source with config.json for `model`, which has its weights or the weights of its text half.
 
     Only a field that the source lacks is added: the name of the class, by which engines find their code. Weights that
     were read as whole weights are no longer called quantised.

@@ -85,7 +85,7 @@ def _made_up_terms(current: Tensor, advantages: Tensor, objective: Objective) ->
 
 
 def _check_alone(name: str, values: Tensor, compute: _Compute) -> None:
-    """Compare the numbers of all terms together with those of each term alone."""
+    """Compare the numbers of all terms together with the numbers of each term alone."""
     together = _computed(name, values, slice(0, _NUM), compute)
     for i in range(_NUM):
         for label, value in _computed(name, values, slice(i, i + 1), compute).items():

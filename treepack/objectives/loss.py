@@ -81,7 +81,7 @@ class Loss:
             a `surrogates.Surrogate`. Over pairs, from the P differences between the shifts of the chosen and the
             rejected rollout and the `Objective`, float64 [P]. Each number may depend only on its own term or pair.
         whole: a number of the trajectory of each term, which the surrogate reads as `TermNumbers.whole`.
-        options: options that the loss reads besides those that all losses over the same have.
+        options: options that the loss reads, besides the common ones of all losses over the same.
         constants: numbers of the loss alone with their usual values, which `--loss-constant` changes.
         bounds: minimum and maximum of a constant; a constant without them is a finite number above 0.
         reads: columns of `schema.TERMS` that the loss always requires; `TermNumbers.columns` has them.

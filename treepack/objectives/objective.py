@@ -234,7 +234,7 @@ class Objective:
 
     @property
     def clips(self) -> bool:
-        """True if the loss may bound terms by their ratio; a loss of another package may do so without an option."""
+        """True if the loss may bound terms by their ratio; a loss of a package may do so without an option."""
         return bool(self.definition.options & CLIPS) or self.definition.package is not None
 
     @property

@@ -82,8 +82,8 @@ class ExpectedTrajectories:
         self.storage = trie.storage
         if options["semantics"] == "once":
             self.counts, self.storage = stored_times_trained(trie)
-        # `treepack logprobs` replaces these columns, so they differ from those of the trie. The likeliest words of a
-        # teacher belong to its log-probabilities.
+        # `treepack logprobs` replaces these columns, so they differ from the columns of the trie. The likeliest words
+        # of a teacher belong to its log-probabilities.
         written = set(manifest.get("logprobs") or ())
         computed = {f"{name}_logprob" for name in written}
         computed |= {"teacher_topk_ids", "teacher_topk_logprobs"} if "teacher" in written else set()

@@ -33,7 +33,7 @@ Packed: TypeAlias = str | Path | Sequence[str | Path]
 class TrainingRun:
     """A checked training run: data, model, options, and the rows of every optimiser step.
 
-    `files` are those of the saved model that are not weights, by name (`saved_files`).
+    `files` are the files of the saved model without its weights, by name (`saved_files`).
     `rewards` is the sum of the known rewards of every row's trajectories and their number, float64 [num_rows, 2].
     `held_out` are rows to evaluate on, with a schedule of one step that has all of them. `balance` computes the
     auxiliary loss of routers, if `options.router_aux` asks for it. `division` has the rows of each machine, if the
@@ -67,7 +67,7 @@ class TrainingRun:
 
     @property
     def constant_means(self) -> frozenset[str]:
-        """Means of the objective that say nothing, because the data determines them."""
+        """Means of the objective that the data alone determines, so that they are not shown."""
         objective, columns = self.options.objective, self.dataset.term_columns
         constant = set()
         if objective.old_logprobs == "sampler":

@@ -184,7 +184,7 @@ def list_inputs(
     """Return the files of `inputs`, the files of folders that are not read, and the files that came from a folder.
 
     The third value lets the caller skip a file of unknown format if it came from a folder, and refuse it if the user
-    named it. Folders are searched recursively, except those that are whole. Folders and globs are sorted; inputs keep
+    named it. Folders are searched recursively, except a folder that is whole. Folders and globs are sorted; inputs keep
     their order. With `copy`, the small files below a prefix of an object store are copied to this machine; without it,
     all files are addresses.
 

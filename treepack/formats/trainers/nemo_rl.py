@@ -39,7 +39,8 @@ def _read_nemo_rl(record: Record, options: ReadOptions) -> Outcomes:
     """Read one trajectory for each row of the batch, named after the row if there are several.
 
     Raises:
-        TreepackError: columns of different lengths, a length or a mask of another kind, or an error of `read_tokens`.
+        TreepackError: columns of different lengths, a length that is not an integer, a mask that is not numbers, or as
+            `read_tokens`.
     """
     # Metrics of the whole batch stay out of the rows.
     rows = rows_of(record.with_lists().value, first="token_ids", source=record.source)
@@ -55,7 +56,7 @@ def _row(row: JsonObject, source: str) -> JsonObject:
     if isinstance(used, bool) or not isinstance(used, int | float):
         raise TreepackError(f"{source}: sample_loss_mask is {shown(used)}; expected a number")
     value = {_NAMES.get(name, name): field for name, field in row.items() if name not in _DROPPED}
-    # token_ids [5, 6, 2, 0] of length 3 -> [5, 6, 2]; a list of another length is refused by the reader of tokens.
+    # token_ids [5, 6, 2, 0] of length 3 -> [5, 6, 2]; the reader of tokens refuses a list with a different length.
     cut = {name: field[:length] for name, field in value.items() if isinstance(field, list) and len(field) == len(ids)}
     # A mask of other values is refused by the reader of tokens.
     if used != 1 and "loss_mask" in cut and all(isinstance(each, int | float) for each in cut["loss_mask"]):

@@ -86,7 +86,7 @@ class Format:
     notes_unused: bool = True
     # Fields that connect records, such as the id of the one before, which are ids or null.
     links: Sequence[str] = ()
-    # Fields of the facts of a rollout that say whether its environment or harness broke (`fields.failures`), in a list
+    # Fields of the facts of a rollout from which `fields.failures` knows if its environment or harness broke, in a list
     # or as text.
     failed: Sequence[str] = ()
     # More paths as in `used`, of forms that neither the sample nor the documentation shows.
@@ -98,7 +98,7 @@ class Format:
     # treepack's own formats are above 0, so formats of other packages come first unless they set one.
     rank: int = 0
     declared: Declared = field(init=False)
-    known: frozenset[str] = field(init=False)  # names of declared fields, which are no unread flags of turns
+    known: frozenset[str] = field(init=False)  # names of declared fields, which are not unread flags of turns
     required: Requirement = field(init=False)  # `requires`, not as text
 
     def __post_init__(self) -> None:

@@ -132,7 +132,7 @@ def explain(path: str, options: ReadOptions) -> RecordUse:
 
 
 def _answers(item: Outcome) -> set[str]:
-    """Return the texts of a conversation that are trained; of another trajectory "", because it is an answer itself."""
+    """Return the trained texts of a conversation, and "" for other rollouts, which are one answer."""
     content = item.content if isinstance(item, Trajectory) else None
     if not isinstance(content, Chat):
         return {""} if content else set()
@@ -218,7 +218,7 @@ def _differences(before: _Items, after: _Items) -> set[str]:
 
 
 def _ways(item: Outcome | None, old: Outcome | None) -> JsonObject:
-    """Return the values of `item` by their use; the marks of `old`, the item before a change, say what is trained."""
+    """Return the values of `item` by their use; `old`, the item before a change, decides which are trained."""
     if not isinstance(item, Trajectory) or not isinstance(old, Trajectory):
         return {_STRUCTURE: item}
     one, marks = item.content, old.content

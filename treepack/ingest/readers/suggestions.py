@@ -4,8 +4,8 @@
     --suggested_columns-->  messages=log.steps,role=who,content=said,user=customer,assistant=clerk
 
 Words in names of fields, and the kinds of their values, give candidates: a list of messages, a prompt with one or
-several answers, or token ids. A user types what is printed, so a word that may mean two things gives no candidate, and
-no candidate trains a text of a tool or of a user, or JSON of a program.
+several answers, or token ids. A user types a printed candidate, so a word that may mean two things gives no candidate,
+and no candidate trains a text of a tool or of a user, or JSON of a program.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _is_right(record: Record, line: str, options: ReadOptions) -> bool:
 
 
 def _fields(value: JsonObject, before: str, depth: int) -> Iterator[tuple[str, Any]]:
-    """Yield path and value of each field that is not null, outer fields first; JSON text is what it contains.
+    """Yield path and value of each field that is not null, outer fields first; JSON text is read.
 
     Fields of the first element of a list of answers are among them: `tries[].text`.
     """

@@ -58,10 +58,10 @@ _Key = str | tuple[int, ...]
 
 
 class TurnFlags:
-    """The flags of the turns of one record, or of all records of a file, that the format does not know."""
+    """The flags of the turns of one record, or of all records of a file, that the format does not declare."""
 
     def __init__(self, known: AbstractSet[str]) -> None:
-        """Take the names of fields that are no such flags."""
+        """Take the names of fields that are not flags of turns."""
         self._known = known
         self._values: dict[str, list[tuple[bool | None, _Turn, str]]] = {}
         self._keys: set[_Key] = set()  # of trained turns
@@ -156,7 +156,7 @@ class TurnWeights:
         return replace(item, weight=item.weight * weights[0])
 
     def _key(self, said: Any) -> _Key | None:
-        """Return the line of a trained turn that the fewest turns have, None if none has any."""
+        """Return the rarest line of a trained turn, None if no turn has one of its lines."""
         found = [line for part in _parts(said) for line in _lines(part) if line in self._turns]
         return min(found, key=lambda line: (len(self._turns[line]), -len(line), line), default=None)
 
@@ -166,7 +166,7 @@ class TurnWeights:
         if len({turn.weight for turn in turns}) == 1 or all(turn.size > turns[0].size for turn in turns[1:]):
             return turns[0].weight
         weights = {turn.weight for turn in turns if turn.weight}
-        # Readers that use the weights of messages left those with a weight.
+        # Readers that use the weights of messages left only messages with a weight.
         if all(turn.is_marked for turn in turns) and num_said <= sum(turn.weight > 0 for turn in turns):
             return weights.pop() if len(weights) == 1 else 1.0
         raise TreepackError(
@@ -191,7 +191,7 @@ def _weighted(content: Tokens, weights: NDArray[Any]) -> Tokens:
 
 
 def known_names(declared: Declared) -> frozenset[str]:
-    """Return the names in the `declared` fields of a format, and those that readers of all formats know."""
+    """Return the names in the `declared` fields of a format, and the names that every reader uses."""
     inner = (name for below in declared.values() if isinstance(below, dict) for name in known_names(below))
     return frozenset((*declared, *inner, *_KNOWN, *WEIGHT_FIELDS))
 

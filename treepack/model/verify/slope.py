@@ -2,7 +2,7 @@
 
     w, random direction d    (loss(w + h d) - loss(w - h d)) / 2 h    should equal    sum of gradient * d
 
-A gradient that is missing in the packed rows and in trajectories alone is no difference between the two: a layer whose
+A gradient that both packed rows and trajectories alone lack makes no difference between the two: a layer whose
 kernel has no backward pass, such as a product with stored quantised weights, stops the gradient of everything before it
 on both sides. No other weight needs a gradient of 0 for that, because residual connections pass on the rest.
 

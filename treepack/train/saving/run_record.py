@@ -37,7 +37,7 @@ _ENTRIES = {
     "config_sha256": "the config of --model",
     "loss_package": "the package of --loss",
 }
-# Entries that a run may not have: of held-out rows, and of a loss of another package.
+# Entries that a run may not have: of held-out rows, and of a loss of a different package.
 _OPTIONAL = ("eval_sha256", "loss_package")
 
 # Names of options, as `_flat_options` gives them.

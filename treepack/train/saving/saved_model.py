@@ -60,7 +60,7 @@ def save_model(
             if is_adapted(model):
                 assert not isinstance(weights, SavedWeights)
                 save_adapter(model, directory, weights)
-                if merge:  # the weights were those of the adapter
+                if merge:  # `weights` has the adapter alone
                     model, weights = _merge(run, directory, base), None
             if not is_adapted(model):
                 _save_weights(run, model, base, directory, weights)

@@ -171,7 +171,7 @@ def _is_whole(entry: Any) -> bool:
 
 
 def _check_state_types(path: Path, states: dict[str, tuple[Tensor, Any]]) -> None:
-    """Refuse moments of another dtype than their parameter's, and numbers of steps that are not float32."""
+    """Refuse moments whose dtype differs from that of their parameter, and numbers of steps that are not float32."""
     for key, (parameter, entry) in states.items():
         if isinstance(entry, TensorStorageMetadata):
             expected = parameter.dtype if entry.size == parameter.shape else torch.float32

@@ -87,7 +87,7 @@ def collect_files(
 
 
 def _check_weights(loaded: LoadedModel, base: str) -> None:
-    """Refuse a model whose weights transformers could not turn into those of a checkpoint."""
+    """Refuse a model whose weights transformers could not convert for a checkpoint."""
     if is_adapted(loaded.model):
         model = build_empty(base, read_config(base)[0], torch.float32)
     else:
@@ -98,7 +98,7 @@ def _check_weights(loaded: LoadedModel, base: str) -> None:
 
 
 def _with_tokenizer(files: dict[str, bytes], sources: Sequence[str]) -> dict[str, bytes]:
-    """Return `files` with the tokenizer of the first source that has one, and without files of another tokenizer."""
+    """Return `files` with the tokenizer of the first source that has one, and without files of others."""
     for source in sources:
         found = copied_files(source, TOKENIZER_FILES)
         if any(name in found for name in NAMES_OF_TOKENIZERS):

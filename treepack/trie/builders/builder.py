@@ -111,7 +111,7 @@ class TrieBuilder:
     ) -> None:
         """Start no process yet. `tokenizer` is that of `options`, if the caller has loaded it already.
 
-        `tries` are those of `earlier_tries` among the inputs.
+        `tries` are the tries among the inputs, from `earlier_tries`.
         `memory` is in bytes for all processes together, without their interpreters; None takes `usual_memory`.
         """
         self._share, self._folder, self._hash = options.share, folder, input_hash

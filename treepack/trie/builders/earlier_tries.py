@@ -41,7 +41,7 @@ from treepack.trie.trie import Trie
 
 _TABLE_TOKENS = 1 << 23  # of trajectories whose rows are written at a time
 _COPY_TOKENS = 1 << 22
-_PLACES = ["tree_id", "node_id"]  # which a trie of more trajectories has anew
+_PLACES = ["tree_id", "node_id"]  # other numbers in a trie with more trajectories
 
 
 def earlier_tries(inputs: Sequence[str], options: BuildOptions, tokenizer: Any) -> dict[str, Manifest]:
@@ -88,8 +88,8 @@ def _check(name: str, manifest: Manifest, options: BuildOptions, tokenizer: Toke
         raise TreepackError(f"{name}: tries with recorded routes cannot be joined; build one trie of all rollouts")
     if "reading" not in manifest:
         raise TreepackError(
-            f"{name}: has columns of a later command, or is of an older treepack; give the trie that build-trie wrote, "
-            f"or {again}"
+            f"{name}: has columns of a later command, or an older treepack wrote it; give the trie that build-trie "
+            f"wrote, or {again}"
         )
     if manifest["share"] != options.share:
         raise TreepackError(f"{name}: has --share {manifest['share']}; give that too, or {again}")

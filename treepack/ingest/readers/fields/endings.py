@@ -7,7 +7,7 @@
     finish_reason "stop" with stop_reason or matched_stop 151645 or null                       ENDED
 
 An answer that did not end by its end token trains its text and no end token, because the model wrote none. (A stop
-string may be the end token itself, which only the chat template tells.) The fields may be in a message
+string may be the end token itself, which follows only from the chat template.) The fields may be in a message
 (`normalise_messages` reads them), next to the message in a call (`calls.ChatCall.ending`), or in the record of a
 rollout (`rollout_facts.describe`); in a message and a record also inside of an object such as `metadata`. A limit on
 turns, steps or time between two answers cuts no answer: readers pass on only the limits that end an answer itself. A

@@ -36,7 +36,7 @@ _TEXTS = ("exception_type", "type", "error", "name", "message", "exception_messa
 def failure_of(fields: Mapping[str, Any], marks: Sequence[str]) -> tuple[str, tuple[str, ...]]:
     """Return why a rollout with these `fields` failed, "" if it did not, and notes; the first of `marks` counts.
 
-    Errors of a rollout that says it is ok, such as those of attempts that it repeated, are noted only.
+    Errors of a rollout whose `ok` is true, such as errors of repeated attempts, are only noted.
     """
     for name in marks:
         value = field_at(fields, name)
