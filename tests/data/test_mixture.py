@@ -21,7 +21,7 @@ from treepack.data.blocks import cut_blocks, turns
 from treepack.data.dataset import PackedDataset
 from treepack.data.mixture import MixedDataset, mixed_blocks, mixed_rows, open_packed, source_names
 from treepack.errors import TreepackError
-from treepack.files.manifest import TokenizerEntry
+from treepack.files.manifest_entries import TokenizerEntry
 from treepack.objectives.denominators import check_columns, step_factors, trajectory_table
 from treepack.objectives.objective import choose_objective
 from treepack.train.loop import train

@@ -24,7 +24,8 @@ from support.paths import ROOT
 from support.strategies import make, trajectories
 from treepack.costs.model_cost import read_shape
 from treepack.errors import TreepackError
-from treepack.files.manifest import Provenance, TokenizerEntry
+from treepack.files.manifest import Provenance
+from treepack.files.manifest_entries import TokenizerEntry
 from treepack.pack.plan.planning import plan_rows
 from treepack.pack.rows import pack_rows
 from treepack.report import texts

@@ -25,7 +25,8 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from treepack.files.directory import finished_directory
-from treepack.files.manifest import Provenance, TokenizerEntry
+from treepack.files.manifest import Provenance
+from treepack.files.manifest_entries import TokenizerEntry
 from treepack.pack.files import write_packed
 from treepack.pack.plan.plan import Plan
 from treepack.pack.plan.planning import plan_rows

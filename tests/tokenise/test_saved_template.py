@@ -15,7 +15,8 @@ from support.command_line import Run
 from support.paths import SAMPLE_DATA
 from treepack import BuildOptions, TreepackError, build_trie_directory, pack_trie
 from treepack.data.packed_header import join_manifests, read_header, shared_origin
-from treepack.files.manifest import TemplateEntry, read_manifest, write_manifest
+from treepack.files.manifest import read_manifest, write_manifest
+from treepack.files.manifest_entries import TemplateEntry
 from treepack.report.live.step_rows import open_run_rows
 from treepack.tokenise.file_tokenizer import read_folder
 from treepack.tokenise.saved_template import is_template_of, template_entry, tokenizer_of, write_template

@@ -22,7 +22,7 @@ from support import interpreter  # noqa: F401
 from support.oracle_model import packed_directory, tiny_config
 from support.strategies import make
 from treepack.errors import TreepackError
-from treepack.files.manifest import TokenizerEntry
+from treepack.files.manifest_entries import TokenizerEntry
 from treepack.model.loaded import LoadedModel
 from treepack.model.verify.gradients import verify_gradients
 from treepack.train.loop import train

@@ -28,7 +28,8 @@ from treepack.cluster.trie_slices import TrieSlice, trie_slices
 from treepack.files import schema
 from treepack.files.directory import MANIFEST, finished_directory, refuse_existing
 from treepack.files.input_files.inputs import displayed
-from treepack.files.manifest import PACKED_FROM_TRIE, Provenance, TrieEntry, read_manifest
+from treepack.files.manifest import PACKED_FROM_TRIE, Provenance, read_manifest
+from treepack.files.manifest_entries import TrieEntry
 from treepack.files.prepared import RATED_TRIE, prepared_part
 from treepack.files.remote.address import AnyPath, as_output, as_path
 from treepack.files.remote.cache import addresses_in, naming_addresses

@@ -26,7 +26,7 @@ import pyarrow.compute as pc
 
 from treepack.cluster.sequence_table import ARRIVAL, COLUMNS, TOKENS, table_sequences
 from treepack.files import schema
-from treepack.files.manifest import FileEntry
+from treepack.files.manifest_entries import FileEntry
 from treepack.files.parts import PART_TOKENS, PartWriter, planned_parts, token_slices
 from treepack.sequences import list_content, take_rows
 from treepack.trajectory import Int32, Int64

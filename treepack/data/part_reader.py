@@ -29,7 +29,8 @@ from pyarrow import parquet as pq
 
 from treepack.data.machine_tables import MachineTables
 from treepack.errors import TreepackError, first_line
-from treepack.files.manifest import FileEntry, Manifest, check_part, check_size
+from treepack.files.manifest import Manifest, check_part, check_size
+from treepack.files.manifest_entries import FileEntry
 from treepack.files.part_columns import check_part_columns, with_types
 from treepack.files.remote.location import DirectoryLocation
 from treepack.files.remote.part_copies import PartCopies

@@ -19,7 +19,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from treepack.errors import TreepackError
-from treepack.files.manifest import FileEntry, Manifest, check_part, file_sha256
+from treepack.files.manifest import Manifest, check_part, file_sha256
+from treepack.files.manifest_entries import FileEntry
 from treepack.files.part_columns import check_part_columns, with_types
 from treepack.files.remote.remote_output import publish
 from treepack.files.schema import is_ragged

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from treepack.errors import TreepackError
-from treepack.files.manifest import FileEntry
+from treepack.files.manifest_entries import FileEntry
 from treepack.files.remote.remote_output import is_remote_folder, target_of, with_target
 
 _PREFIX = ".task-"

@@ -27,7 +27,8 @@ from treepack.columns import BY_PACKED
 from treepack.errors import TreepackError
 from treepack.files import schema
 from treepack.files.column_views import ragged_lists
-from treepack.files.manifest import FileEntry, Manifest, Provenance, complete_manifest, read_manifest, write_manifest
+from treepack.files.manifest import Manifest, Provenance, complete_manifest, read_manifest, write_manifest
+from treepack.files.manifest_entries import FileEntry
 from treepack.files.parts import PART_TOKENS, ColumnEncoding, PartWriter, open_part
 from treepack.files.remote.address import AnyPath, as_path
 from treepack.files.remote.cache import local_copy

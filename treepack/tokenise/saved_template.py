@@ -20,7 +20,8 @@ from typing import Any
 
 from treepack.errors import TreepackError
 from treepack.files.json_text import set_field
-from treepack.files.manifest import Manifest, TemplateEntry
+from treepack.files.manifest import Manifest
+from treepack.files.manifest_entries import TemplateEntry
 from treepack.tokenise.chat_template import ChatTemplate
 from treepack.tokenise.template.rendering import TemplateFile, templates_in
 from treepack.tokenise.tokenization import fingerprint, read_tokenizer

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from treepack.errors import TreepackError
-from treepack.files.manifest import TokenizerEntry
+from treepack.files.manifest_entries import TokenizerEntry
 from treepack.files.remote.hub import is_offline, load_fault, refuse_missing, snapshot
 from treepack.tokenise import append_only, control_tokens
 from treepack.tokenise.append_only import Message, append_only_text, sequence_totals, turn_totals

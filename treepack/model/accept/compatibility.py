@@ -21,7 +21,9 @@ from treepack.model.accept.vocabulary import check_vocabulary
 from treepack.recurrent.entry import model_obstacle as recurrent_obstacle
 
 if TYPE_CHECKING:
-    from treepack.files.manifest import TokenizerEntry  # needs pyarrow, which benchmarks/check_gpu.py must run without
+    from treepack.files.manifest_entries import (
+        TokenizerEntry,  # needs pyarrow, which benchmarks/check_gpu.py must run without
+    )
     from treepack.model.loaded import LoadedModel
 
 NOT_PASSED_ON = "its code does not pass subtree_end on to its recurrent layers"

@@ -34,7 +34,8 @@ from treepack.carry.offload import CarryMemory
 from treepack.carry.smaller_plan import RunPlan
 from treepack.data.batch import make_batch
 from treepack.errors import TreepackError
-from treepack.files.manifest import TokenizerEntry, check_part, file_sha256
+from treepack.files.manifest import check_part, file_sha256
+from treepack.files.manifest_entries import TokenizerEntry
 from treepack.files.model_source import local_source
 from treepack.memory.shortage import memory_errors
 from treepack.model.accept.compatibility import check_fits

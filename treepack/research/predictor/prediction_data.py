@@ -16,7 +16,8 @@ import pyarrow as pa
 
 from treepack.errors import TreepackError
 from treepack.files import schema
-from treepack.files.manifest import TokenizerEntry, read_manifest
+from treepack.files.manifest import read_manifest
+from treepack.files.manifest_entries import TokenizerEntry
 from treepack.research.predictor.rows import AnchorRow, anchor_prefixes, anchor_rows, tokens_alone
 from treepack.research.trace.predictions import group_ids
 from treepack.research.trace.targets import TurnPrefixes, anchors

@@ -17,7 +17,7 @@ from typing import Any
 
 from treepack.errors import TreepackError
 from treepack.files.directory import RUN, is_own_directory, refuse_existing
-from treepack.files.manifest import FileEntry
+from treepack.files.manifest_entries import FileEntry
 from treepack.files.remote.address import AnyPath
 from treepack.files.remote.stored_files import is_stored, read_stored
 from treepack.model.adapters.lora_options import LoraOptions

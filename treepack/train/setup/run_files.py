@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from treepack.errors import TreepackError
-from treepack.files.manifest import TemplateEntry
+from treepack.files.manifest_entries import TemplateEntry
 from treepack.files.model_source import NOT_THE_MODEL
 from treepack.model.accept.saved_tokenizer import NAMES_OF_TOKENIZERS
 from treepack.model.accept.vocabulary import CONFIG_FILE

@@ -23,7 +23,8 @@ from treepack.errors import TreepackError
 from treepack.files import schema
 from treepack.files.directory import MANIFEST
 from treepack.files.input_files.inputs import InputHash
-from treepack.files.manifest import Manifest, ReadingEntry, TemplateEntry, TokenizerEntry, read_manifest
+from treepack.files.manifest import Manifest, read_manifest
+from treepack.files.manifest_entries import ReadingEntry, TemplateEntry, TokenizerEntry
 from treepack.files.parts import read_row_groups, token_slices
 from treepack.files.remote.address import as_path, is_address
 from treepack.files.remote.cache import local_copy

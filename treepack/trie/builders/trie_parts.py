@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from treepack.files import schema
-from treepack.files.manifest import FileEntry
+from treepack.files.manifest_entries import FileEntry
 from treepack.files.parts import PART_TOKENS, PartWriter, planned_parts
 from treepack.trajectory import Int32
 from treepack.trie.builders.in_memory import with_places

@@ -19,7 +19,8 @@ import pyarrow.parquet as pq
 
 from treepack.errors import TreepackError, first_line
 from treepack.files import schema
-from treepack.files.manifest import FileEntry, check_size, read_manifest
+from treepack.files.manifest import check_size, read_manifest
+from treepack.files.manifest_entries import FileEntry
 from treepack.files.part_columns import with_types
 from treepack.files.remote.location import DirectoryLocation
 from treepack.sequences import PER_TOKEN

@@ -15,7 +15,8 @@ import pyarrow as pa
 
 from treepack.errors import TreepackError
 from treepack.files import schema
-from treepack.files.manifest import FileEntry, Manifest, Provenance, complete_manifest, read_manifest, write_manifest
+from treepack.files.manifest import Manifest, Provenance, complete_manifest, read_manifest, write_manifest
+from treepack.files.manifest_entries import FileEntry
 from treepack.files.parts import PART_TOKENS, PartWriter, token_slices
 from treepack.files.remote.address import AnyPath, as_path
 from treepack.files.remote.cache import local_copy, naming_addresses
