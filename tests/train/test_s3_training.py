@@ -392,7 +392,7 @@ def test_a_model_is_loaded_from_an_address_and_events_are_uploaded(
         "tensorboard",
     )
     assert result.status == 0, result.err
-    assert re.search(rf"saved +{s3.address('run')}\n", result.out)
+    assert f"written {s3.address('run')}\n" in result.err
     assert any(name.startswith("run/tensorboard/events") for name in s3.names("run/"))
     assert "run/owner.json" not in s3.names("run/")
     s3.write("tiny.json", config.read_bytes())
