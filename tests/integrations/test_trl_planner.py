@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections import Counter, defaultdict
-from itertools import pairwise
 from typing import Any, cast
 
 import pytest
@@ -13,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from treepack import TreepackError
-from treepack.integrations.trl_planner import CountPlanner, PlannedRow, TreePlanner, balance_rows, sort_samples
+from treepack.integrations import trl
+from treepack.integrations.trl_planner import PlannedRow, TreePlanner, sort_samples
 
 
 def make_sample(ids: list[int], first: int, group: int = 0) -> dict[str, Any]:
@@ -54,33 +54,11 @@ def test_the_order_of_arrival_does_not_change_the_rows(given: list[dict[str, Any
     assert tokens_of(one) == tokens_of(other)
 
 
-@given(st.lists(samples, min_size=1, max_size=8), st.integers(1, 3))
-def test_balanced_rows_have_the_smallest_maximum_load(given: list[dict[str, Any]], count: int) -> None:
-    ordered, shared = sort_samples(given)
-    count = min(count, len(ordered))
-
-    def loads(cuts: list[int]) -> list[int]:
-        edges = [0, *cuts, len(ordered)]
-        parts = pairwise(edges)
-        return [PlannedRow(ordered[a:b], [0, *shared[a + 1 : b]]).load for a, b in parts]
-
-    def all_cuts(start: int, left: int) -> list[list[int]]:
-        if left == 0:
-            return [[]]
-        return [[i, *rest] for i in range(start, len(ordered)) for rest in all_cuts(i + 1, left - 1)]
-
-    rows = balance_rows(ordered, shared, count)
-    assert len(rows) == count
-    assert max(row.load for row in rows) == min(max(loads(cuts)) for cuts in all_cuts(1, count - 1))
-
-
-def test_a_count_planner_trains_every_sample_of_a_micro_batch() -> None:
-    given = [make_sample([i % 3, i % 2, i], 1) for i in range(8)]
-    planned = list(CountPlanner(given, 2, 4))
-    assert [[len(rows), sum(len(row.samples) for row in rows)] for rows in planned] == [[2, 4], [2, 4]]
-    assert sequences(planned) == Counter(tuple(sample["input_ids"].tolist()) for sample in given)
-    first = {tuple(sample["input_ids"].tolist()) for row in planned[0] for sample in row.samples}
-    assert first == {tuple(sample["input_ids"].tolist()) for sample in given[:4]}
+def test_the_planner_that_is_gone_names_the_other_one() -> None:
+    with pytest.raises(TreepackError, match="CountPlanner is gone; put TreePlanner in the place of TokenBudgetBatcher"):
+        trl.CountPlanner  # noqa: B018
+    with pytest.raises(AttributeError, match="CountPlaner"):
+        trl.CountPlaner  # noqa: B018
 
 
 def test_a_sample_beyond_the_budget_is_counted_and_dropped() -> None:

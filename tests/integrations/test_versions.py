@@ -15,7 +15,7 @@ from packaging.version import Version
 from support.paths import ROOT
 from treepack.errors import TreepackError
 from treepack.integrations import versions
-from treepack.integrations.trl import CountPlanner, TreePlanner, tree_trainer
+from treepack.integrations.trl import TreePlanner, tree_trainer
 from treepack.integrations.versions import TESTED, check_program
 
 PINS = {
@@ -124,7 +124,6 @@ def test_the_trainers_of_the_tested_version_have_every_name() -> None:
     for base in (trl.GRPOTrainer, trl.RLOOTrainer, trl.DPOTrainer, trl.SFTTrainer):
         assert issubclass(tree_trainer(base), base)
     assert TreePlanner([], 1, 8, {}).window > 0
-    assert CountPlanner([], 1, 8).microbatch_size == 8
 
 
 def test_an_object_and_another_class_are_refused() -> None:
@@ -147,12 +146,9 @@ def test_trainers_of_distillation_are_refused_by_name_also_if_they_are_sft_train
 def test_planners_refuse_a_trl_whose_classes_have_moved(monkeypatch: pytest.MonkeyPatch) -> None:
     from trl.experimental.async_grpo import async_grpo_trainer
 
-    monkeypatch.delattr(async_grpo_trainer, "FixedCountBatcher")
-    for make in (lambda: TreePlanner([], 1, 8, {}), lambda: CountPlanner([], 1, 8)):
-        with pytest.raises(
-            TreepackError, match=r"Planner: trl\S* of trl 1\.16\S* has no async_grpo_trainer\.FixedCountB"
-        ):
-            make()
+    monkeypatch.delattr(async_grpo_trainer, "TokenBudgetBatcher")
+    with pytest.raises(TreepackError, match=r"Planner: trl\S* of trl 1\.16\S* has no async_grpo_trainer\.TokenBudget"):
+        TreePlanner([], 1, 8, {})
 
 
 def test_a_program_that_is_not_installed_is_checked_by_its_names(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@
     tree_trainer(RLOOTrainer)   the same
     tree_trainer(DPOTrainer)    the two answers of a pair share their prompt                    trl_pairs
     tree_trainer(SFTTrainer)    rows of a packed directory, with treepack's loss                trl_packed
-    TreePlanner, CountPlanner   micro-batches of AsyncGRPOTrainer that share more               trl_planner
+    TreePlanner                 micro-batches of AsyncGRPOTrainer that share more               trl_planner
 
 The losses of reinforcement learning and of pairs, KL, masks, metrics, generation and vLLM stay TRL's. What a class does
 not compute is refused by name when the trainer is made (`trl_checks`).
@@ -17,11 +17,11 @@ from typing import Any, TypeVar
 from treepack.errors import TreepackError
 from treepack.integrations.trl_packed import packed_trainer
 from treepack.integrations.trl_pairs import pair_trainer
-from treepack.integrations.trl_planner import CountPlanner, TreePlanner
+from treepack.integrations.trl_planner import TreePlanner
 from treepack.integrations.trl_policy import policy_trainer
 from treepack.online import OnlineOptions
 
-__all__ = ["CountPlanner", "TreePlanner", "tree_trainer"]
+__all__ = ["TreePlanner", "tree_trainer"]
 
 Trainer = TypeVar("Trainer")
 
@@ -29,6 +29,14 @@ _DISTILLATION = frozenset(
     "DistillationTrainer AsyncDistillationTrainer ServerDistillationTrainer GKDTrainer GOLDTrainer IWOPDTrainer "
     "SDFTTrainer SDPOTrainer".split()
 )
+
+
+def __getattr__(name: str) -> Any:
+    if name == "CountPlanner":
+        raise TreepackError(
+            "CountPlanner is gone; put TreePlanner in the place of TokenBudgetBatcher, and train with a token budget"
+        )
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def tree_trainer(

@@ -1,7 +1,6 @@
 """Planners of micro-batches for TRL's AsyncGRPOTrainer: rows of samples that share prefixes, in any order of arrival.
 
     sample dicts of a queue --TreePlanner--> [row of rank 0, row of rank 1, ...]   like TRL's TokenBudgetBatcher
-                            --CountPlanner-> the same                              like TRL's FixedCountBatcher
 
 A planner collects a window of samples, sorts them by their tokens, and cuts the sorted list into rows, so that samples
 with a common prefix are neighbours whatever their order of arrival was. TRL's own attention and loss compute the rows:
@@ -19,7 +18,7 @@ from __future__ import annotations
 import importlib
 import logging
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -29,7 +28,7 @@ from torch.utils.data import IterableDataset
 
 from treepack.errors import TreepackError
 from treepack.integrations.versions import check_program, installed_version
-from treepack.pack.plan.cuts import best_starts, costs_in_order, greedy_starts, range_measure, ranges_of
+from treepack.pack.plan.cuts import best_starts, costs_in_order, range_measure, ranges_of
 from treepack.pack.plan.problem import path_pairs
 from treepack.trie.nodes import shared_with_previous, sorted_by_tokens
 
@@ -179,44 +178,6 @@ class TreePlanner(IterableDataset):  # type: ignore[type-arg]
         return micro_batches, [sample for row in rows[full:] for sample in row.samples]
 
 
-class CountPlanner(IterableDataset):  # type: ignore[type-arg]
-    """Micro-batches of `microbatch_size` samples, one row for each rank, in place of `FixedCountBatcher`.
-
-    The rows of a micro-batch have the smallest possible maximum load over all ways to cut the sorted samples.
-
-    Args:
-        dataset: iterable of TRL's sample dicts.
-        num_processes: ranks, which is the number of rows of a micro-batch.
-        microbatch_size: samples of a micro-batch.
-        micro_batches: micro-batches that are planned together. With 1, each has the samples that it has in TRL.
-    """
-
-    def __init__(
-        self, dataset: Iterable[Sample], num_processes: int, microbatch_size: int, *, micro_batches: int = 1
-    ) -> None:
-        _check_trl("CountPlanner")
-        if microbatch_size < num_processes:
-            raise TreepackError(
-                f"CountPlanner: a micro-batch has {microbatch_size} samples for {num_processes} processes; expected at "
-                "least one sample for each"
-            )
-        self.dataset, self.num_processes = dataset, num_processes
-        self.microbatch_size, self.micro_batches = microbatch_size, micro_batches
-
-    def __iter__(self) -> Iterator[list[PlannedRow]]:
-        """Yield one list of `num_processes` rows for each micro-batch."""
-        waiting: list[Sample] = []
-        for sample in self.dataset:
-            waiting.append(sample)
-            if len(waiting) < self.microbatch_size * self.micro_batches:
-                continue
-            ordered, shared = sort_samples(waiting)
-            for start in range(0, len(ordered), self.microbatch_size):
-                stop = start + self.microbatch_size
-                yield balance_rows(ordered[start:stop], [0, *shared[start + 1 : stop]], self.num_processes)
-            waiting = []
-
-
 def _check_trl(planner: str) -> None:
     """Refuse another version of trl, in which other classes than the planned ones may make micro-batches.
 
@@ -229,7 +190,7 @@ def _check_trl(planner: str) -> None:
         module = importlib.import_module("trl.experimental.async_grpo")
     except ImportError:
         module = importlib.import_module("trl")
-    names = ("packing.TreeRow", "async_grpo_trainer.TokenBudgetBatcher", "async_grpo_trainer.FixedCountBatcher")
+    names = ("packing.TreeRow", "async_grpo_trainer.TokenBudgetBatcher")
     check_program("trl", module, names, user=planner)
 
 
@@ -260,19 +221,6 @@ def fill_sample_rows(samples: list[Sample], shared: list[int], budget: int) -> l
     trained = np.array([int(np.asarray(sample["completion_mask"]).sum()) for sample in samples], np.int64)
     measures = [range_measure(lengths, again, budget), range_measure(trained, np.zeros_like(again), budget)]
     return _rows(samples, shared, best_starts(measures, costs_in_order([1] * len(samples), shared)))
-
-
-def balance_rows(samples: list[Sample], shared: list[int], count: int) -> list[PlannedRow]:
-    """Cut sorted samples into `count` rows, none empty, with the smallest possible maximum load."""
-    lengths = np.array([len(_tokens(sample)) for sample in samples], np.int64)
-    alone = path_pairs(lengths)
-    load = range_measure(alone, path_pairs(np.array(shared, np.int64)), 0)
-    low, high = int(alone.max()), int(alone.sum())
-    while low < high:
-        middle = (low + high) // 2
-        fits = len(greedy_starts([replace(load, limit=middle)])) <= count
-        low, high = (low, middle) if fits else (middle + 1, high)
-    return _split(_rows(samples, shared, greedy_starts([replace(load, limit=low)])), count)
 
 
 def _split(rows: list[PlannedRow], count: int) -> list[PlannedRow]:
