@@ -41,7 +41,14 @@ from treepack.model.experts.interface import implementation_of
 from treepack.model.foreign_errors import translate_errors
 from treepack.model.head.value_head import add_value_head, named_weights
 from treepack.model.loaded import LoadedModel
-from treepack.model.stored_weights import check_stored, prepare_products, stored_arguments, stored_kind, whole_model
+from treepack.model.stored_weights import (
+    cast_read_weights,
+    check_stored,
+    prepare_products,
+    stored_arguments,
+    stored_kind,
+    whole_model,
+)
 from treepack.model.text_half import check_type, choose_config, is_text_half, model_class, model_from_config
 from treepack.model.weights.files import weight_files
 from treepack.model.weights.reading import fill, find_plan
@@ -288,6 +295,8 @@ def build_model(
                 f"{source}: {names[0]}{more} {'is' if len(names) == 1 else 'are'} {problem} in its weights; "
                 f"expected a whole checkpoint of {type(model).__name__}"
             )
+    if stored:
+        cast_read_weights(model, dtype)
     if stored and dequantize:
         model = whole_model(model, dtype)
     elif is_text_half(model) and not stored:  # only an adapter over stored weights is trained and saved

@@ -143,7 +143,25 @@ def stored_arguments(config: Any, device: Any, *, dequantize: bool) -> dict[str,
 
 def whole_model(model: Any, dtype: Any) -> Any:
     """Return `model` with the weights of its quantised layers in `dtype`, and without a quantization_config."""
-    return model.dequantize(dtype) if getattr(model, "hf_quantizer", None) is not None else model
+    whole = model.dequantize(dtype) if getattr(model, "hf_quantizer", None) is not None else model
+    # transformers keeps how the weights were read, and a save undoes it; whole weights are not to be quantised again.
+    if (steps := getattr(whole, "_weight_conversions", None)) is not None:
+        whole._weight_conversions = [step for step in steps if not _only_dequantizes(step)]
+    return whole
+
+
+def _only_dequantizes(step: Any) -> bool:
+    operations = getattr(step, "operations", [])
+    return bool(operations) and all(hasattr(operation, "hf_quantizer") for operation in operations)
+
+
+def cast_read_weights(model: Any, dtype: Any) -> None:
+    """Turn weights that were dequantised to bfloat16 while they were read, as transformers 5.10 does, into `dtype`."""
+    import torch
+
+    for parameter in model.parameters():
+        if parameter.dtype is torch.bfloat16:
+            parameter.data = parameter.data.to(dtype)
 
 
 def prepare_products(model: Any, dtype: Any = None) -> None:
