@@ -15,9 +15,6 @@
 A task whose process or machine dies runs again. If a machine dies with tables that a later task needs, Ray runs the
 tasks again that made them. Ray Data has the same handles: `ray.data.from_arrow_refs` reads them, and
 `Dataset.to_arrow_refs` makes them.
-
-The sort of Ray Data would do the exchange too. It takes two to twenty times as long, because it sorts and copies the
-rows twice; benchmarks/ray_exchange.py compares them.
 """
 
 from __future__ import annotations

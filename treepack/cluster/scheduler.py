@@ -8,8 +8,7 @@
 A stage is a plain function of picklable arguments, and may run again after the process that ran it has died. So it
 returns the same result for the same arguments, and files that it writes appear whole (`files.task_output`).
 
-`LocalScheduler` runs everything in this process, `ray.RayScheduler` on a Ray cluster, and `map_scheduler.MapScheduler`
-by the ordered map of any other program.
+`LocalScheduler` runs everything in this process, and `ray.RayScheduler` on a Ray cluster.
 """
 
 from __future__ import annotations

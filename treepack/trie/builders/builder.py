@@ -12,17 +12,6 @@ A trie among the inputs is a run that a worker copies (`earlier_tries`).
 
 No token passes through this process, except of inputs that cannot be split. Input that fits into one run of one process
 is built in memory. The result does not depend on the number of workers.
-
-`cluster.build` builds the same trie from ranges that its tasks exchange. It does not replace this module, because it
-costs more on one machine, and because its parts end where ranges end, so its files differ. Measured with
-`benchmarks/trie_builders.py` on 2 cores that other programs used too: this module -> ranges of the size of a run in as
-many processes.
-
-    tokens    workers    s               processor s     memory, MB    disk, MB
-     9.2 M       1        4.9 ->  6.1     3.1 ->  4.5    172 -> 223     62 ->   141
-     9.2 M       2        6.7 ->  7.7     6.5 ->  6.3    316 -> 374     64 ->   145
-    90.7 M       1       19.0 -> 30.9    12.9 -> 18.3    266 -> 510    613 -> 1,426
-    90.7 M       2       33.1 -> 44.0    18.7 -> 21.7    495 -> 857    626 -> 1,416
 """
 
 from __future__ import annotations
