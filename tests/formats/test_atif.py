@@ -69,6 +69,38 @@ def test_steps_after_a_summary_are_not_trained_behind_a_history_that_their_model
     assert (turns(same), whole.notes) == (turns(chat), ())
 
 
+def event(*texts: Any, boundary: str = "replace", **more: Any) -> dict[str, Any]:
+    results = [{"content": text} for text in texts]
+    extra = {"context_management": {"type": "compaction", "boundary": boundary}}
+    return {"source": "system", "message": "Summed up.", "observation": {"results": results}, "extra": extra, **more}
+
+
+def test_a_context_that_replaces_the_old_one_is_the_prompt_of_the_next_steps() -> None:
+    steps = (told("Q"), agent_step("A"), event("short"), told("Go on."), agent_step("B"), event("shorter"))
+    (first, old), (second, new), (third, last) = chats(read_atif(*steps, agent_step("C")))
+    assert turns(old) == [("user", "Q", 0.0), ("assistant", "A", 1.0)]
+    assert turns(new) == [("user", "short", 0.0), ("user", "Go on.", 0.0), ("assistant", "B", 1.0)]
+    assert turns(last) == [("user", "shorter", 0.0), ("assistant", "C", 1.0)]
+    found = [first, second, third]
+    assert [item.trajectory_id for item in found] == ["s/turn-1", "s/turn-2", "s/turn-3"]
+    assert [(item.rollout_id, item.rollout_part) for item in found] == [("s", 0), ("s", 1), ("s", 2)]
+    assert len({item.group_id for item in found}) == 1
+
+
+def test_a_copied_context_that_replaces_the_old_one_is_the_prompt_of_a_continuation() -> None:
+    copied = [step | {"is_copied_context": True} for step in (told("Q"), agent_step("A"), event("short"))]
+    ((trajectory, chat),) = chats(read_atif(*copied, told("Go on."), agent_step("B")))
+    assert turns(chat) == [("user", "short", 0.0), ("user", "Go on.", 0.0), ("assistant", "B", 1.0)]
+    assert (trajectory.trajectory_id, trajectory.notes) == ("s", ())
+
+
+@pytest.mark.parametrize("change", [event(), event("more", boundary="append"), event([{"type": "image"}])])
+def test_steps_after_a_context_that_is_not_known_are_not_trained(change: dict[str, Any]) -> None:
+    ((trajectory, chat),) = chats(read_atif(told("Q"), agent_step("A"), change, agent_step("B")))
+    assert turns(chat) == [("user", "Q", 0.0), ("assistant", "A", 1.0)]
+    assert len(trajectory.notes) == 1
+
+
 def test_atif_steps_without_token_ids_are_a_conversation() -> None:
     call = {"tool_call_id": "c", "function_name": "ls", "arguments": {"all": True}}
     results = {"results": [{"source_call_id": "c", "content": "x"}, {"content": "y"}]}

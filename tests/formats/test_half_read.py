@@ -218,3 +218,22 @@ def test_a_record_without_an_answer_is_skipped_and_not_the_file(value: dict[str,
 
 def test_columns_of_messages_are_messages() -> None:
     assert trained({"messages": {"role": ["user", "assistant"], "content": ["Bolts?", "Seven."]}}) == ["Seven."]
+
+
+@pytest.mark.parametrize("names", [["accuracy"], ["accuracy", "format"], [{"name": "accuracy", "weight": 0.5}]])
+@pytest.mark.parametrize("field", ["rewards", "reward"])
+def test_names_of_reward_functions_are_no_reward(names: list[Any], field: str) -> None:
+    reading = read({"messages": SAID, field: names})
+    (item,) = reading.items
+    assert isinstance(item, Trajectory)
+    assert item.reward is None
+    assert field in item.metadata or any(field in note for note in item.notes)
+    (scored,) = read({"messages": SAID, field: names, "score": 0.5}).items
+    assert isinstance(scored, Trajectory)
+    assert scored.reward == 0.5
+
+
+@pytest.mark.parametrize("bad", [["nan"], ["accuracy", 1.0], [None], ["N/A"], [{"name": "accuracy", "score": "x"}]])
+def test_a_list_with_a_reward_that_is_missing_skips_the_rollout(bad: list[Any]) -> None:
+    (item,) = read({"messages": SAID, "rewards": bad}).items
+    assert isinstance(item, Skipped)

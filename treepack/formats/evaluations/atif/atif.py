@@ -10,8 +10,9 @@
 
 If every call has token ids, these ids are read, and calls that continue each other are joined. If not, the steps are
 one conversation. A step is not trained if it was copied from another file (`is_copied_context`) or if no model made it
-(`llm_call_count` 0). A system step with an observation is an event of the harness, not a message; a conversation ends
-at an event between two steps of the agent.
+(`llm_call_count` 0). A system step with an observation is an event of the harness, not a message. If its
+`extra.context_management.boundary` is "replace", its results are the whole prompt of the next steps, a conversation of
+their own; at another event between two steps of the agent the conversation ends.
 
 The files of a trial are one rollout, and so are a trajectory and its embedded agents: continuations, summaries and
 sub-agents count once in the group of their task (`trial_files`). A continuation contains the steps that it continues as
@@ -29,17 +30,22 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from treepack.calls.rollout_names import group_of_first, within
-from treepack.files.input_files.records import NoObjectError
+from treepack.calls.rollout_names import group_of_first, with_rollout_names, within
 from treepack.formats.evaluations.atif.trial_files import (
     MAX_AGENTS,
+    RESULT,
     FileOfRollout,
+    facts_of_trial,
     file_of_trial,
     file_of_trial_session,
+    name_of_trial,
+    result_above,
+    step_result,
 )
 from treepack.formats.kit import (
     Format,
     JsonObject,
+    Outcome,
     Outcomes,
     ReadOptions,
     Record,
@@ -63,7 +69,6 @@ from treepack.formats.kit import (
     temperature_of,
     without,
 )
-from treepack.ingest.readers.fields.rewards import reward_of
 from treepack.ingest.readers.messages.conversation_settings import normalise_tools
 from treepack.ingest.readers.messages.normal_form import normalise_messages
 
@@ -73,8 +78,6 @@ _ROLES = {"system": "system", "user": "user", "agent": "assistant"}
 _TOP = frozenset({"schema_version", "trajectory_id", "agent", "steps", "final_metrics"})
 _LINKS = frozenset({"continued_trajectory_ref", "subagent_trajectories"})
 _MAIN = "trajectory.json"
-# The result of a trial, seen from agent/, from steps/<name>/agent/ and from a folder without subfolders.
-_ABOVE = ("../result.json", "../../../result.json", "result.json")
 _SOME_NOTE = "token ids of some steps only, not used"
 _MEDIA_NOTE = "steps from the first image or sound to the end not used"
 CONTEXT_NOTE = "steps after an event of the harness, such as a summary, not used: their prompt is not known"
@@ -86,24 +89,24 @@ def read_atif(record: Record, options: ReadOptions) -> Outcomes:
     Raises:
         TreepackError: steps of a different kind, token ids that contradict each other, or several rewards.
     """
-    if has_fields(record.value, _RESULT):
+    if has_fields(record.value, RESULT):
         yield from _read_result(record, options)
         return
-    path, result = _result_above(record)
+    path, result = result_above(record)
     if path is None:
         yield from _read_document(record, {}, file_of_trial_session(record), options)
         return
     # steps/<name>/agent/trajectory.json -> the step <name>; agent/trajectory.json -> the whole trial
     step = Path(record.path).parent.parent
     is_step = step.parent.name == "steps"
-    part = _step_result(result, step.name, record.source) if is_step else result
+    part = step_result(result, step.name, record.source) if is_step else result
     # "trajectory.json" -> "", "trajectory.cont-1.json" -> "cont-1"
     inner = folder_and_document(record)[1].removeprefix("trajectory").lstrip(".-_")
     step_name = step.name if is_step else ""
-    facts = _facts(result, part, (step_name, inner), str(path), options)
+    facts = facts_of_trial(result, part, (step_name, inner), str(path), options)
     main = companion_path(record, _MAIN)
     if not _is_in_details(part, main, str(path)):
-        file = file_of_trial(record, step if is_step else path.parent, _name(result, step_name))
+        file = file_of_trial(record, step if is_step else path.parent, name_of_trial(result, step_name))
         yield from _read_document(record, facts, file, options)
     # The result has the ids of the whole trial: only its main file yields them, and other files are skipped.
     elif main is not None and main.name == Path(record.path).name:
@@ -122,7 +125,7 @@ def _read_result(record: Record, options: ReadOptions) -> Outcomes:
     nothing = True
     for name, part, main in parts:
         if companion_path(record, main) is None and _is_in_details(part, None, source):
-            facts = _facts(result, part, (name, ""), source, options)
+            facts = facts_of_trial(result, part, (name, ""), source, options)
             yield from _read_details(replace(record, value=facts), part, options)
             nothing = False
     if nothing:
@@ -260,27 +263,40 @@ def _ending(step: JsonObject) -> Any:
 
 
 def _read_steps(record: Record, steps: list[JsonObject], tools: Any, some_ids: bool, options: ReadOptions) -> Outcomes:
-    """Read the steps as one conversation, up to the first step with media or with a change of the context."""
-    messages: list[JsonObject] = []
+    """Read the steps up to the first one with media, as a conversation for each context that replaces the one before.
+
+    A change of the context whose new text is not known ends the steps too.
+    """
+    contexts: list[list[JsonObject]] = [[]]
     notes: tuple[str, ...] = (_SOME_NOTE,) if some_ids else ()
     for number, step in enumerate(steps):
-        if step.get("source") == "system" and step.get("observation"):
-            # An event before the first call or after the last one changes no prompt.
-            if any(map(_is_trained, steps[:number])) and any(map(_is_trained, steps[number:])):
-                notes += (CONTEXT_NOTE,)
-                break
-            continue
-        said = _messages(step, f"{record.source}: step {number + 1}")
+        is_event = step.get("source") == "system" and bool(step.get("observation"))
+        said = (_new_context if is_event else _messages)(step, f"{record.source}: step {number + 1}")
         if any(map(_has_media, said)):
             notes += (_MEDIA_NOTE,)
             break
-        messages += said
-    done = normalise_messages(messages, source=record.source)
+        if not is_event:
+            contexts[-1] += said
+        elif said:
+            contexts.append(said)
+        # An event before the first call or after the last one changes no prompt.
+        elif any(map(_is_trained, steps[:number])) and any(map(_is_trained, steps[number:])):
+            notes += (CONTEXT_NOTE,)
+            break
     schemas = normalise_tools(tools, source=record.source)
-    if not any(done.weights):
+    items: list[Outcome] = []
+    first_calls: list[tuple[int, ...]] = []
+    num_calls = 0
+    for messages in contexts:
+        done = normalise_messages(messages, source=record.source)
+        if any(done.weights):
+            items.append(describe(record, done.chat(tools=schemas), used=(), options=options, notes=done.notes + notes))
+            first_calls.append((num_calls,))
+        num_calls += sum(map(bool, done.weights))
+    if items:
+        yield from with_rollout_names(record, items, first_calls, num_calls=0)
+    else:
         yield Skipped(record.source, "no step of a model that can be trained")
-        return
-    yield describe(record, done.chat(tools=schemas), used=(), options=options, notes=done.notes + notes)
 
 
 def _messages(step: JsonObject, source: str) -> list[JsonObject]:
@@ -302,9 +318,20 @@ def _messages(step: JsonObject, source: str) -> list[JsonObject]:
         message["loss"] = False
     if (ending := _ending(step)) is not None:
         message["finish_reason"] = ending
+    return [message, *_results(step, source, calls)]
+
+
+def _new_context(event: JsonObject, source: str) -> list[JsonObject]:
+    """Return the messages of the user that replace the conversation before an event; none if it replaces nothing."""
+    management = object_or_empty(object_or_empty(event.get("extra")).get("context_management"))
+    results = _results(event, source, []) if management.get("boundary") == "replace" else []
+    return [{"role": "user", "content": each["content"]} for each in results if each["content"]]
+
+
+def _results(step: JsonObject, source: str, calls: list[JsonObject]) -> list[JsonObject]:
+    """Return a message for each result in the observation of a step with `calls`."""
     results = object_or_empty(step.get("observation")).get("results")
-    answers = [_result(result, calls) for result in as_objects(results, source=source, name="observation.results")]
-    return [message, *answers]
+    return [_result(result, calls) for result in as_objects(results, source=source, name="observation.results")]
 
 
 def _result(result: JsonObject, calls: list[JsonObject]) -> JsonObject:
@@ -323,74 +350,25 @@ def _has_media(message: JsonObject) -> bool:
     return any(isinstance(part, dict) and part.get("type") in ("image", "audio") for part in parts)
 
 
-def _result_above(record: Record) -> tuple[Path | None, JsonObject]:
-    """Return the path and the content of the result of the trial that wrote `record`; None and {} if there is none."""
-    for path in filter(None, (companion_path(record, name) for name in _ABOVE)):
-        try:
-            result = read_document(path)
-        except NoObjectError:
-            continue
-        if has_fields(result, _RESULT):
-            return path, result
-    return None, {}
-
-
-def _facts(
-    result: JsonObject, part: JsonObject, names: tuple[str, str], source: str, options: ReadOptions
-) -> JsonObject:
-    """Return the names and the reward that the result of a trial gives to one of its conversations.
-
-    `names` belong to the step of the trial and of the file, empty if there is none.
-    """
-    task = "/".join(filter(None, (str(result["task_name"]), names[0])))
-    error = object_or_empty(part.get("exception_info") or result.get("exception_info")).get("exception_type")
-    return {
-        "trajectory_id": _name(result, *names),
-        "group_id": task,
-        "reward": _reward(part, source, options),
-        "exception": error,
-    }
-
-
-def _name(result: JsonObject, *names: str) -> str:
-    return "/".join(filter(None, (str(result["trial_name"]), *names)))
-
-
-def _step_result(result: JsonObject, name: str, source: str) -> JsonObject:
-    steps = objects_at(result, "step_results", source)
-    return next((step for step in steps if step.get("step_name") == name), {})
-
-
-def _reward(result: JsonObject, source: str, options: ReadOptions) -> float | None:
-    """Return the reward of the verifier: the one of `reward_key`, the one called `reward`, or the only one."""
-    rewards = object_or_empty(result.get("verifier_result")).get("rewards")
-    if not rewards:
-        return None
-    # {"reward": 1.0, "tests": 3} -> 1.0, {"tests": 3} -> 3, {"a": 1, "b": 2} -> refused by reward_of
-    if isinstance(rewards, dict) and options.reward_key is None:
-        rewards = rewards.get("reward", next(iter(rewards.values())) if len(rewards) == 1 else rewards)
-    return reward_of({"reward": rewards}, source, reward_key=options.reward_key)[0]
-
-
 _TRAJECTORY = "schema_version:=ATIF*, steps:list"
-_RESULT = "task_name, trial_name, agent_info"
 FORMAT = Format(
     name="atif",
     rank=200,
     program="Harbor; NeMo and others that write ATIF",
     recognised_by="`schema_version` that begins with ATIF, and `steps`; or a trial's `task_name` and `trial_name`",
-    requires=f"{_TRAJECTORY}; {_RESULT}",
+    requires=f"{_TRAJECTORY}; {RESULT}",
     used="""
         steps.source steps.message steps.reasoning_content steps.tool_calls steps.observation.results
         steps.metrics.prompt_token_ids steps.metrics.completion_token_ids steps.metrics.logprobs
-        steps.is_copied_context steps.llm_call_count agent.tool_definitions agent.name agent.model_name
+        steps.is_copied_context steps.llm_call_count steps.extra.context_management.boundary agent.tool_definitions
+        agent.name agent.model_name
         agent.extra.temperature session_id task_name trial_name verifier_result.rewards
         step_results.verifier_result.rewards agent_result.rollout_details subagent_trajectories=.
         continued_trajectory_ref
     """,
     dropped="""
-        system steps with an observation (events of the harness);
-        steps.timestamp, steps.extra, other metrics;
+        system steps with an observation that replaces no context (events of the harness);
+        steps.timestamp, the rest of steps.extra, other metrics;
         final_metrics;
         observation.results.subagent_trajectory_ref (a file of its own, or embedded);
         of result.json: config, times, costs, messages of exceptions

@@ -1,4 +1,4 @@
-"""Files of one trial of Harbor: the rollout of a trajectory file, and its number in the order of sampling.
+"""Files of one trial of Harbor: the rollout of a trajectory file, its number in the order of sampling, and its result.
 
     agent/trajectory.json                               order 0
     agent/trajectory.summarization-1-summary.json       order 1, then -questions 2 and -answers 3
@@ -17,8 +17,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from treepack.formats.kit import STDIN, JsonObject, Record
+from treepack.files.input_files.records import NoObjectError
+from treepack.formats.kit import (
+    STDIN,
+    JsonObject,
+    ReadOptions,
+    Record,
+    companion_path,
+    has_fields,
+    object_or_empty,
+    objects_at,
+    read_document,
+)
+from treepack.ingest.readers.fields.rewards import reward_of
 
+RESULT = "task_name, trial_name, agent_info"  # fields of the `result.json` of a trial
+# It is seen from agent/, from steps/<name>/agent/ and from a folder without subfolders.
+_ABOVE = ("../result.json", "../../../result.json", "result.json")
 MAX_AGENTS = 1000  # agents of a file that have a part of their own; all further ones have the last part
 _KINDS = ("summary", "questions", "answers")
 _SUFFIX = re.compile(rf"(?:^|[._-])(?:cont-(\d{{1,3}})|summarization-(\d{{1,3}})-({'|'.join(_KINDS)}))$")
@@ -90,3 +105,54 @@ def _results(step: JsonObject) -> Any:
 
 def _objects(value: Any) -> list[JsonObject]:
     return [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []
+
+
+def result_above(record: Record) -> tuple[Path | None, JsonObject]:
+    """Return the path and the content of the result of the trial that wrote `record`; None and {} if there is none."""
+    for path in filter(None, (companion_path(record, name) for name in _ABOVE)):
+        try:
+            result = read_document(path)
+        except NoObjectError:
+            continue
+        if has_fields(result, RESULT):
+            return path, result
+    return None, {}
+
+
+def facts_of_trial(
+    result: JsonObject, part: JsonObject, names: tuple[str, str], source: str, options: ReadOptions
+) -> JsonObject:
+    """Return the names and the reward that the result of a trial gives to one of its conversations.
+
+    `names` belong to the step of the trial and of the file, empty if there is none.
+    """
+    task = "/".join(filter(None, (str(result["task_name"]), names[0])))
+    error = object_or_empty(part.get("exception_info") or result.get("exception_info")).get("exception_type")
+    return {
+        "trajectory_id": name_of_trial(result, *names),
+        "group_id": task,
+        "reward": _reward(part, source, options),
+        "exception": error,
+    }
+
+
+def name_of_trial(result: JsonObject, *names: str) -> str:
+    """Return the name of a conversation of a trial: hello__aaa, hello__aaa/first or hello__aaa/cont-1."""
+    return "/".join(filter(None, (str(result["trial_name"]), *names)))
+
+
+def step_result(result: JsonObject, name: str, source: str) -> JsonObject:
+    """Return the result of the step `name` of a trial, empty if the trial has no such step."""
+    steps = objects_at(result, "step_results", source)
+    return next((step for step in steps if step.get("step_name") == name), {})
+
+
+def _reward(result: JsonObject, source: str, options: ReadOptions) -> float | None:
+    """Return the reward of the verifier: the one of `reward_key`, the one called `reward`, or the only one."""
+    rewards = object_or_empty(result.get("verifier_result")).get("rewards")
+    if not rewards:
+        return None
+    # {"reward": 1.0, "tests": 3} -> 1.0, {"tests": 3} -> 3, {"a": 1, "b": 2} -> refused by reward_of
+    if isinstance(rewards, dict) and options.reward_key is None:
+        rewards = rewards.get("reward", next(iter(rewards.values())) if len(rewards) == 1 else rewards)
+    return reward_of({"reward": rewards}, source, reward_key=options.reward_key)[0]

@@ -11,6 +11,8 @@ from treepack.errors import TreepackError
 from treepack.ingest.readers.fields.values import JsonObject, as_fact
 
 REWARDS = ("reward", "score", "reward_score", "rewards", "rm_scores", "token_level_scores", "token_level_rewards")
+_SCORES = frozenset({"score", "value", "reward"})
+_NULLS = frozenset("nan inf infinity none null na n/a true false".split())  # texts that stand for a missing reward
 
 
 def is_equal(value: Any, reward: float | None) -> bool:
@@ -29,13 +31,24 @@ def reward_of(value: JsonObject, source: str, *, reward_key: str | None) -> tupl
     """
     for name in REWARDS:
         reward = value.get(name)
-        if reward is None or (isinstance(reward, dict | list | np.ndarray) and len(reward) == 0):
-            continue  # without a score a rollout has no reward, which is different from a reward of 0
+        # Without a score a rollout has no reward, which is different from a reward of 0.
+        if reward is None or (isinstance(reward, dict | list | np.ndarray) and len(reward) == 0) or is_names(reward):
+            continue
         return _reward(reward, source=source, name=name, reward_key=reward_key), name
     info = value.get("reward_info")
     if isinstance(info, dict) and info.get("reward") is not None:
         return _reward(info["reward"], source=source, name="reward_info.reward", reward_key=reward_key), "reward_info"
     return None, None
+
+
+def is_names(value: Any) -> bool:
+    """Return whether `value` lists functions that compute a reward, and no rewards: names, or objects with a name."""
+    # ["accuracy", "format"] or [{"name": "accuracy", "weight": 0.5}]; not ["0.5", "nan"] or [{"name": "a", "score": 1}]
+    parts = value if isinstance(value, list) else []
+    names = [each.get("name") if isinstance(each, dict) and not _SCORES & each.keys() else each for each in parts]
+    return bool(names) and all(
+        isinstance(name, str) and name.lower() not in _NULLS and name[:1].isalpha() for name in names
+    )
 
 
 def _reward(reward: Any, *, source: str, name: str, reward_key: str | None) -> float:

@@ -22,7 +22,7 @@ from treepack.files.input_files.records import Record
 from treepack.ingest.readers.fields import endings
 from treepack.ingest.readers.fields.failures import failure_of
 from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.fields.rewards import REWARDS, is_equal, reward_of
+from treepack.ingest.readers.fields.rewards import REWARDS, is_equal, is_names, reward_of
 from treepack.ingest.readers.fields.unread import ANSWER, MASK, danger, is_empty, is_prose, not_used
 from treepack.ingest.readers.fields.values import BadValueError, JsonObject, as_fact, fault_in_json, shown
 from treepack.trajectory import Chat, PromptCompletion, Tokens, Trajectory, check_scalars
@@ -146,8 +146,9 @@ def _is_mask(name: str, value: Any) -> bool:
 
 def _other_rewards(rest: JsonObject, reward: float | None, used: str | None) -> tuple[str, ...]:
     """Return notes on the rewards in `rest` under other names, of which only the first name counts."""
-    # {"reward": 1.0, "score": 7} -> the score is metadata; an equal one adds nothing.
-    others = (name for name in REWARDS if not is_empty(rest.get(name)) and not is_equal(rest[name], reward))
+    # {"reward": 1.0, "score": 7} -> the score is metadata; an equal one adds nothing, nor do names of functions.
+    filled = (name for name in REWARDS if used and not is_empty(rest.get(name)) and not is_names(rest[name]))
+    others = (name for name in filled if not is_equal(rest[name], reward))
     return tuple(f"field '{name}' not read as the reward, because '{used}' is" for name in others)
 
 
