@@ -18,6 +18,7 @@ from treepack import __version__
 from treepack.errors import TreepackError, torch_hint
 
 from .choices import guess
+from .gone import refuse_gone
 from .launch import wait_for_first_rank
 from .streams import printable, standard_streams
 
@@ -80,7 +81,7 @@ class LazyCommands(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command; its errors name options instead of fields, and one rank of several prints them."""
         try:
-            return super().invoke(ctx)
+            return self._invoke(ctx)
         except (TreepackError, click.UsageError) as error:
             wait_for_first_rank(str(error))
             command = self.get_command(ctx, ctx.invoked_subcommand or "")
@@ -93,6 +94,13 @@ class LazyCommands(click.Group):
             if isinstance(error.__context__, BrokenPipeError):  # rich exits then; click ends without a word
                 raise error.__context__ from None
             _stop_by_fault(error)
+
+    def _invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except click.NoSuchOption as error:
+            refuse_gone(error, ctx.invoked_subcommand)
+            raise
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the commands in their groups."""

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from .option_groups import refuse_given
 from .output import next_training, percent, reserve_directory, say, show_end, show_figures, show_notes
 from .paths import RATED_TRIE, READ, WRITE
-from .planning import REPLACED_BY_PLAN, chosen_options, model_options, pack_options
+from .planning import REPLACED_BY_PLAN, pack_options
 from .progress import progress_bars, quiet_option
 from .ray_options import ray_cluster, ray_options
 from .sizes import memory_option
@@ -30,7 +30,6 @@ MANY_DROPPED = 0.1  # share of the trajectories
 @click.argument("trie", type=RATED_TRIE)
 @click.option("--out", type=WRITE, required=True, help="Directory to write.")
 @pack_options
-@model_options
 @click.option(
     "--plan",
     type=READ,
@@ -49,7 +48,6 @@ def pack(
     trie: AnyPath,
     out: AnyPath,
     options: PackOptions,
-    target: dict[str, Any],
     plan: AnyPath | None,
     save_plan: AnyPath | None,
     memory: int | None,
@@ -64,18 +62,14 @@ def pack(
     ERR, the effective reuse ratio 1 - N_pack / N_flat, the gap to a lower bound that holds for every packing, and the
     maximum number of score pairs of a row over the mean; with --verbose also the tiles of 128 x 128 pairs in attention.
     """
-    why = ""
     if plan is not None:
         refuse_given(REPLACED_BY_PLAN, "--plan gives the value of {}")
     if ray is not None or partitions is not None:
-        refuse_given(["model", "device"], "{} compares plans of the whole trie, and --partitions has none")
         summary = _pack_parts(trie, out, options, ray=ray, partitions=partitions, overwrite=overwrite)
     else:
         from treepack.pack.directory import pack_trie
 
         reserve_directory(out, [trie], overwrite=overwrite)
-        if plan is None:
-            options, why = chosen_options(trie, options, target, memory=memory)
         with progress_bars() as progress:
             summary = pack_trie(
                 trie,
@@ -87,7 +81,7 @@ def pack(
                 memory=memory,
                 progress=progress,
             )
-    show_packing(summary, why, verbose=verbose)
+    show_packing(summary, is_usual=options.capacity is None and plan is None, verbose=verbose)
     show_end(out, save_plan, then=next_training(out, trie))
 
 
@@ -122,10 +116,10 @@ def _pack_parts(
         )
 
 
-def show_packing(summary: PackSummary, why: str = "", *, verbose: bool = False, built: Manifest | None = None) -> None:
+def show_packing(summary: PackSummary, *, is_usual: bool, verbose: bool = False, built: Manifest | None = None) -> None:
     """Print the summary of rows that were packed.
 
-    `why` is the reason for the capacity, "" for no note. If the command has printed the manifest of the trie, it is
+    `is_usual` means that the capacity is the default. If the command has printed the manifest of the trie, it is
     `built`, and its figures are left out.
     """
     from treepack.analysis.summary import summary_of_manifest
@@ -143,17 +137,18 @@ def show_packing(summary: PackSummary, why: str = "", *, verbose: bool = False, 
     if dropped >= MANY_DROPPED * (total := dropped + totals["num_trajectories"]):
         share = f"{dropped:,} of {total:,} trajectories ({percent(dropped / total)})"
         click.echo(f"note: {share} are longer than --capacity and were dropped; give a larger one", err=True)
-    show_notes(summary.counts, _packing_notes(summary, why))
+    show_notes(summary.counts, _packing_notes(summary, is_usual=is_usual))
     if built is None:
         print_control_tokens(manifest.get("control_tokens"))
 
 
-def _packing_notes(summary: PackSummary, why: str) -> list[str]:
+def _packing_notes(summary: PackSummary, *, is_usual: bool) -> list[str]:
     """Return notes on the capacity, the cost of partitions, and training steps, which `train --mix` refuses."""
     from treepack.pack.files import training_steps
 
     manifest = summary.manifest
-    notes = [f"rows of {manifest['capacity']:,} tokens: {why}"] if why else []
+    usual = "the usual capacity that every trajectory fits; treepack stats compares others"
+    notes = [f"rows of {manifest['capacity']:,} tokens: {usual}"] if is_usual else []
     if partitions := manifest["options"].get("partitions"):
         repeated = manifest["totals"]["repeated_tokens"]
         notes.append(f"{partitions:,} partitions, which repeat {repeated:,} tokens of prefixes that they share")

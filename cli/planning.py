@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import click
 
@@ -11,10 +12,6 @@ from treepack.analysis.options import StatsOptions
 from treepack.pack.options import PackOptions
 
 from .option_groups import Option, as_usage, field_options, option_group
-from .progress import progress_bars
-
-if TYPE_CHECKING:
-    from treepack.files.remote.address import AnyPath
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -53,60 +50,35 @@ ranked_search_options = option_group(
 """Adds the options of a search and a number of ranks to a command, which receives them as `search: PackOptions`."""
 
 
-def _target(*, model: str | None, device: str | None) -> dict[str, Any]:
-    if model is None and device is not None:
-        raise click.UsageError("--device is the device of a model; give --model too, or neither")
-    device = device or StatsOptions().device
-    if model is not None:
-        from treepack.analysis.trie_forecast import read_target
+def _packing(*, model: str | None, **given: Any) -> PackOptions:
+    """Return the options of packing; with a model, rows are even in its time."""
+    options = as_usage(PackOptions)(**given)
+    if model is None:
+        return options
+    if options.balance == 1:
+        raise click.UsageError(
+            "--model makes the rows of --balance RANKS even in its time, and chooses no capacity; give --balance too, "
+            "or --capacity, which stats TRIE compares"
+        )
+    from treepack.costs.model_cost import pairs_of_token, read_shape
 
-        read_target(model, device)  # refuses a wrong name before prepare writes a trie
-    return {"model": model, "device": device}
+    return replace(options, token_pairs=pairs_of_token(read_shape(model)))
 
 
-model_options = option_group(
-    "target",
-    field_options(
-        StatsOptions,
-        "model device",
-        model={
-            "metavar": "NAME|PATH",
-            "default": None,
-            "show_default": False,
-            "help": "Model that is trained: without --capacity, take the capacity of the shortest expected time; with "
-            "--balance, make the rows even in its time. A preset or a config.json, see docs/forecast.md.",
-        },
-        device={"metavar": "NAME|TFLOP/S", "default": None, "show_default": False},
+_PLANNING = [
+    *_search(PackOptions().effort),
+    click.option(
+        "--model",
+        metavar="NAME|PATH",
+        help="With --balance: make the rows even in the time of this model, a preset or a config.json; see "
+        "docs/forecast.md.",
     ),
-    _target,
-)
-"""Adds a model and its device to a command, which receives them as `target: dict` for `chosen_options`."""
-
-_PLANNING = _search(PackOptions().effort)
-pack_options = option_group("options", [*_LIMITS, *_WORKERS, *_PLANNING, *_LOSS], as_usage(PackOptions))
+]
+pack_options = option_group("options", [*_LIMITS, *_WORKERS, *_PLANNING, *_LOSS], _packing)
 """Adds all options of packing to a command, which receives them as `options: PackOptions`."""
 
-pack_options_without_workers = option_group("options", [*_LIMITS, *_PLANNING, *_LOSS], as_usage(PackOptions))
+pack_options_without_workers = option_group("options", [*_LIMITS, *_PLANNING, *_LOSS], _packing)
 """The same for a command that has --workers already."""
 
-
-def chosen_options(
-    trie: AnyPath, options: PackOptions, target: dict[str, Any], *, memory: int | None
-) -> tuple[PackOptions, str]:
-    """Return `options` with a capacity for the model of `target`, and the reason for the note of `show_packing`.
-
-    Raises:
-        TreepackError: no such model or device, or a trie that cannot be read or planned.
-    """
-    if target["model"] is None:
-        if options.capacity is not None:
-            return options, ""
-        return options, "the usual capacity that every trajectory fits; --model MODEL takes the one that trains fastest"
-    from treepack.analysis.trie_forecast import choose_options
-
-    with progress_bars() as progress:
-        return choose_options(trie, options, **target, memory=memory, progress=progress)
-
-
 # Options that a plan file replaces: the limits and the search.
-REPLACED_BY_PLAN = "capacity pairs_budget terms_budget balance model device workers method effort time_limit".split()
+REPLACED_BY_PLAN = "capacity pairs_budget terms_budget balance model workers method effort time_limit".split()

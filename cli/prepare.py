@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -14,7 +14,7 @@ from .choices import WordChoice
 from .output import lock_until_end, next_training, show_end
 from .pack import show_packing
 from .paths import WRITE, refuse_missing
-from .planning import chosen_options, model_options, pack_options_without_workers
+from .planning import pack_options_without_workers
 from .progress import progress_bars, quiet_option
 from .reading import reading_options
 from .sizes import memory_option
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 )
 @reading_options
 @pack_options_without_workers
-@model_options
 @memory_option
 @click.option("--overwrite", is_flag=True, help="Replace existing outputs.")
 @quiet_option
@@ -51,7 +50,6 @@ def prepare(
     estimator: str | None,
     build: BuildOptions,
     options: PackOptions,
-    target: dict[str, Any],
     memory: int | None,
     overwrite: bool,
 ) -> None:
@@ -96,7 +94,6 @@ def prepare(
             )
             summary = write_advantages(trie, source, advantage_options, overwrite=overwrite)
             complete, step = source, "pack"
-        options, why = chosen_options(source, options, target, memory=memory)
         with progress_bars() as progress:
             options = replace(options, workers=build.workers)
             rows = pack_trie(source, packed, options, overwrite=overwrite, memory=memory, progress=progress)
@@ -108,5 +105,5 @@ def prepare(
         click.echo()
         show_advantages(trie, summary, advantage_options)
     click.echo()
-    show_packing(rows, why, built=built.manifest)
+    show_packing(rows, is_usual=options.capacity is None, built=built.manifest)
     show_end(trie, summary and source, packed, then=next_training(packed, source))

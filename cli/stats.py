@@ -15,7 +15,7 @@ from .paths import LOOK, READ, refuse_missing
 from .planning import ranked_search_options
 from .progress import progress_bars, quiet_option
 from .reading import reading_options
-from .sizes import TokenCount, TokenCounts, memory_option
+from .sizes import TokenCounts, memory_option
 from .stats_table import print_report
 
 if TYPE_CHECKING:
@@ -31,12 +31,11 @@ if TYPE_CHECKING:
     "forecast",
     field_options(
         StatsOptions,
-        "check trie capacities model device carry",
+        "check trie capacities model device",
         trie={"type": READ},
         capacities={"name": "capacity", "type": TokenCounts(), "show_default": False},
         model={"metavar": "NAME|PATH"},
         device={"metavar": "NAME|TFLOP/S"},
-        carry={"type": TokenCount(), "metavar": "N"},
     ),
     dict,
 )
@@ -75,8 +74,8 @@ def stats(
     PATH is a trie directory, a packed directory, or raw rollouts as for build-trie.
 
     The verdict compares floating-point operations on the tree with one append-only sequence per conversation, as most
-    trainers make it, with each trajectory alone, and with one trajectory per turn, in rows of the capacity that trains
-    in the shortest expected time. The table compares capacities, and the line after it is about memory.
+    trainers make it, with each trajectory alone, and with one trajectory per turn, in rows of the capacity that pack
+    takes by default. The table compares capacities, and the line after it is about memory.
     """
     import json
 

@@ -12,10 +12,6 @@ from treepack.analysis.glossary import BASELINES, REASONS, readable_time
 from .output import percent, say, show_figures, show_notes, show_table, text
 from .skipped import print_control_tokens, print_many_skipped, print_skipped
 
-CARRY_NOTES = (
-    "rows: maximum tokens, or whole trees; without --carry, with as few layers recomputed as the device demands",
-    "path: GiB of the longest carried path",
-)
 CONTRASTS = {
     "effective_ratio": ("num_anchors", "of_anchors", "of_rollouts"),
     "spearman": ("num_pairs", "num_unpredicted", "rho", "p_value"),
@@ -38,9 +34,9 @@ def print_report(report: dict[str, Any], *, verbose: bool, is_model_given: bool 
     num_gpus = forecast["num_gpus"]
     each = "" if num_gpus == forecast["ranks"] else f" (the table has the memory of each of {num_gpus})"
     if is_model_given:
-        say(f"{forecast['carry']['verdict']}{each}.")
+        say(f"{forecast['memory']}{each}.")
     else:
-        say(f"Speedup, memory and time are those of {forecast['model']}{each}; give --model for yours.")
+        say(f"Speedup and memory are those of {forecast['model']}{each}; give --model for yours.")
     if lost := report.get("sharing", {}).get("lost"):
         tokens = report["sharing"]["laid_down"]["lost"]
         share, most = tokens / report["tokens_tree"], max(lost, key=lambda cause: int(cause["tokens"]))
@@ -93,10 +89,9 @@ def _print_capacities(report: dict[str, Any]) -> None:
             percent(1 - each["tokens_packed"] / baseline["tokens_flat"]) if is_known else "-",
             f"{baseline['flops_flat'] / each['flops']:.2f}x" if is_known else "-",
             "-" if each["num_bytes"] is None else f"{_gib(each['num_bytes'])} GiB",
-            readable_time(each["seconds"]),
             text(each["num_left_out"]),
         ]
-    header = ["capacity ", "rows", "tokens", "sharing", "speedup", "memory", "time", "left out"]
+    header = ["capacity ", "rows", "tokens", "sharing", "speedup", "memory", "left out"]
     if all(each["num_left_out"] == 0 for each in forecast["capacities"]):
         header, lines = header[:-1], {plan: line[:-1] for plan, line in lines.items()}
     show_table(header, [*lines.values()])
@@ -204,29 +199,6 @@ def _print_forecast(forecast: dict[str, Any]) -> None:
     device = f", one {forecast['device']}" if forecast["device"] else ""
     times = f"flat, tree: times of {forecast['model']} at {rate}{device}"
     show_notes({}, [*(f"{name}: {BASELINES[name]}" for name in used), *forecast["notes"], times])
-    if forecast["carry"]["lines"]:
-        click.echo()
-        _print_carry(forecast["carry"], forecast["num_gpus"])
-
-
-def _print_carry(carry: dict[str, Any], num_gpus: int) -> None:
-    header = "rows gib_rows time_rows carry trunk path gib_carry time_carry".split()  # fits 80 columns
-    lines: dict[tuple[Any, ...], tuple[Any, ...]] = {}
-    for line in carry["lines"]:
-        values = (
-            _gib(line["bytes_rows"]),
-            readable_time(3600 * line["hours_rows"]),
-            line["carry"],
-            percent(line["tokens_trunk"] / line["tokens_computed"]),
-            _gib(line["bytes_path"]),
-            _gib(line["bytes_carry"]),
-            readable_time(3600 * line["hours_carry"]),
-        )
-        rows = "whole" if line["capacity"] is None else line["capacity"]
-        lines.setdefault((line["row_tokens"], line["tokens_computed"], values), (rows, *values))
-    show_table(header, [*lines.values()])
-    divided = "one GPU" if num_gpus == 1 else f"each of {num_gpus} GPUs that divide weights and optimiser"
-    show_notes({}, [*CARRY_NOTES, f"gib: memory of {divided}, an estimate", *carry["notes"]])
 
 
 def _gib(num_bytes: int) -> str:

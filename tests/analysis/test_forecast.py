@@ -245,17 +245,17 @@ def test_stats_is_a_verdict_a_table_and_a_line_of_memory(treepack: Run, chats: C
     trie = chats("trajectory")
     lines = treepack("stats", trie).out.splitlines()
     number, sequence = r"[\d.]+x", "one append-only sequence per conversation"
-    gain = rf"Tree training pays {number} in rows of 32,768 tokens against {sequence} "
+    gain = rf"Tree training pays {number} in rows of 16,384 tokens against {sequence} "
     others = rf"\({number} against each trajectory alone, {number} against one trajectory per turn\)\."
     assert lines[0] == "32 conversations, 96 trajectories: the template rewrites earlier turns"
     assert re.fullmatch(gain + others, lines[1])
-    assert lines[3].split() == ["capacity", "rows", "tokens", "sharing", "speedup", "memory", "time"]
-    end = next(i for i, line in enumerate(lines) if line.startswith("Speedup, memory"))
+    assert lines[3].split() == ["capacity", "rows", "tokens", "sharing", "speedup", "memory"]
+    end = next(i for i, line in enumerate(lines) if line.startswith("Speedup and memory"))
     table = [line.split() for line in lines[4:end]]
-    assert [row[0] for row in table if row[0].endswith("*")] == ["32,768*"]
+    assert [row[0] for row in table if row[0].endswith("*")] == ["16,384*"]
     assert len({(row[1], row[2]) for row in table}) == len(table)  # equal plans are one line
     divided = "(the table has the memory of each of 2)"
-    assert lines[end] == f"Speedup, memory and time are those of qwen3-8b {divided}; give --model for yours."
+    assert lines[end] == f"Speedup and memory are those of qwen3-8b {divided}; give --model for yours."
     sentence = "qwen3-8b with AdamW in fp32 does not fit one h200; use 2 GPUs or LoRA"
     assert f"\n{sentence} {divided}.\n" in treepack("stats", trie, "--model", "qwen3-8b").out
     assert lines[end + 1] == "28.7 % of the tokens lost their sharing, most by template; see --verbose."

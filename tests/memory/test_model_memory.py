@@ -34,7 +34,8 @@ def test_carried_tokens_have_keys_values_their_gradients_and_outputs() -> None:
     # 28 layers, 8 heads of 128 for keys and for values, in 2 bytes. Outputs: 16 heads of 128, and a float32 for each.
     assert small.keys_values == 28 * 2 * 8 * 128 * 2
     assert small.outputs == 28 * (16 * 128 * 2 + 16 * 4)
-    assert small.path == 3 * small.keys_values + small.outputs
+    # On the GPU are two of 28 layers, with gradients of keys and values in float32, and the float32 of each head.
+    assert small.staged == 2 * 3 * small.keys_values // 28 + 28 * 16 * 4
 
 
 def test_estimates_of_long_rows_agree_with_measured_peaks() -> None:
@@ -65,12 +66,6 @@ def test_a_row_that_is_one_piece_is_a_row_without_recomputation() -> None:
     assert model.in_pieces(5000, 8192, 0) == model.in_rows(5000, 0)
     # Rows of any greater length need the memory of one piece and of the path.
     assert model.in_pieces(10**5, 8192, 3000) == model.in_pieces(10**9, 8192, 3000)
-
-
-def test_of_a_path_in_host_memory_two_layers_are_on_the_gpu() -> None:
-    model = memory("qwen3-1.7b")
-    own, staged = (model.in_pieces(10**6, 8192, 1000, path_in_host=in_host) for in_host in (False, True))
-    assert own - staged == model.in_host(1000) - 1000 * 2 * 3 * model.keys_values // 28
 
 
 def test_experts_have_weights_when_idle_and_activations_when_chosen() -> None:

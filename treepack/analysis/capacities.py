@@ -1,13 +1,17 @@
 """Plans for several capacities, without writing anything, and the work that they save.
 
-Trie --plan_capacities--> PlannedCapacity, ... --predicted_totals--> N_pack, ERR, fill and gap of each
+Trie --candidate_capacities--> longest trajectory, powers of two, largest tree
+Trie --plan_capacities--> PlannedCapacity, ... --usual_plan--> the one nearest the default of `pack`
+PlannedCapacity, ... --predicted_totals--> N_pack, ERR, fill and gap of each
 --forecast_lines--> operations on rows against one by one
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+
+import numpy as np
 
 from treepack.analysis.describe import Report
 from treepack.analysis.forecast import (
@@ -29,17 +33,21 @@ from treepack.analysis.forecast import (
 from treepack.analysis.turns import SortedTurns, cut_to_turns, turns_of
 from treepack.costs.model_cost import FlopCount
 from treepack.ingest.conversations import Conversations
-from treepack.pack.capacity import fit_capacity
-from treepack.pack.options import PackOptions
+from treepack.pack.capacity import fit_capacity, usual_capacities_of
+from treepack.pack.options import MAX_CAPACITY, PackOptions
 from treepack.pack.packing import plan_within
 from treepack.pack.plan.check import check_plan
+from treepack.pack.plan.methods.groups import whole_groups
 from treepack.pack.plan.plan import Plan, PlanTotals
-from treepack.pack.plan.planning import packed_trie
+from treepack.pack.plan.planning import GROUPS, packed_trie
 from treepack.pack.plan.problem import RowLimits, SearchOptions
+from treepack.pack.plan.unions import row_sizes
 from treepack.pack.totals import packed_totals
 from treepack.processes import ReportProgress
 from treepack.trie.totals import trie_totals
 from treepack.trie.trie import Trie
+
+_SHORTEST = 1024  # the first power of two that is a candidate
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +63,38 @@ class PlannedCapacity:
     plan: Plan
     totals: PlanTotals
     num_too_long: int
+
+
+def candidate_capacities(trie: Trie, method: str) -> list[int]:
+    """Return the capacities to compare, ascending: longest trajectory, powers of two above it, and largest tree.
+
+    A row of the largest tree shares all that can be shared, so no larger capacity computes fewer tokens. The default of
+    `pack` is always among the capacities. The largest group replaces the longest trajectory if `method` is "groups".
+    """
+    starts = trie.node_start[:-1][trie.parent < 0]
+    longest = int(trie.lengths.max())
+    if method == GROUPS:
+        items = whole_groups(trie, RowLimits(MAX_CAPACITY))
+        longest = int(row_sizes(trie, items, int(items.max()) + 1).tokens.max())
+    largest = max(int(np.diff(np.append(starts, trie.tokens_tree)).max()), longest)
+    last = max(largest, usual_capacities_of(longest)[0])
+    # longest 2,369 and largest 36,708 -> 2,369, 4,096, 8,192, 16,384, 32,768, 36,708
+    powers = [1 << k for k in range(last.bit_length()) if max(longest + 1, _SHORTEST) <= 1 << k]
+    return sorted({longest, *powers, largest})
+
+
+def usual_plan(trie: Trie, planned: Sequence[PlannedCapacity]) -> int:
+    """Return the index of the plan with the fewest trajectories left out, and a capacity nearest the default of `pack`.
+
+    A larger capacity than the default precedes a smaller one.
+    """
+    usual = usual_capacities_of(int(trie.lengths.max()))[0]
+
+    def distance(i: int) -> tuple[int, bool, int]:
+        capacity = planned[i].plan.capacity
+        return planned[i].num_too_long, capacity < usual, abs(capacity - usual)
+
+    return min(range(len(planned)), key=distance)
 
 
 def plan_capacities(

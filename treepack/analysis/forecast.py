@@ -99,6 +99,27 @@ class ForecastLine:
     baseline: str = SAMPLES
 
 
+@dataclass(frozen=True, slots=True)
+class ForecastRows:
+    """Rows of `capacity` tokens whose memory is forecast.
+
+    Attributes:
+        capacity: maximum number of tokens of a row.
+        work: the work of the rows.
+        num_rows: number of rows.
+        row_tokens: tokens of the largest row.
+        longest: tokens of the longest trajectory.
+        num_left_out: trajectories that are longer than a row.
+    """
+
+    capacity: int
+    work: FlopCount
+    num_rows: int
+    row_tokens: int
+    longest: int
+    num_left_out: int = 0
+
+
 def ways_to_cut(trie: Trie) -> tuple[str, ...]:
     """Return the ways to cut rollouts into samples, "trajectories" and "turns"; the way of `trie` comes first.
 
@@ -290,13 +311,21 @@ class RowCounter:
     def __init__(self) -> None:
         """Start from zero."""
         self.packed = self.flat = FlopCount(0, 0, 0)
+        self.num_rows = self.row_tokens = self.longest = 0
 
     def over(self, rows: Iterable[Row]) -> Iterator[Row]:
         """Yield `rows` unchanged, and count each."""
         for row in rows:
             packed, flat = row_work(row.position_ids, row.scale, row.loss_weight, row.trajectory_ends)
             self.packed, self.flat = self.packed + packed, self.flat + flat
+            self.num_rows += 1
+            self.row_tokens = max(self.row_tokens, row.num_tokens)
+            self.longest = max(self.longest, int(row.position_ids.max(initial=-1)) + 1)
             yield row
+
+    def rows(self, capacity: int) -> ForecastRows:
+        """Return the rows read, which have `capacity` tokens at most."""
+        return ForecastRows(capacity, self.packed, self.num_rows, self.row_tokens, self.longest)
 
     def line(self, capacity: int, totals: Mapping[str, Any]) -> ForecastLine:
         """Return the savings of all rows read; the targets of single trajectories come from the manifest."""

@@ -33,15 +33,10 @@ class StatsOptions:
         "qwen3-8b", "Model that is trained: a preset or a config.json; docs/forecast.md lists the presets."
     )
     device: str = option("h200", "GPU that trains it: a100, h100, h200, b200, or its rate in TFLOP/s in bfloat16.")
-    carry: int | None = option(
-        None,
-        "Forecast for train --carry N; default: the largest power of two from 4096 to 65536 that fits the device.",
-        minimum=1,
-    )
 
     def __post_init__(self) -> None:
         """Read texts such as "4k", and refuse values that are not numbers of tokens."""
-        read_counts(self, "capacities", "carry")
+        read_counts(self, "capacities")
         check_options(self)
 
 

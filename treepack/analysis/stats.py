@@ -2,7 +2,7 @@
 
     paths --stats--> one dictionary, ready for JSON: totals, distributions, lost sharing, predictions, forecast
 
-docs/cli.md describes the command. Without capacities, one is chosen by expected time.
+docs/cli.md describes the command.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from treepack.analysis.capacities import predicted_totals
-from treepack.analysis.carried_cost import TrunkCounter
-from treepack.analysis.carried_report import packed_rows
 from treepack.analysis.check import check_trie_totals, checked_totals
 from treepack.analysis.describe import Report, describe_rows, describe_trie
 from treepack.analysis.forecast import RowCounter
@@ -70,7 +68,7 @@ def stats(
         TreepackError: bad input, an option that does not suit it, a fault that the check found, or a trie whose nodes
             and trajectories do not fit into `memory`.
     """
-    target = read_target(options.model, options.device, ranks=options.pack.balance, carry=options.carry)
+    target = read_target(options.model, options.device, ranks=options.pack.balance)
     paths = local_paths(paths)
     directory, manifest = Path(paths[0]), manifest_of(paths)
     if manifest:
@@ -132,13 +130,13 @@ def _packed_stats(
     """Return the report on a packed directory."""
     if options.capacities:
         raise TreepackError(f"{directory}: is packed already; give --capacity with its trie")
-    totals, counter, trunks = manifest["totals"], RowCounter(), TrunkCounter(target.pieces)
+    totals, counter = manifest["totals"], RowCounter()
     read = with_progress(read_rows(directory), progress, "reading", unit="rows", total=totals["num_rows"])
     trie = read_packed_origin(directory, manifest, options.trie, memory=memory) if options.check else None
     if trie is not None:
         refuse_too_large(trie, CHECKING, memory=memory)
     checked = checked_rows(read, manifest, trie) if options.check else read
-    distributions = describe_rows(trunks.over(counter.over(checked)))
+    distributions = describe_rows(counter.over(checked))
     report: Report = {
         "kind": "packed",
         **totals,
@@ -151,9 +149,8 @@ def _packed_stats(
     report |= {name: entry for name, entry in entries.items() if entry}
     if options.check:
         report["checked"] = checked_totals(manifest, against_trie=trie is not None)
-    lines = counter.lines(manifest)
     notes = baseline_notes(conversations_of_manifest(manifest), totals)
-    forecast = forecast_packed(lines, packed_rows(lines[0], trunks), target, notes)
+    forecast = forecast_packed(counter.lines(manifest), counter.rows(manifest["capacity"]), target, notes)
     return report | {"forecast": forecast}
 
 

@@ -4,6 +4,3 @@ MAX_TOKEN_PAIRS = 10**8  # score pairs, the largest cost of a token: the cost of
 # A pass of so many tokens keeps an H100 busy longer than the processor needs for its launches, for models from 0.6
 # billion weights on. The trainer joins rows up to it.
 PASS_TOKENS = 32_768
-# Minimum seconds of a pass for each layer, the time of the launches: 0.13 s for 28 layers, whatever the rows
-# (docs/benchmarks.md, "Rows joined into passes").
-LAUNCH_SECONDS = 0.0048

@@ -61,18 +61,12 @@ class ModelMemory:
     layer: int
 
     @property
-    def path(self) -> int:
-        """Bytes of each carried token: keys, values, the sums of their gradients, and outputs of attention."""
-        return 3 * self.keys_values + self.outputs
-
-    @property
     def staged(self) -> int:
-        """Bytes on the GPU of each carried token in host memory: two layers at a time, and all log-sum-exps."""
-        return -(-2 * 3 * self.keys_values // self.num_layers) + self.log_sums
+        """Bytes on the GPU of each carried token in host memory: two layers at a time, and all log-sum-exps.
 
-    def in_host(self, path: int) -> int:
-        """Return the bytes of a path of carried tokens in host memory."""
-        return path * (self.path - self.log_sums)
+        A layer has keys, values and the sums of their gradients.
+        """
+        return -(-2 * 3 * self.keys_values // self.num_layers) + self.log_sums
 
     def in_rows(self, tokens: int, recomputed: int) -> int:
         """Return the bytes of training rows of at most `tokens` tokens, `recomputed` of whose layers run again."""
@@ -87,16 +81,15 @@ class ModelMemory:
         needed = math.ceil((whole - limit) * self.num_layers / one)
         return min(max(needed, 0), self.num_layers)
 
-    def in_pieces(self, tokens: int, piece: int, path: int, *, path_in_host: bool = False) -> int:
+    def in_pieces(self, tokens: int, piece: int, path: int) -> int:
         """Return the bytes on the GPU of training rows of at most `tokens` tokens in pieces of `piece`.
 
-        `path` is the maximum number of carried tokens. Layers of a piece keep their activations. Keys and values of a
-        piece are also in the buffer of the path; a row that is one piece has no buffer.
+        `path` is the maximum number of carried tokens, which wait in host memory. Layers of a piece keep their
+        activations. Keys and values of a piece are also in the buffer of the path; a row that is one piece has none.
         """
         own = min(piece, tokens)
         buffer = own * self.keys_values if tokens > piece else 0
-        carried = path * (self.staged if path_in_host else self.path)
-        return self.state + self.logits + own * (self.layers + self.layer) + carried + buffer
+        return self.state + self.logits + own * (self.layers + self.layer) + path * self.staged + buffer
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,8 +37,8 @@ class PackOptions:
     # None takes the capacity of a plan file, if there is one.
     capacity: int | None = option(
         None,
-        "Maximum number of tokens in a row, for example 8192 or 8k; default: with --model the one that trains in the "
-        "shortest expected time, else 16k or 64k if every trajectory fits, else the next power of two that they fit.",
+        "Maximum number of tokens in a row, for example 8192 or 8k; default: 16k or 64k if every trajectory fits, "
+        "else the next power of two that they fit.",
         minimum=1,
         maximum=MAX_CAPACITY,
     )

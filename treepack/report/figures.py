@@ -18,9 +18,8 @@ from typing import Any
 import numpy as np
 
 from treepack.analysis.capacities import plan_capacities, predicted_totals
-from treepack.analysis.carried_report import PIECES, RowsToCarry
 from treepack.analysis.describe import por_by_depth
-from treepack.analysis.forecast import DEFAULT_DEVICE, ForecastLine, read_device
+from treepack.analysis.forecast import DEFAULT_DEVICE, ForecastLine, ForecastRows, read_device
 from treepack.analysis.summary import conversation_summary
 from treepack.analysis.trie_forecast import ForecastTarget, forecast_packed, forecast_trie
 from treepack.analysis.verdict import baseline_notes
@@ -52,7 +51,7 @@ QUICK_MIN_TRAJECTORIES = 20_000
 class PackedFigures:
     """Figures of a packed directory: its totals, the tokens of each row, ERR by depth, and lines of its forecast.
 
-    `rows` are its rows for the forecast of pieces.
+    `rows` are its rows for the forecast of memory.
     """
 
     capacity: int
@@ -60,7 +59,7 @@ class PackedFigures:
     totals: Record
     err_by_depth: list[Record]
     lines: list[ForecastLine]
-    rows: RowsToCarry
+    rows: ForecastRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +85,7 @@ class ReportFigures:
     start and end are equal if each reward has a bar; `pass_rates` start, end, rate, name, see `group_rates`.
 
     `summary` is a sentence about the input, and `forecast` the report of `treepack stats` on the gain of
-    the tree; its `carry` is None if the memory of the model was not given.
+    the tree; its `memory` is None if the memory of the model was not given.
     """
 
     totals: Record
@@ -139,7 +138,7 @@ def measure(
         capacities: capacities at which ERR is compared; default: powers of two that every trajectory fits.
         method: method of the plans, as in `plan_rows`; "auto" means "contiguous" for many trajectories.
         search: effort of the method; low by default.
-        memory: of the model, for the forecast of rows in pieces; without it there is none.
+        memory: of the model; without it there is no sentence about memory.
         progress: called with the trees planned so far.
     """
     trie, packed, search = subject.trie, subject.packed, search or SearchOptions("low")
@@ -202,7 +201,7 @@ def _forecast(
     options: PackOptions,
 ) -> Record:
     shape, memory = model
-    target = ForecastTarget(shape, memory or NoPieces("it was not asked for"), read_device(DEFAULT_DEVICE), 1, PIECES)
+    target = ForecastTarget(shape, memory or NoPieces("it was not asked for"), read_device(DEFAULT_DEVICE))
     if subject.packed is not None:
         notes = baseline_notes(subject.conversations, subject.packed.totals)
         found = forecast_packed(subject.packed.lines, subject.packed.rows, target, notes)
@@ -216,7 +215,7 @@ def _forecast(
             capacities=capacities,
             options=options,
         )
-    return found if memory is not None else found | {"carry": None}
+    return found if memory is not None else found | {"memory": None}
 
 
 def count_rewards(rewards: Float64) -> list[Record]:

@@ -75,7 +75,7 @@ def report_summary(subject: ReportSubject, figures: ReportFigures) -> list[str]:
     return [
         _sharing(figures.totals),
         _packing(subject, figures),
-        *_carrying(figures),
+        *_memory(figures),
         _groups(figures),
         *_rewards(figures),
     ]
@@ -107,11 +107,9 @@ def _packing(subject: ReportSubject, figures: ReportFigures) -> str:
     return text + "."
 
 
-def _carrying(figures: ReportFigures) -> list[str]:
-    carry = figures.forecast["carry"]
-    if carry is None:
-        return []
-    return [f"Memory: {carry['verdict']}{'' if carry['obstacle'] else ' (an estimate)'}."]
+def _memory(figures: ReportFigures) -> list[str]:
+    sentence, is_known = figures.forecast["memory"], figures.forecast["capacities"][0]["num_bytes"] is not None
+    return [] if sentence is None else [f"Memory: {sentence}{' (an estimate)' if is_known else ''}."]
 
 
 def _groups(figures: ReportFigures) -> str:

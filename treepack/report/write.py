@@ -10,8 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from treepack.analysis.carried_cost import TrunkCounter
-from treepack.analysis.carried_report import PIECES, packed_rows
 from treepack.analysis.describe import describe_rows
 from treepack.analysis.forecast import RowCounter
 from treepack.analysis.options import ReportOptions
@@ -183,20 +181,19 @@ def _packed(
         return with_progress(read_rows(directory), progress, stage, unit="rows", total=total)
 
     def measured_rows() -> Iterator[Row]:
-        for row in trunks.over(counter.over(rows("reading"))):
+        for row in counter.over(rows("reading")):
             sizes.append(row.num_tokens)
             yield row
 
-    sizes, counter, trunks = list[int](), RowCounter(), TrunkCounter(PIECES)
+    sizes, counter = list[int](), RowCounter()
     err_by_depth = describe_rows(measured_rows())["err_by_depth"]
-    lines = counter.lines(manifest)
     packed = PackedFigures(
         manifest["capacity"],
         np.array(sizes),
         manifest["totals"],
         err_by_depth,
-        lines,
-        packed_rows(lines[0], trunks),
+        counter.lines(manifest),
+        counter.rows(manifest["capacity"]),
     )
     path = origin_of(directory, manifest, trie_path)
     trie = trie_of_rows(rows("rebuilding")) if path is None else read_origin(path, manifest)

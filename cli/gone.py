@@ -1,0 +1,24 @@
+"""Options that are gone, and what to use instead. A command that gets one ends with this sentence and status 2."""
+
+from __future__ import annotations
+
+import click
+
+_CAPACITY = "pack takes 16k, 64k or the next power of two; for another capacity, stats TRIE compares them"
+_MEMORY = "stats TRIE --device says what fits a device"
+
+GONE = {
+    "pack --device": f"{_CAPACITY}, and {_MEMORY}",
+    "prepare --device": f"{_CAPACITY}, and {_MEMORY}",
+    "stats --carry": "stats takes the largest pieces that fit; train chooses the size itself, or takes --carry N",
+}
+
+
+def refuse_gone(error: click.NoSuchOption, command: str | None) -> None:
+    """Raise the sentence of an option of `command` if the one of `error` is gone.
+
+    Raises:
+        UsageError: naming what to use instead.
+    """
+    if (remedy := GONE.get(f"{command} {error.option_name}")) is not None:
+        raise click.UsageError(f"{error.option_name} is gone; {remedy}", error.ctx) from error
