@@ -43,7 +43,6 @@ class Store:
     bucket: str
     requests: list[tuple[str, str]] = field(default_factory=list)
     downloads: list[tuple[str, int]] = field(default_factory=list)  # path and bytes of each answer to a GET
-    copied: list[str] = field(default_factory=list)  # objects that were copied from others
     fault: Fault = lambda method, path: None
 
     def address(self, name: str = "") -> str:
@@ -103,8 +102,6 @@ class _Proxy:
                 size = int(self.headers.get("Content-Length") or 0)
                 body = self.rfile.read(size)
                 store.requests.append((self.command, self.path))
-                if self.headers.get("x-amz-copy-source"):
-                    store.copied.append(self.path.split("?")[0].split(f"/{store.bucket}/")[-1])
                 status = store.fault(self.command, self.path)
                 if status == CUT:
                     self.close_connection = True

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from support.checkpoint_processes import (
     filled,
@@ -33,7 +32,9 @@ from support.checkpoint_processes import (
     update,
 )
 from treepack.errors import TreepackError
-from treepack.train.saving.checkpoint import Checkpoints, SavedCheckpoint, latest, restore
+from treepack.train.saving.checkpoint import Checkpoints, latest, restore
+from treepack.train.saving.checkpoint_tensors import read_layout
+from treepack.train.saving.state import SavedCheckpoint
 
 
 def save(directory: Path, *steps: int, keep: int = 2) -> Path:
@@ -126,7 +127,7 @@ def test_a_full_disk_of_one_rank_is_told_to_all_and_leaves_the_checkpoint_before
 def test_ranks_share_the_verification_and_agree(tmp_path: Path) -> None:
     in_processes(2, tmp_path, train, tmp_path / "run", tmp_path / "a.pt", 1, 1, False)
     in_processes(2, tmp_path, train, tmp_path / "run", tmp_path / "a.pt", 2, 2, False)
-    for name in ("__0_0.distcp", "__1_0.distcp"):
+    for name in ("rank-00000-000.safetensors", "rank-00001-000.safetensors"):
         file = tmp_path / "run" / "step-00000002" / name
         written = file.read_bytes()
         file.write_bytes(written[:-1] + bytes([written[-1] ^ 1]))  # one bit differs, and the size is the same
@@ -169,7 +170,7 @@ def test_the_newest_stay(tmp_path: Path) -> None:
 
 
 def test_a_damaged_checkpoint_does_not_count_among_those_that_stay(tmp_path: Path) -> None:
-    (save(tmp_path, 1, 2) / "__0_0.distcp").unlink()
+    (save(tmp_path, 1, 2) / "rank-00000-000.safetensors").unlink()
     save(tmp_path, 3)  # keep is 2: step 3 and step 1, the newest whole one before it
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000003"]
 
@@ -181,7 +182,7 @@ def test_checkpoints_later_than_the_one_written_are_left_alone(tmp_path: Path) -
 
 
 def test_a_step_saved_again_takes_the_place_of_the_damaged_one(tmp_path: Path) -> None:
-    (save(tmp_path, 1, 2) / ".metadata").unlink()
+    (save(tmp_path, 1, 2) / "rank-00000-000.safetensors").unlink()
     save(tmp_path, 2)
     assert restore_latest(tmp_path).step == 2
     assert leftovers(tmp_path) == []
@@ -211,15 +212,15 @@ def _record(**fields: Any) -> Callable[[Path], None]:
 @pytest.mark.parametrize(
     ("name", "harm", "reason"),
     [
-        ("__0_0.distcp", _cut, "__0_0.distcp is truncated"),
-        ("__0_0.distcp", _lengthen, "__0_0.distcp is longer than it was"),
-        ("__0_0.distcp", _alter, "__0_0.distcp was altered"),
-        (".metadata", Path.unlink, ".metadata is missing"),
+        ("rank-00000-000.safetensors", _cut, "rank-00000-000.safetensors is truncated"),
+        ("rank-00000-000.safetensors", _lengthen, "rank-00000-000.safetensors is longer than it was"),
+        ("rank-00000-000.safetensors", _alter, "rank-00000-000.safetensors was altered"),
+        ("rank-00000-000.safetensors", Path.unlink, "rank-00000-000.safetensors is missing"),
         ("checkpoint.json", Path.unlink, "checkpoint.json is missing"),
         ("checkpoint.json", _cut, "checkpoint.json cannot be read: "),
         ("checkpoint.json", _record(position={"step": 7}), "checkpoint.json was altered"),
         ("checkpoint.json", _record(format="other"), "checkpoint.json does not have the format treepack-checkpoint"),
-        ("checkpoint.json", _record(version=2), "checkpoint.json has version 2 and this treepack reads version 1"),
+        ("checkpoint.json", _record(version=1), "checkpoint.json was altered"),
     ],
 )
 def test_a_damaged_checkpoint_is_passed_over_with_a_note(
@@ -244,7 +245,7 @@ def test_a_directory_without_checkpoints_has_no_latest(tmp_path: Path) -> None:
 
 def test_checkpoints_that_are_all_damaged_are_refused_and_not_taken_for_none(tmp_path: Path) -> None:
     for path in (save(tmp_path, 1, 2), tmp_path / "step-00000001"):
-        _cut(path / "__0_0.distcp")
+        _cut(path / "rank-00000-000.safetensors")
     with pytest.raises(TreepackError, match=r"step-00000002 is damaged .* and .*step-00000001 is damaged"):
         latest(tmp_path)
 
@@ -287,7 +288,7 @@ def test_tied_weights_are_saved_once(tmp_path: Path) -> None:
     assert model.lm_head.weight is model.model.embed_tokens.weight
     untied = _refusal(tmp_path, (model, optimiser), tiny())
     assert "has no lm_head.weight" in untied
-    saved = FileSystemReader(tmp_path / "step-00000001").read_metadata().state_dict_metadata
+    saved = read_layout([*(tmp_path / "step-00000001").glob("*.safetensors")])
     assert "model.model.embed_tokens.weight" in saved
     assert "model.lm_head.weight" not in saved
 

@@ -1,13 +1,16 @@
-"""A checkpoint from elsewhere cannot run code or write outside of its copy, even if all of its hashes are right."""
+"""A checkpoint from elsewhere cannot run code, read or write outside of it, or give a run a wrong state in silence.
+
+Each change is sealed with right hashes, as whoever alters a checkpoint can do.
+"""
 
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import os
 import pickle
 import shutil
+import struct
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,8 +18,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from support.command_line import Run
 from support.oracle_model import packed_directory, tiny_config
@@ -31,6 +35,9 @@ from treepack.train.setup.opening import open_run
 
 OPTIONS = TrainOptions(device="cpu", lr=1e-2, rows_per_step=1, steps=3, checkpoint_every=1)
 STEP = "step-00000002"
+FILE = "rank-00000-000.safetensors"
+NORM = "model.model.norm.weight"
+Content = tuple[dict[str, Tensor], dict[str, Any]]  # tensors, and start and shape of the whole by name
 
 
 class Code:
@@ -59,6 +66,12 @@ def folder(trained: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(trained, tmp_path, dirs_exist_ok=True))
 
 
+@pytest.fixture
+def step(folder: Path) -> Path:
+    """The checkpoint that the test changes."""
+    return folder / "run" / "checkpoints" / STEP
+
+
 def run_on(folder: Path, out: Path | str, *, until: int | None = None, init_from: Path | None = None) -> list[int]:
     options = replace(OPTIONS, init_from=None if init_from is None else str(init_from))
     steps: list[int] = []
@@ -69,94 +82,86 @@ def run_on(folder: Path, out: Path | str, *, until: int | None = None, init_from
 
 
 def seal(step: Path, **changes: Any) -> None:
-    """Write checkpoint.json again, with the hashes that the files have now."""
+    """Write checkpoint.json again, with the hashes that the files have now and with changed entries."""
     record = read_record(step)
     assert isinstance(record, dict)
     files = [
         {"name": path.name, "bytes": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
-        for path in sorted(step.iterdir())
-        if path.name != RECORD
+        for path in sorted(step.glob("rank-*"))
     ]
-    fields = {"step": record["step"], "position": record["position"]}
+    fields = {name: changes.get(name, record[name]) for name in ("step", "position", "groups")}
     write_record(step, fields, changes.get("files", files), world_size=record["world_size"])
 
 
-def code_in_metadata(step: Path, flag: Path) -> None:
-    """Let the table of contents run code and then be itself."""
-    metadata = FileSystemReader(step).read_metadata()
-    metadata.planner_data = Code(flag)
-    (step / ".metadata").write_bytes(pickle.dumps(metadata))
+def read(path: Path) -> Content:
+    with safe_open(path, "pt") as file:
+        return load_file(path), json.loads(file.metadata()["parts"])
+
+
+def write(step: Path, *contents: Content) -> None:
+    """Write one file for each of the contents."""
+    for number, (tensors, places) in enumerate(contents):
+        save_file(tensors, step / f"rank-{number:05d}-000.safetensors", metadata={"parts": json.dumps(places)})
     seal(step)
 
 
-def code_in(name: str) -> Callable[[Path, Path], None]:
-    """Return a function that lets one value of the state run code; a tensor becomes a value that is none."""
-
-    def change(step: Path, flag: Path) -> None:
-        blob = io.BytesIO()
-        torch.save(Code(flag), blob)
-        data = next(step.glob("__0_*"))
-        metadata = FileSystemReader(step).read_metadata()
-        (index,) = (index for index in metadata.storage_data if index.fqn == name)
-        metadata.storage_data[index].offset = data.stat().st_size
-        metadata.storage_data[index].length = len(blob.getvalue())
-        with data.open("ab") as file:
-            file.write(blob.getvalue())
-        metadata.state_dict_metadata[name] = BytesStorageMetadata()
-        (step / ".metadata").write_bytes(pickle.dumps(metadata))
-        seal(step)
-
-    return change
+def halves(content: Content, name: str, first: slice, second: slice) -> tuple[Content, Content]:
+    """Return the content with the rows `first` of one tensor, and a file with its rows `second`."""
+    tensors, places = content
+    whole, shape = tensors[name], places[name][1]
+    start = [0] * (len(shape) - 1)
+    one = {**tensors, name: whole[first].clone()}, {**places, name: [[first.start, *start], shape]}
+    return one, ({name: whole[second].clone()}, {name: [[second.start, *start], shape]})
 
 
-def assert_runs_code(step: Path, flag: Path) -> None:
-    """Check that torch's own reader does run the code, so that the test below is about something."""
-    FileSystemReader(step).read_metadata()
-    assert flag.is_dir()
-    flag.rmdir()
-
-
-SENTENCE = r"which could run code and which treepack never writes; take a checkpoint that you trust"
+def test_all_files_are_safetensors_and_json(step: Path) -> None:
+    assert sorted(path.name for path in step.iterdir()) == [RECORD, FILE]
+    tensors, places = read(step / FILE)
+    assert tensors.keys() == places.keys()
+    kinds = {name.split(".")[0] for name in tensors}
+    assert kinds == {"model", "optimiser", "random"}
+    record = json.loads((step / RECORD).read_text())
+    assert record["groups"][0]["betas"] == [0.9, 0.95]
 
 
 @pytest.mark.parametrize("source", ["run", f"run/checkpoints/{STEP}"])
-def test_a_hostile_checkpoint_runs_nothing_when_a_run_starts_from_it(treepack: Run, folder: Path, source: str) -> None:
-    step, flag = folder / "run" / "checkpoints" / STEP, folder / "flag"
-    code_in_metadata(step, flag)
-    assert_runs_code(step, flag)
+def test_a_pickle_in_place_of_tensors_is_one_sentence_when_a_run_starts_from_it(
+    treepack: Run, folder: Path, step: Path, source: str
+) -> None:
+    flag = folder / "flag"
+    (step / FILE).write_bytes(pickle.dumps(Code(flag)))
+    seal(step)
+    pickle.loads((step / FILE).read_bytes())
+    assert flag.is_dir()  # a reader of pickles does run the code, so that this test is about something
+    flag.rmdir()
     result = treepack(
         *("train", folder / "packed", "--model", folder / "tiny.json", "--init-from", folder / source),
         *("--device", "cpu", "--steps", 1, "--out", folder / "new"),
     )
     assert result.status == 1
-    assert result.err.splitlines()[-1] == f"treepack: {step}/.metadata: names posix.mkdir, {SENTENCE}"
+    assert result.err.splitlines()[-1].startswith(f"treepack: {step / FILE}: is not a file of a checkpoint (")
     assert not flag.exists()
     assert not (folder / "new").exists()
 
 
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "model.safetensors", "rank-00000-000.pt"])
+def test_a_file_of_another_name_is_not_read(folder: Path, step: Path, name: str) -> None:
+    content = pickle.dumps(Code(folder / "flag"))
+    (step / name).write_bytes(content)
+    assert run_on(folder, folder / "run") == [3]
+    assert not (folder / "flag").exists()
+
+
 @pytest.mark.parametrize(
-    ("change", "problem"),
-    [
-        (code_in_metadata, r"/\.metadata: names posix\.mkdir, "),
-        (code_in("optimiser"), ": has more than plain values in optimiser, "),
-        (code_in("random.0"), r": has more than plain values in random\.0, "),
-    ],
+    "name",
+    ["../../escaped", "/tmp/escaped", "..", "", ".metadata", "__0_0.distcp", f"../{STEP}/{FILE}", f"{FILE}\n", "x.pt"],
 )
-def test_a_hostile_checkpoint_runs_nothing_when_its_run_is_resumed(
-    folder: Path, change: Callable[[Path, Path], None], problem: str
-) -> None:
-    change(folder / "run" / "checkpoints" / STEP, folder / "flag")
-    with pytest.raises(TreepackError, match=f"^{folder / 'run' / 'checkpoints' / STEP}{problem}{SENTENCE}$"):
-        run_on(folder, folder / "run")
-    assert not (folder / "flag").exists()
-
-
-def test_a_weight_that_is_no_tensor_is_refused(folder: Path) -> None:
-    step = folder / "run" / "checkpoints" / STEP
-    code_in("model.model.norm.weight")(step, folder / "flag")
-    with pytest.raises(TreepackError, match=r"model\.norm\.weight is not a tensor in the checkpoint"):
-        run_on(folder, folder / "new", init_from=step)
-    assert not (folder / "flag").exists()
+def test_a_record_of_files_of_other_names_is_refused(folder: Path, name: str) -> None:
+    run = folder / "run" / "checkpoints"
+    for each in run.iterdir():
+        seal(each, files=[{"name": name, "bytes": 0, "sha256": hashlib.sha256(b"").hexdigest()}])
+    with pytest.raises(TreepackError, match=rf"{STEP} is damaged \({RECORD} has wrong entries of files\)"):
+        latest(run)
 
 
 @pytest.mark.s3
@@ -166,105 +171,180 @@ def test_a_hostile_checkpoint_in_a_store_runs_nothing(folder: Path, s3: Store) -
     step.mkdir()
     for key in s3.names(f"run/checkpoints/{STEP}/"):
         (step / Path(key).name).write_bytes(s3.read(key))
-    code_in_metadata(step, folder / "flag")
+    (step / FILE).write_bytes(pickle.dumps(Code(folder / "flag")))
+    seal(step)
     for path in step.iterdir():
         s3.write(f"run/checkpoints/{STEP}/{path.name}", path.read_bytes())
-    with pytest.raises(TreepackError, match=SENTENCE):
+    with pytest.raises(TreepackError, match=rf"{FILE}: is not a file of a checkpoint"):
         run_on(folder, s3.address("run"))
     assert not (folder / "flag").exists()
 
 
-@pytest.mark.parametrize("name", ["../../escaped", "/tmp/escaped", "..", ""])
-def test_names_that_lead_out_of_a_checkpoint_are_refused(folder: Path, name: str) -> None:
-    run = folder / "run" / "checkpoints"
-    for step in run.iterdir():
-        seal(step, files=[{"name": name, "bytes": 0, "sha256": hashlib.sha256(b"").hexdigest()}])
-    with pytest.raises(TreepackError, match=rf"{STEP} is damaged \({RECORD} has wrong entries of files\)"):
-        latest(run)
-
-
-@pytest.mark.parametrize("field", ["world_size", "position", "files", "step"])
-def test_a_record_without_a_field_is_damaged_and_not_a_traceback(folder: Path, field: str) -> None:
-    path = folder / "run" / "checkpoints" / STEP / RECORD
+@pytest.mark.parametrize("field", ["world_size", "position", "groups", "files", "step"])
+def test_a_record_without_a_field_is_damaged_and_not_a_traceback(step: Path, field: str) -> None:
+    path = step / RECORD
     record = json.loads(path.read_text())
     del record["sha256"], record[field]
-    record["sha256"] = hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
-    path.write_text(json.dumps(record))
-    found = read_record(path.parent)
-    assert found in (f"{RECORD} has wrong fields", f"{RECORD} was altered")
+    reseal(path, record)
+    assert read_record(step) in (f"{RECORD} has wrong fields", f"{RECORD} was altered")
 
 
-def test_a_record_of_deep_brackets_is_damaged(folder: Path) -> None:
-    path = folder / "run" / "checkpoints" / STEP
-    (path / RECORD).write_text("[" * 100_000)
-    fault = read_record(path)
+def reseal(path: Path, record: dict[str, Any]) -> None:
+    record.pop("sha256", None)
+    digest = hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
+    path.write_text(json.dumps(record | {"sha256": digest}))
+
+
+def test_a_record_of_deep_brackets_is_damaged(step: Path) -> None:
+    (step / RECORD).write_text("[" * 100_000)
+    fault = read_record(step)
     assert isinstance(fault, str)
     assert fault.startswith(f"{RECORD} cannot be read: RecursionError")
 
 
-@pytest.mark.parametrize("content", [b"", b"x" * 50, pickle.dumps({"a": 1}), pickle.dumps([1.5])])
-def test_a_table_of_contents_of_another_kind_is_one_sentence(folder: Path, content: bytes) -> None:
-    step = folder / "run" / "checkpoints" / STEP
-    (step / ".metadata").write_bytes(content)
-    seal(step)
-    with pytest.raises(TreepackError, match=r"\.metadata: is not a table of contents of a checkpoint; take another"):
-        run_on(folder, folder / "run")
-
-
-def test_data_outside_of_the_checkpoint_is_not_read(folder: Path) -> None:
-    step = folder / "run" / "checkpoints" / STEP
-    metadata = FileSystemReader(step).read_metadata()
-    next(iter(metadata.storage_data.values())).relative_path = "../step-00000001/__0_0.distcp"
-    (step / ".metadata").write_bytes(pickle.dumps(metadata))
-    seal(step)
-    with pytest.raises(TreepackError, match=r"\.metadata: is not a table of contents"):
-        run_on(folder, folder / "run")
-
-
-def no_chunks(entry: Any) -> Any:
-    return replace(entry, chunks=[])
-
-
-def far_chunks(entry: Any) -> Any:
-    far = [replace(chunk, offsets=torch.Size([1 << 50] * len(chunk.offsets))) for chunk in entry.chunks]
-    return replace(entry, chunks=far)
-
-
-def no_size(entry: Any) -> Any:
-    return replace(entry, size=None)
-
-
-def no_properties(entry: Any) -> Any:
-    return replace(entry, properties=None)
-
-
-def doubled(entry: Any) -> Any:
-    return replace(entry, properties=replace(entry.properties, dtype=torch.float64))
+def test_a_checkpoint_of_version_0_2_0_is_refused_by_name(folder: Path, step: Path) -> None:
+    record = json.loads((step / RECORD).read_text()) | {"version": 1, "treepack": "0.2.0"}
+    record["files"] = [{"name": ".metadata", "bytes": 0, "sha256": hashlib.sha256(b"").hexdigest()}]
+    del record["groups"]
+    reseal(step / RECORD, record)
+    sentence = (
+        f"{step}: treepack 0.2.0 wrote this checkpoint in version 1 of its format, and this treepack reads version 2; "
+        "finish the run with treepack 0.2.0, or start a new --out"
+    )
+    for out, init_from in ((folder / "run", None), (folder / "new", step), (folder / "new", folder / "run")):
+        with pytest.raises(TreepackError) as refusal:
+            run_on(folder, out, init_from=init_from)
+        assert str(refusal.value) == sentence
+    assert not (folder / "new").exists()
 
 
 @pytest.mark.parametrize(
-    ("part", "change", "fault"),
+    "content",
     [
-        ("model.", no_chunks, "are not the whole tensor"),
-        ("model.", far_chunks, "are not the whole tensor"),
-        ("model.", no_size, "are not the whole tensor"),
-        ("model.", no_properties, "are not the whole tensor"),
-        ("optimiser.", no_chunks, "are not the whole tensor"),
-        ("optimiser.", doubled, r"is torch\.float64 in the checkpoint; expected torch\.float32"),
+        b"",
+        b"x" * 50,
+        struct.pack("<Q", 1 << 60) + b"{}",  # a header of an exabyte
+        struct.pack("<Q", 99_000_000) + b"{" * 10,
+        struct.pack("<Q", 2) + b"{}",
+        struct.pack("<Q", 100_000) + b"[" * 100_000,
+        pickle.dumps({"a": 1}),
+        torch.zeros(3).numpy().tobytes(),
     ],
 )
-def test_a_checkpoint_that_lacks_a_part_of_a_tensor_is_refused(
-    folder: Path, part: str, change: Callable[[Any], Any], fault: str
-) -> None:
-    step = folder / "run" / "checkpoints" / STEP
-    metadata = FileSystemReader(step).read_metadata()
-    for name, entry in metadata.state_dict_metadata.items():
-        if name.startswith(part) and not isinstance(entry, BytesStorageMetadata):
-            metadata.state_dict_metadata[name] = change(entry)
-    (step / ".metadata").write_bytes(pickle.dumps(metadata))
+def test_a_file_of_another_kind_is_one_sentence(folder: Path, step: Path, content: bytes) -> None:
+    (step / FILE).write_bytes(content)
     seal(step)
-    with pytest.raises(TreepackError, match=fault):
+    with pytest.raises(TreepackError, match=r"^[^\n]*(is not a file of a checkpoint|has no model)[^\n]*; take [^\n]*$"):
         run_on(folder, folder / "run")
-    if part == "model.":
+
+
+@pytest.mark.parametrize(
+    "parts", ["[" * 100_000, "{", "[]", "{}", "null", '{"a": 1}', None, json.dumps({NORM: [[0.0], [16]]})]
+)
+def test_places_of_another_form_are_one_sentence(folder: Path, step: Path, parts: str | None) -> None:
+    tensors, _ = read(step / FILE)
+    save_file(tensors, step / FILE, metadata=None if parts is None else {"parts": parts})
+    seal(step)
+    with pytest.raises(TreepackError, match="it does not have the places of its tensors"):
+        run_on(folder, folder / "run")
+
+
+def change_place(name: str, start: list[Any], shape: list[Any]) -> Callable[[Content], list[Content]]:
+    return lambda content: [(content[0], {**content[1], name: [start, shape]})]
+
+
+def change_tensor(name: str, tensor: Tensor) -> Callable[[Content], list[Content]]:
+    tensors = {name: tensor}
+    return lambda content: [(content[0] | tensors, {**content[1], name: [[0] * tensor.ndim, list(tensor.shape)]})]
+
+
+def drop(name: str) -> Callable[[Content], list[Content]]:
+    return lambda content: [tuple({key: value for key, value in each.items() if key != name} for each in content)]  # type: ignore[list-item]
+
+
+def cut(name: str, first: slice, second: slice) -> Callable[[Content], list[Content]]:
+    return lambda content: list(halves(content, name, first, second))
+
+
+EMBED, MOMENT = "model.model.embed_tokens.weight", f"optimiser.{NORM.removeprefix('model.')}.exp_avg"
+STEPS = f"optimiser.{NORM.removeprefix('model.')}.step"
+INCOMPLETE = "are not the whole tensor"
+
+
+@pytest.mark.parametrize(
+    ("change", "fault", "in_weights"),
+    [
+        (cut(EMBED, slice(0, 4), slice(6, 8)), INCOMPLETE, True),  # a hole
+        (cut(EMBED, slice(0, 4), slice(4, 6)), INCOMPLETE, True),  # an end that is missing
+        (cut(EMBED, slice(0, 4), slice(0, 4)), INCOMPLETE, True),  # the number of elements is right, the places are not
+        (change_place(NORM, [1 << 50], [16]), INCOMPLETE, True),
+        (change_place(NORM, [-1], [16]), INCOMPLETE, True),
+        (change_place(NORM, [0], [1 << 50]), INCOMPLETE, True),
+        (change_place(NORM, [0], [1 << 70]), "does not have the places", True),
+        (change_place(NORM, [0, 0], [16, 1]), INCOMPLETE, True),
+        (change_place(NORM, [], []), INCOMPLETE, True),
+        (change_place(NORM, [False], [16]), "does not have the places", True),
+        (change_place(NORM, [0], [16.0]), "does not have the places", True),
+        (change_place(MOMENT, [0], [17]), INCOMPLETE, True),
+        (drop(NORM), r"the checkpoint has no model\.norm\.weight", True),
+        (change_tensor(NORM, torch.ones(16).to(torch.float8_e4m3fn)), INCOMPLETE, True),
+        (change_tensor(NORM, torch.ones(16, dtype=torch.float64)), r"is torch\.float64 of shape \(16,\) in", True),
+        (change_tensor(NORM, torch.ones(15)), r"of shape \(15,\) in the checkpoint and", True),
+        (change_tensor("model.foreign", torch.ones(2)), "the model has no foreign", True),
+        (change_tensor(MOMENT, torch.ones(16, dtype=torch.float64)), r"is torch\.float64 of shape \(16,\) in", False),
+        (change_tensor(MOMENT, torch.ones(1)), r"exp_avg is torch\.float32 of shape \(1,\)", False),
+        (change_tensor(STEPS, torch.ones(2)), r"step is torch\.float32 of shape \(2,\)", False),
+        (change_tensor(STEPS, torch.tensor(2)), r"step is torch\.int64 of shape \(\)", False),
+        (drop(MOMENT), r"the optimiser's state of model\.norm\.weight is not complete", False),
+        (change_tensor("optimiser.foreign.step", torch.ones(())), r"the run has no optimiser\.foreign\.step", False),
+        (change_tensor("foreign", torch.ones(2)), "the run has no foreign", False),
+        (change_tensor("random.0.torch", torch.ones(5056, dtype=torch.uint8)), "random states are of no", False),
+        (change_tensor("random.0.torch", torch.ones(7, dtype=torch.uint8)), r"random\.0\.torch is torch\.uint8", False),
+        (change_tensor("random.0.numpy", torch.full((625,), 1 << 40)), "random states are of no generator", False),
+        (change_tensor("random.0.python", torch.full((625,), -1)), "random states are of no generator", False),
+        (drop("random.0.normal"), "random states are of no generator", False),
+    ],
+)
+def test_a_checkpoint_that_lacks_a_part_or_has_a_foreign_one_is_refused(
+    folder: Path, step: Path, change: Callable[[Content], list[Content]], fault: str, in_weights: bool
+) -> None:
+    write(step, *change(read(step / FILE)))
+    with pytest.raises(TreepackError, match=rf"^[^\n]*{fault}[^\n]*; take [^\n]*$"):
+        run_on(folder, folder / "run")
+    if in_weights:
         with pytest.raises(TreepackError, match=fault):
             run_on(folder, folder / "new", init_from=step)
+
+
+def test_a_tensor_cut_in_two_files_is_read_whole(folder: Path, step: Path) -> None:
+    whole = shutil.copytree(folder / "run", folder / "whole")
+    write(step, *halves(read(step / FILE), EMBED, slice(0, 5), slice(5, None)))
+    for out in (folder / "run", whole):
+        assert run_on(folder, out) == [3]
+    assert (folder / "run" / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("changes", "fault"),
+    [
+        ({"groups": []}, "contains 0 groups"),
+        ({"groups": [1, 2]}, "its groups of parameters are not AdamW's"),
+        ({"groups": [{"params": []}, {"params": []}]}, "its groups of parameters are not AdamW's"),
+        ({"position": {}}, "its position is not that of a run"),
+        ({"position": {"step": -1, "skipped": 0, "score": {}}}, "its position is not that of a run"),
+        ({"position": {"step": 1, "skipped": 0, "score": {"foreign": 1}}}, "its position is not that of a run"),
+    ],
+)
+def test_json_of_another_form_is_one_sentence(folder: Path, step: Path, changes: dict[str, Any], fault: str) -> None:
+    seal(step, **changes)
+    with pytest.raises(TreepackError, match=rf"^{step}: {fault}[^\n]*$"):
+        run_on(folder, folder / "run")
+
+
+@pytest.mark.parametrize("field", ["lr", "betas", "fused", "params"])
+def test_an_option_of_another_kind_is_refused(folder: Path, step: Path, field: str) -> None:
+    groups = json.loads((step / RECORD).read_text())["groups"]
+    groups[0][field] = "a text"
+    seal(step, groups=groups)
+    with pytest.raises(TreepackError, match=r"its groups of parameters are not AdamW's; take another checkpoint$"):
+        run_on(folder, folder / "run")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,11 @@ from support.rank_processes import Case, train_over
 from support.strategies import make
 from treepack.errors import TreepackError
 from treepack.objectives.objective import choose_objective
-from treepack.train.evaluation import HeldOutScore, evaluate
+from treepack.train.evaluation import evaluate
 from treepack.train.loop import train
 from treepack.train.options import TrainOptions
 from treepack.train.run import TrainingRun
+from treepack.train.saving.position import HeldOutScore
 from treepack.train.saving.run_record import finished_record, steps_done
 from treepack.train.setup.opening import open_run
 from treepack.trajectory import Trajectory
@@ -98,7 +99,7 @@ def test_patience_counts_evaluations_without_a_lower_loss() -> None:
     assert (score.best_loss, score.best_step, score.stale) == (0.5, 4, 2)
     assert score.is_over(2)
     assert not score.is_over(0)
-    assert HeldOutScore(**json.loads(json.dumps(score.as_record()))) == score
+    assert HeldOutScore(**json.loads(json.dumps(asdict(score)))) == score
 
 
 def test_a_run_without_improvement_ends_early_with_its_best_model(folder: Path) -> None:

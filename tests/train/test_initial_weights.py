@@ -110,7 +110,7 @@ def test_a_run_without_a_checkpoint_and_a_damaged_one_are_named(folder: Path) ->
     with pytest.raises(TreepackError, match="empty: is a run without a checkpoint; wait for its first one"):
         opened(folder, folder / "empty")
     step = folder / "first" / "checkpoints" / "step-00000003"
-    data = next(step.glob("*.distcp"))
+    data = next(step.glob("*.safetensors"))
     data.write_bytes(data.read_bytes()[:-1])
     with pytest.raises(TreepackError, match="step-00000003 is damaged"):
         opened(folder, step)

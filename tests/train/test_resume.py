@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from support.fresh_processes import PROCESSES, run_command
 from support.oracle_model import packed_directory, tiny_config
@@ -28,7 +29,7 @@ from support.torchrun import free_port, pid_of_rank
 from treepack.errors import TreepackError
 from treepack.train.loop import train
 from treepack.train.options import TrainOptions
-from treepack.train.saving.checkpoint import latest
+from treepack.train.saving.checkpoint import Checkpoints, latest
 from treepack.train.saving.run_record import is_finished
 from treepack.train.setup.opening import open_run
 from treepack.train.step import StepMetrics
@@ -115,7 +116,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
 ) -> None:
     go(packed, config, tmp_path / "out", until=6)
     newest = sorted((tmp_path / "out" / "checkpoints").iterdir())[-1]
-    data = next(newest.glob("*.distcp"))
+    data = next(newest.glob("*.safetensors"))
     data.write_bytes(data.read_bytes()[:-1])
     _, notes = go(packed, config, tmp_path / "out")
     assert len(notes) == 2
@@ -232,6 +233,48 @@ def test_a_model_that_could_not_be_written_is_written_by_resume(
     num_steps = len(lines(whole))
     assert (steps, notes) == ([], [f"resumed after step {num_steps} of {num_steps}"])
     assert_equal_runs(out, whole)
+
+
+def test_the_last_checkpoint_and_the_model_are_whole_without_each_other(
+    packed: Path, config: Path, whole: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(whole, out)
+    (out / "model.safetensors").unlink()
+    steps, _ = go(packed, config, out, epochs=4)
+    assert [metrics.step for metrics in steps] == [10, 11, 12]
+    shutil.rmtree(out / "checkpoints")
+    assert load_file(out / "model.safetensors").keys() == load_file(whole / "model.safetensors").keys()
+
+
+def test_a_run_killed_after_its_last_checkpoint_writes_the_model_without_training(
+    packed: Path, config: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def die(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    out = tmp_path / "out"
+    with monkeypatch.context() as patch:
+        patch.setattr("treepack.train.loop.stage_model", die)
+        with pytest.raises(KeyboardInterrupt):
+            go(packed, config, out)
+    assert not is_finished(out)
+    assert go(packed, config, out)[0] == []
+    assert not [path.name for path in out.iterdir() if path.name.startswith(".")]
+    assert_equal_runs(out, whole)
+
+
+def test_a_last_checkpoint_that_fails_is_noted_and_the_model_is_finished(
+    packed: Path, config: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise TreepackError("the disk is full")
+
+    monkeypatch.setattr(Checkpoints, "save", fail)
+    _, notes = go(packed, config, tmp_path / "out", checkpoint_every=99)
+    assert notes == ["the disk is full"]
+    assert is_finished(tmp_path / "out")
+    assert_equal_runs(tmp_path / "out", whole)
 
 
 def test_another_configuration_of_the_model_is_not_resumed(packed: Path, config: Path, tmp_path: Path) -> None:

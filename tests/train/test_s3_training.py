@@ -123,12 +123,12 @@ def test_a_remote_run_is_the_local_one(packed: Path, config: Path, tmp_path: Pat
         json.loads(text) for text in (s3.read("run/train.json"), (tmp_path / "whole/train.json").read_text())
     )
     assert record == local | {"packed": s3.address("packed")}
-    assert s3.copied == ["run/model.safetensors"]  # from the last checkpoint: the network has the weights once
     # Each object that others depend on comes after them.
     puts = [path.split("?")[0].split("/run/")[1] for method, path in s3.requests if method == "PUT" and "/run/" in path]
     assert puts[0] == "run.json"
     assert puts[-1] == "train.json"
-    assert puts.index("checkpoints/step-00000002/checkpoint.json") > puts.index("checkpoints/step-00000002/.metadata")
+    first, last = (f"checkpoints/step-00000002/{name}" for name in ("rank-00000-000.safetensors", "checkpoint.json"))
+    assert puts.index(first) < puts.index(last)
     assert in_cache("runs") == []
     assert len(in_cache("parts")) == len([*packed.glob("part-*")])
 
@@ -217,7 +217,7 @@ def test_a_killed_run_is_resumed_from_the_store_alone(
     reached, killed = Event(), Event()
 
     def fault(method: str, path: str) -> None:
-        if method == "PUT" and "step-00000004/__0" in path and not killed.is_set():
+        if method == "PUT" and "step-00000004/rank-" in path and not killed.is_set():
             reached.set()
             killed.wait(120)
 
@@ -284,7 +284,7 @@ def test_an_outage_that_lasts_is_one_sentence_and_the_files_stay(
         go(packed, config, s3.address("run"))
     assert "\n" not in str(caught.value)
     kept = Path(re.search(r"kept in (.*), and", str(caught.value))[1])  # type: ignore[index]
-    assert [*kept.glob("checkpoints/.step-00000004.partial-*/__0_0.distcp")]
+    assert [*kept.glob("checkpoints/.step-00000004.partial-*/rank-00000-000.safetensors")]
     s3.fault = lambda method, path: CUT if method == "PUT" and "/run/model.safetensors" in path else None
     with pytest.raises(
         TreepackError, match=r"model\.safetensors: cannot be written.* is kept in .*, and --resume"
@@ -303,12 +303,12 @@ def test_an_outage_that_lasts_is_one_sentence_and_the_files_stay(
 def test_damage_in_the_store_is_found(packed: Path, config: Path, tmp_path: Path, s3: Store) -> None:
     go(packed, config, tmp_path / "whole")
     go(packed, config, s3.address("run"), until=6)
-    (data,) = (name for name in s3.names("run/checkpoints/step-00000006/") if name.endswith(".distcp"))
+    (data,) = (name for name in s3.names("run/checkpoints/step-00000006/") if name.endswith(".safetensors"))
     content = s3.read(data)
     s3.write(data, content[:100] + bytes([content[100] ^ 1]) + content[101:])
     _, notes = go(packed, config, s3.address("run"))
     assert notes == [
-        "checkpoints/step-00000006 is damaged (__0_0.distcp was altered); step-00000004 is used",
+        "checkpoints/step-00000006 is damaged (rank-00000-000.safetensors was altered); step-00000004 is used",
         "resumed after step 4 of 9",
     ]
     assert_equal_runs(s3, "run", tmp_path / "whole")
@@ -344,11 +344,9 @@ def test_ranks_share_the_copies_and_upload_their_shards(packed: Path, config: Pa
     outcomes = train_over(2, tmp_path, cases)
     files = s3.names(f"run/checkpoints/{checkpoints(s3, 'run')[-1]}/")
     assert [name.rpartition("/")[2] for name in files] == [
-        ".metadata",
-        "__0_0.distcp",
-        "__1_0.distcp",
         "checkpoint.json",
-        "model.safetensors",
+        "rank-00000-000.safetensors",
+        "rank-00001-000.safetensors",
     ]
     steps = [record["step"] for name in ("first", "rest") for record in outcomes[name]["records"]]
     assert steps == [record["step"] for record in outcomes["whole"]["records"]]

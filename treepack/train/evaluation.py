@@ -1,7 +1,6 @@
-"""The loss of held-out rows during training, and the end of a run that no longer improves it.
+"""The loss of held-out rows during training; `train.saving.position` decides whether a run still improves it.
 
     run.held_out --evaluate--> {"eval_loss": 1.9, "eval_seconds": 0.4}     as one optimiser step over all held-out rows
-    HeldOutScore.after(step, loss) --> HeldOutScore                        the lowest loss so far, and how long ago
 
 The loss is that of the training objective, with its denominator taken over all held-out rows, and without an update:
 the weighted mean of the negative log-likelihoods with sft, the loss over all pairs with dpo, and the objective of the
@@ -15,8 +14,6 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from typing import Any, Self
 
 from treepack.objectives.losses import step_means
 from treepack.train.run import TrainingRun
@@ -41,26 +38,3 @@ def evaluate(held_out: TrainingRun, note: Callable[[str], None] = _log.info) -> 
     means = {f"eval_{name}": value for name, value in step_means(sums, held_out.constant_means).items()}
     loss = math.fsum(losses) if all(map(math.isfinite, losses)) else math.nan
     return {"eval_loss": loss, **means, "eval_seconds": time.perf_counter() - start}, held_out
-
-
-@dataclass(frozen=True)
-class HeldOutScore:
-    """The evaluations of a run so far: the lowest loss and its step, and the number of evaluations after it."""
-
-    best_loss: float | None = None
-    best_step: int = 0
-    stale: int = 0
-
-    def after(self, step: int, loss: float) -> Self:
-        """Return the score after the evaluation of `step`; a loss that is not finite does not improve it."""
-        if math.isfinite(loss) and (self.best_loss is None or loss < self.best_loss):
-            return type(self)(loss, step, 0)
-        return type(self)(self.best_loss, self.best_step, self.stale + 1)
-
-    def is_over(self, patience: int) -> bool:
-        """Return true if `patience` evaluations in a row had no lower loss; patience 0 never ends a run."""
-        return 0 < patience <= self.stale
-
-    def as_record(self) -> dict[str, Any]:
-        """Return JSON values from which `HeldOutScore(**values)` makes an equal score."""
-        return asdict(self)

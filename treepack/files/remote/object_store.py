@@ -180,16 +180,6 @@ def write(path: RemotePath, content: bytes, *, expected: str | None = ANY) -> No
     _write(path, expected, lambda store, how: store.pipe_file(path.path, content, **how))
 
 
-def copy(source: RemotePath, path: RemotePath) -> None:
-    """Copy an object inside of its store, which sends no bytes over the network; an existing one is replaced.
-
-    Raises:
-        MissingError: there is no such object.
-        TreepackError: see `upload`.
-    """
-    _call(path, lambda store: store.cp_file(source.path, path.path), verb="written")
-
-
 def delete(paths: Iterable[RemotePath]) -> None:
     """Delete objects; ignore names without an object.
 

@@ -89,10 +89,6 @@ class FolderUploads:
         """Upload one file under `name`; wait while the store does not answer."""
         patiently(lambda: object_store.upload(local, self.out / name, expected=expected))
 
-    def copy(self, source: str, name: str) -> None:
-        """Copy the object `source` of the output to `name`; wait while the store does not answer."""
-        patiently(lambda: object_store.copy(self.out / source, self.out / name))
-
     def list(self, name: str) -> Mapping[str, object_store.ObjectInfo]:
         """Return the objects below `name`, by their names there."""
         return object_store.list_objects(self.out / name)

@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, BinaryIO
 
 import torch
@@ -89,11 +90,11 @@ class SavedWeights:
                 for target, box in boxes.get(name, ()):
                     traced = self.layout[target]
                     if box.num_elements == traced.numel():
-                        _write(*at[target], box.take(tensor).to(traced.dtype))
+                        write_tensor(*at[target], box.take(tensor).to(traced.dtype))
                         continue
                     part = waiting.setdefault(target, _AssembledTensor(torch.empty(traced.shape, dtype=traced.dtype)))
                     if part.add(box, tensor):
-                        _write(*at[target], waiting.pop(target).tensor)
+                        write_tensor(*at[target], waiting.pop(target).tensor)
         if len(places) > 1:
             self._write_index(directory, places)
 
@@ -106,7 +107,7 @@ class SavedWeights:
 
         return sorted(self.layout, key=first)
 
-    def _write_index(self, directory: Path, places: Mapping[str, _TensorFile]) -> None:
+    def _write_index(self, directory: Path, places: Mapping[str, TensorFile]) -> None:
         tensors = self.layout.values()
         sizes = {"total_parameters": sum(t.numel() for t in tensors), "total_size": sum(map(_num_bytes, tensors))}
         weight_map = {target: name for name, file in places.items() for target in file.starts}
@@ -129,7 +130,7 @@ class _AssembledTensor:
 
 
 @dataclass(frozen=True)
-class _TensorFile:
+class TensorFile:
     """The header of a safetensors file, and the offset of each of its tensors in bytes."""
 
     header: bytes
@@ -198,7 +199,7 @@ def _whole(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
             yield name, tensor.cpu()
 
 
-def _plan_files(layout: Mapping[str, TracedTensor], names: list[str], max_bytes: int) -> dict[str, _TensorFile]:
+def _plan_files(layout: Mapping[str, TracedTensor], names: list[str], max_bytes: int) -> dict[str, TensorFile]:
     """Distribute the tensors over files in the order of `names`; a file has at most `max_bytes`, or one tensor."""
     groups: list[list[str]] = [[]]
     total = 0
@@ -210,16 +211,19 @@ def _plan_files(layout: Mapping[str, TracedTensor], names: list[str], max_bytes:
         groups[-1].append(name)
         total += size
     if len(groups) == 1:
-        return {SINGLE_FILE: _plan_file(layout, groups[0])}
+        return {SINGLE_FILE: plan_file(layout, groups[0])}
     stem, suffix = SINGLE_FILE.split(".")  # "model", "safetensors"
     return {
-        f"{stem}-{number:05d}-of-{len(groups):05d}.{suffix}": _plan_file(layout, group)
+        f"{stem}-{number:05d}-of-{len(groups):05d}.{suffix}": plan_file(layout, group)
         for number, group in enumerate(groups, 1)
     }
 
 
-def _plan_file(layout: Mapping[str, TracedTensor], names: list[str]) -> _TensorFile:
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+def plan_file(
+    layout: Mapping[str, Tensor], names: Iterable[str], metadata: Mapping[str, str] = MappingProxyType({})
+) -> TensorFile:
+    """Return the header of a safetensors file with the tensors `names` of `layout`, and the place of each."""
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
     starts: dict[str, int] = {}
     first = 0
     # Larger elements first, so that each tensor starts at a multiple of the size of its elements.
@@ -233,13 +237,14 @@ def _plan_file(layout: Mapping[str, TracedTensor], names: list[str]) -> _TensorF
     text = json.dumps(entries).encode()
     text += b" " * (-len(text) % 8)
     header = struct.pack("<Q", len(text)) + text
-    return _TensorFile(header, {name: len(header) + start for name, start in starts.items()})
+    return TensorFile(header, {name: len(header) + start for name, start in starts.items()})
 
 
-def _num_bytes(traced: TracedTensor) -> int:
+def _num_bytes(traced: Tensor) -> int:
     return traced.numel() * traced.itemsize
 
 
-def _write(file: BinaryIO, start: int, tensor: Tensor) -> None:
+def write_tensor(file: BinaryIO, start: int, tensor: Tensor) -> None:
+    """Write the elements of a tensor on the CPU to `file`, from the byte `start` on; contiguous ones are not copied."""
     file.seek(start)
     file.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)

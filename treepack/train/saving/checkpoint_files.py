@@ -3,8 +3,9 @@
     step-00000010/checkpoint.json --read_record--> record, or the fault
     record["files"] --find_damage--> None, or the fault of one file
 
-    {"format": "treepack-checkpoint", "version": 1, "treepack": ..., "torch": ..., "world_size": 8, "step": 10,
-     "position": {...}, "files": [{"name": ".metadata", "bytes": 4711, "sha256": ...}, ...], "sha256": ...}
+    {"format": "treepack-checkpoint", "version": 2, "treepack": ..., "torch": ..., "world_size": 8, "step": 10,
+     "position": {...}, "groups": [{"lr": 1e-05, ...}, ...],
+     "files": [{"name": "rank-00000-000.safetensors", "bytes": 4711, "sha256": ...}, ...], "sha256": ...}
 
 The last entry is the hash of all other entries, so that an altered record is noticed too. A fault is a few words for
 the middle of a sentence. `train.saving.checkpoint` writes checkpoints and decides which one to use.
@@ -22,14 +23,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.api import CheckpointException
 
 from treepack import __version__
 from treepack.errors import TreepackError
 from treepack.files.manifest import file_sha256
+from treepack.files.remote.address import AnyPath
+from treepack.train.saving.checkpoint_tensors import FILE_NAME
 
 FORMAT = "treepack-checkpoint"
-VERSION = 1
+VERSION = 2
 CHECKPOINTS = "checkpoints"  # their folder in the directory of a run
 RECORD = "checkpoint.json"
 
@@ -62,7 +64,7 @@ def write_record(path: Path, fields: dict[str, Any], files: list[dict[str, Any]]
 
     Args:
         path: directory of the checkpoint, which already contains all other files.
-        fields: `step` and `position`.
+        fields: `step`, `position` and `groups`.
         files: name, bytes and sha256 of every other file.
         world_size: number of ranks that wrote them.
 
@@ -90,30 +92,42 @@ def file_entries(paths: Sequence[Path]) -> list[dict[str, Any]]:
 
 
 def read_record(path: Path) -> dict[str, Any] | str:
-    """Return checkpoint.json of the checkpoint `path`, or its fault."""
+    """Return checkpoint.json of the checkpoint `path`, or its fault.
+
+    Raises:
+        TreepackError: as `parse_record`.
+    """
     try:
-        return parse_record((path / RECORD).read_bytes(), path.name)
+        return parse_record((path / RECORD).read_bytes(), path)
     except FileNotFoundError:
         return f"{RECORD} is missing"
     except OSError as error:
         return f"{RECORD} cannot be read: {describe_error(error)}"
 
 
-def parse_record(content: bytes, name: str) -> dict[str, Any] | str:
-    """Return the record with this content of the checkpoint `name`, or its fault."""
+def parse_record(content: bytes, path: AnyPath) -> dict[str, Any] | str:
+    """Return the record with this content of the checkpoint `path`, or its fault.
+
+    Raises:
+        TreepackError: it is undamaged, and a treepack with another version of the format wrote it.
+    """
     try:
         record = json.loads(content)
     except (ValueError, RecursionError) as error:
         return f"{RECORD} cannot be read: {describe_error(error)}"
     if not isinstance(record, dict) or record.get("format") != FORMAT:
         return f"{RECORD} does not have the format {FORMAT}"
-    if record.get("version") != VERSION:
-        return f"{RECORD} has version {record.get('version')} and this treepack reads version {VERSION}"
     digest = record.pop("sha256", None)
     # The step is compared too, because a renamed directory has an intact record.
-    if digest != _digest(record) or record.get("step") != step_of_name(name):
+    if digest != _digest(record) or record.get("step") != step_of_name(path.name):
         return f"{RECORD} was altered"
-    kinds = {"world_size": int, "position": dict, "files": list}
+    if record.get("version") != VERSION:
+        writer = str(record.get("treepack"))[:20]
+        raise TreepackError(
+            f"{path}: treepack {writer} wrote this checkpoint in version {record.get('version')} of its format, and "
+            f"this treepack reads version {VERSION}; finish the run with treepack {writer}, or start a new --out"
+        )
+    kinds = {"world_size": int, "position": dict, "groups": list, "files": list}
     if any(type(record.get(field)) is not kind for field, kind in kinds.items()):
         return f"{RECORD} has wrong fields"
     is_whole = record["files"] and all(map(_is_entry, record["files"]))
@@ -121,11 +135,11 @@ def parse_record(content: bytes, name: str) -> dict[str, Any] | str:
 
 
 def _is_entry(entry: Any) -> bool:
-    """Return True for the entry of a file in the directory itself: a copy must not be written to another place."""
+    """Return True for a file with tensors in the directory itself: nothing else is read, or copied from a store."""
     kinds = {"name": str, "bytes": int, "sha256": str}
     if not isinstance(entry, dict) or any(type(entry.get(field)) is not kind for field, kind in kinds.items()):
         return False
-    return entry["name"] not in ("", ".", "..") and not {"/", "\\", "\0"} & set(entry["name"])
+    return FILE_NAME.fullmatch(entry["name"]) is not None
 
 
 def find_damage(path: Path, entry: dict[str, Any], *, hashed: bool) -> str | None:
@@ -150,7 +164,10 @@ def find_damage(path: Path, entry: dict[str, Any], *, hashed: bool) -> str | Non
 
 def has_all_files(path: Path) -> bool:
     """Return true if the record of `path` is intact and all files have their size; their hashes are not compared."""
-    record = read_record(path)
+    try:
+        record = read_record(path)
+    except TreepackError:  # of another version
+        return False
     return isinstance(record, dict) and not any(find_damage(path, entry, hashed=False) for entry in record["files"])
 
 
@@ -164,16 +181,11 @@ def sync_names(directory: Path) -> None:
 
 
 def describe_error(error: BaseException) -> str:
-    """Return the cause of an error in a few words: the message of the disk if it is the cause, else that of `error`."""
-    if isinstance(error, CheckpointException):
-        error = next(iter(error.failures.values()))[0]  # failures: rank -> (exception, stack)
-    cause: BaseException | None = error
-    # A write that failed makes torch's writer fail again when it closes the file. Only the first error, which is found
-    # at the end of the chain, names the disk's reason.
-    while cause is not None:
-        if isinstance(cause, OSError) and cause.strerror:
-            return cause.strerror
-        cause = cause.__cause__ or cause.__context__
+    """Return the cause of an error in a few words: our sentence, the reason of the disk, or the type."""
+    if isinstance(error, TreepackError):
+        return str(error)
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
     return f"{type(error).__name__}: {' '.join(str(error).split()) or 'without a message'}"
 
 

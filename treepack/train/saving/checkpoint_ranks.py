@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch.distributed as dist
 
@@ -44,10 +44,10 @@ class RankGroup:
             raise TreepackError(problem)
         return [value for value, _ in results]  # type: ignore[misc]  # None only if T allows it
 
-    @property
-    def collective(self) -> dict[str, Any]:
-        """The arguments about ranks of DCP's save and load."""
-        return {"process_group": self.group, "no_dist": self.size == 1}
+    def lead(self, function: Callable[[], T]) -> T:
+        """Return the result of `function` on the first rank, which alone calls it, on every rank; as `together`."""
+        results: list[T | None] = self.together(lambda: function() if self.rank == 0 else None)
+        return results[0]  # type: ignore[return-value]  # None only if T allows it
 
 
 def all_ranks(*, new_group: bool = False) -> RankGroup:

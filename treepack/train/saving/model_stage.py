@@ -1,7 +1,6 @@
 """The model of a finished run, as files that get their names when the run is complete.
 
-run --stage_before_checkpoint--> the model's files, whose weights the last checkpoint links
-run --stage_after_training-->    the model's files, if no checkpoint can link them
+run --stage_model--> weights, configuration and tokenizer in a hidden folder of the run --finish_run--> out
 """
 
 from __future__ import annotations
@@ -44,42 +43,16 @@ def model_errors(place: Place) -> Iterator[None]:
         ) from error
 
 
-def stage_before_checkpoint(run: TrainingRun, place: Place) -> bool:
-    """Stage the model if a checkpoint can link its weight files; return False if it cannot, or if the disk fails.
-
-    In both cases the model is staged after the checkpoint, and an error of the disk ends the run then.
-    """
-    weights = _weights_as_files(run)
-    if weights is None or run.options.save_dtype == "source":  # a checkpoint keeps every bit
-        return False
-    try:
-        _stage(run, place, weights)
-    except TreepackError:
-        return False
-    return True
-
-
-def stage_after_training(run: TrainingRun, place: Place) -> None:
-    """Write the model; all ranks call this, and only the first one writes.
-
-    Raises:
-        TreepackError: the disk fails.
-    """
-    _stage(run, place, _weights_as_files(run))
-
-
-def _weights_as_files(run: TrainingRun) -> SavedWeights | None:
-    """Return the weights as the files of the model contain them; None for an adapter, or if they are converted."""
-    with without_value_head(run.loaded.causal):
-        return None if has_rest(run.loaded.causal, run.loaded.source) else saved_weights(run.loaded.model)
-
-
-def _stage(run: TrainingRun, place: Place, weights: SavedWeights | None) -> None:
+def stage_model(run: TrainingRun, place: Place) -> None:
     """Write the model; all ranks take part in the gathering of the shards, and only the first rank writes.
 
     Raises:
         TreepackError: the disk fails.
     """
+    with without_value_head(run.loaded.causal):
+        # None for the text half of a model, for an adapter, and if only transformers can convert the weights.
+        is_half = has_rest(run.loaded.causal, run.loaded.source)
+        weights = None if is_half else saved_weights(run.loaded.model)
     with long_part("writing the model"):
         _write(run, place, weights)
 

@@ -29,6 +29,8 @@ from treepack.files.remote.cache_room import cache_folder
 from treepack.files.remote.retries import patiently
 from treepack.files.remote.uploads import KEPT, FolderUploads
 from treepack.train.ranks import Ranks
+from treepack.train.saving.checkpoint_files import CHECKPOINTS
+from treepack.train.saving.checkpoint_targets import CheckpointTarget, LocalTarget, StoreTarget
 
 METRICS = "metrics.jsonl"
 
@@ -42,6 +44,13 @@ class Place:
     out: AnyPath
     folder: Path
     uploads: FolderUploads | None = None
+
+    @property
+    def checkpoints(self) -> CheckpointTarget:
+        """The checkpoints of the run."""
+        return (
+            LocalTarget(self.folder / CHECKPOINTS) if self.uploads is None else StoreTarget(self.uploads, CHECKPOINTS)
+        )
 
     def claim(self) -> None:
         """Become the owner of a remote run, and copy its metrics to the folder; to be called on the first rank."""

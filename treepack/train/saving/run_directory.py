@@ -2,7 +2,7 @@
 
 out/run.json         written first: data, model and options, so that only the same run can be resumed
 out/metrics.jsonl    a line per optimiser step; see `train.watch.metrics`
-out/checkpoints/     see `train.saving.checkpoint`; the last one has the weights in the same file as the model
+out/checkpoints/     see `train.saving.checkpoint`
 out/...              weights, config and tokenizer, after training is complete
 out/train.json       written last: options, inputs, notes; a directory without it is unfinished
 
@@ -128,16 +128,13 @@ def record_plan(run: TrainingRun, out: AnyPath) -> None:
         _write(out / RUN, {**read_run_record(out / RUN), **chosen_values(run)})
 
 
-def finish_run(
-    run: TrainingRun, place: Place, outcome: Mapping[str, Any] | None = None, *, linked: str | None = None
-) -> None:
+def finish_run(run: TrainingRun, place: Place, outcome: Mapping[str, Any] | None = None) -> None:
     """Move the staged model to its place, and write `train.json` last.
 
     Args:
         run: the trained run.
         place: its directory.
         outcome: JSON values for `train.json`, such as the last step of a run that ended early.
-        linked: name of the checkpoint that has the staged weight files too, from which a store copies them.
 
     Raises:
         TreepackError: the disk or the store fails.
@@ -166,12 +163,8 @@ def finish_run(
         with place.uploads.kept_on_errors():
             patiently(place.uploads.push)
             patiently(place.uploads.check_owner)
-            known = place.uploads.list(linked) if linked else {}
             for name in names:
-                if name.endswith(".safetensors") and name in known:
-                    place.uploads.copy(f"{linked}/{name}", name)
-                else:
-                    place.uploads.send(staged / name, name)
+                place.uploads.send(staged / name, name)
             patiently(lambda: _write(place.out / FINISHED, record))
 
 

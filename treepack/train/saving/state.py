@@ -1,195 +1,138 @@
-"""The state of a training run, without its data, as one flat dict: everything on which the next update depends.
+"""The state of a training run, without its data: everything on which the next update depends.
 
-    model, optimiser, generators --training_state--> dict --(torch.distributed.checkpoint, DCP)--> load_state
+    model, optimiser, generators --training_state--> SavedState, copied and written by `train.saving.checkpoint`
+    SavedCheckpoint --load_state--> the same, in place; --load_weights--> the model alone
 
     model.NAME            a parameter or persistent buffer, a DTensor if FSDP2 shards it; tied ones once; of a model
-                          with an adapter only the adapter; absent if weight files contain it (`checkpoint_weights`)
-    optimiser.NAME.KEY    the optimiser's state of the parameter NAME; absent before its first update
-    optimiser             its parameter groups: options and names
-    random.RANK           states of Python's, numpy's and torch's generators on that rank
+                          with an adapter only the adapter
+    optimiser.NAME.KEY    `step`, `exp_avg` and `exp_avg_sq` of the parameter NAME; absent before its first update
+    random.RANK.KEY       states of Python's, numpy's and torch's generators on that rank
+    groups                the optimiser's groups as JSON: options and names of parameters
 
-DCP's own get_state_dict is not used. It makes an update with an optimiser that has no state yet, which leaves its count
-of updates at 1, and it saves tied weights twice. `train.saving.checkpoint` decides when to save, and checks the files.
+torch's own get_state_dict is not used. It makes an update with an optimiser that has no state yet, which leaves its
+count of updates at 1, and it saves tied weights twice. `train.saving.checkpoint_tensors` reads and writes the tensors.
 """
 
 from __future__ import annotations
 
-import math
+import json
 import random
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint import state_dict_loader
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from treepack.errors import TreepackError
 from treepack.memory.offloaded_adamw import OffloadedAdamW
 from treepack.model.adapters.adapter import is_adapted
-from treepack.train.saving.checkpoint_files import describe_error
-from treepack.train.saving.checkpoint_pickles import CheckpointReader, PlainPlanner
-from treepack.train.saving.checkpoint_weights import FileBoxes, find_boxes, linked_files
+from treepack.model.weights.traced import TracedTensor
+from treepack.train.saving.checkpoint_tensors import TensorPart, fill_tensors, own_parts, read_layout
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+_STATE = {"step", *_MOMENTS}
+
+
+@dataclass(frozen=True)
+class SavedCheckpoint:
+    """A whole checkpoint on disk, written by `world_size` ranks: `step` and `position` are the arguments of `save`.
+
+    `groups` are the groups of the optimiser, `files` the names of the files with tensors, and `is_copy` is true for a
+    copy from a store, which is removed after it is read.
+    """
+
+    path: Path
+    step: int
+    world_size: int
+    position: dict[str, Any]
+    groups: list[Any]
+    files: tuple[str, ...]
+    is_copy: bool
+
+    def layout(self) -> dict[str, TracedTensor]:
+        """Return the tensors, as `read_layout`."""
+        return read_layout([self.path / name for name in self.files])
 
 
 def training_state(
-    model: nn.Module, optimiser: torch.optim.Optimizer, *, rank: int, without_weights: bool = False
-) -> dict[str, Any]:
-    """Return the state; its tensors share memory with the tensors of the model and the optimiser.
-
-    With `without_weights`, the tensors of the model that the files of its saved model contain are left out.
-    """
+    model: nn.Module, optimiser: torch.optim.Optimizer, *, rank: int
+) -> tuple[dict[str, TensorPart], list[dict[str, Any]]]:
+    """Return the parts of tensors that this rank writes, which share memory with the run's, and the groups as JSON."""
     tensors = _model_tensors(model)
     order = _parameter_order(tensors, optimiser)
     saved = optimiser.state_dict()
     # An optimiser numbers its parameters over all groups. A checkpoint has their names, so that an error can name the
     # parameter: {"lr": 0.1, "params": [0, 1]} -> {"lr": 0.1, "params": ["embed.weight", "head.weight"]}
     groups = [group | {"params": [order[number] for number in group["params"]]} for group in saved["param_groups"]]
-    state = {
-        f"optimiser.{order[number]}.{key}": value
-        for number, values in saved["state"].items()
-        for key, value in values.items()
-    }
-    saved_elsewhere = _boxes_by_name(model, tensors).tensors if without_weights else {}
-    model_state = {f"model.{name}": tensor.detach() for name, tensor in tensors.items() if name not in saved_elsewhere}
-    return model_state | state | {"optimiser": groups, f"random.{rank}": _random_states()}
+    state = {f"model.{name}": tensor for name, tensor in tensors.items()}
+    for number, values in saved["state"].items():
+        assert values.keys() == _STATE, "the run's optimiser is AdamW"
+        state |= {f"optimiser.{order[number]}.{key}": value for key, value in values.items()}
+    own = {f"random.{rank}.{key}": value for key, value in _random_states().items()}
+    return own_parts(state, leads=rank == 0) | own_parts(own, leads=True), json.loads(json.dumps(groups))
 
 
-def load_state(
-    path: Path, model: nn.Module, optimiser: torch.optim.Optimizer, *, rank: int, collective: dict[str, Any]
-) -> None:
-    """Load the state from DCP's files in `path`, which any number of ranks may have written.
+def load_state(checkpoint: SavedCheckpoint, model: nn.Module, optimiser: torch.optim.Optimizer, *, rank: int) -> None:
+    """Load the state from a checkpoint, which any number of ranks may have written.
 
     Args:
-        path: directory of DCP's files.
+        checkpoint: from `checkpoint.latest`.
         model: its parameters and buffers are filled in place.
         optimiser: gets the saved state, or none if none was saved, and the saved options of its groups.
-        rank: this process; its random generators are set if the files contain their states.
-        collective: arguments of DCP's load about the ranks.
+        rank: this process; its random generators are set if the checkpoint has their states.
 
     Raises:
-        TreepackError: the parameters or their groups differ from the saved ones, or a file names foreign code.
-        OSError, CheckpointException: the files cannot be read.
+        TreepackError: tensors or groups differ from the saved ones, or the files are not a checkpoint's. Nothing is
+            changed then.
+        OSError: a file cannot be read.
     """
-    tensors = _model_tensors(model)
+    path, layout, tensors = checkpoint.path, checkpoint.layout(), _model_tensors(model)
     order = _parameter_order(tensors, optimiser)
-    saved = _checked_metadata(path)
-    files = linked_files(path)
-    boxes = _boxes_by_name(model, tensors) if files else FileBoxes({}, {})
-    inside = {name: tensor for name, tensor in tensors.items() if name not in boxes.tensors}
-    boxes.check(files, path)
-    _check_tensors(path, inside, saved)
-    # Two loads: groups and generators first, so that a model or optimiser that does not fit is refused before any
-    # tensor is overwritten.
-    objects: dict[str, Any] = dict.fromkeys({"optimiser", f"random.{rank}"} & saved.keys())
-    _load(path, objects, collective)
-    options = _options_of_groups(path, order, optimiser, objects["optimiser"])
-
-    model_state = {f"model.{name}": tensor.detach() for name, tensor in inside.items()}
-    number_of = {name: number for number, name in enumerate(order)}
-    # Buffers of the right shape and sharding, which DCP fills.
-    states = {
-        key: (tensors[name], entry)
-        for key, entry in saved.items()
-        if key.startswith("optimiser.") and (name := _state_key(key)[0]) in number_of
-    }
-    _check_state_types(path, states)
-    in_host = isinstance(optimiser, OffloadedAdamW)
-    state = {key: _state_buffer(parameter, entry, in_host=in_host) for key, (parameter, entry) in states.items()}
-    loaded = model_state | state
-    _load(path, loaded, collective)
-    boxes.read(tensors, files)
-    by_number: dict[int, dict[str, Any]] = {}
-    for key in state:
-        name, part = _state_key(key)
-        by_number.setdefault(number_of[name], {})[part] = loaded[key]
-    optimiser.load_state_dict({"state": by_number, "param_groups": options})
-    if f"random.{rank}" in objects:
-        _set_random_states(objects[f"random.{rank}"])
+    expected = {f"model.{name}": tensor for name, tensor in tensors.items()}
+    _check_names(path, expected, layout)
+    groups = _options_of_groups(path, order, optimiser, checkpoint.groups)
+    states = _empty_states(path, {name: tensors[name] for name in order}, layout, isinstance(optimiser, OffloadedAdamW))
+    for name, values in states.items():
+        expected |= {f"optimiser.{name}.{key}": value for key, value in values.items()}
+    own = {f"random.{rank}.{key}": value for key, value in _random_states().items()}
+    own = {name: tensor for name, tensor in own.items() if name in layout}
+    if foreign := sorted(name for name in layout.keys() - expected.keys() if not name.startswith("random.")):
+        raise TreepackError(f"{path}: the run has no {foreign[0]}; take another checkpoint")
+    _check_tensors(path, expected | own, layout)
+    fill_tensors(layout, own)
+    generators = {name.rpartition(".")[2]: tensor for name, tensor in own.items()}
+    _check_random_states(path, generators)
+    fill_tensors(layout, expected)
+    by_number = {number: states[name] for number, name in enumerate(order) if name in states}
+    optimiser.load_state_dict({"state": by_number, "param_groups": groups})
+    _set_random_states(generators)
 
 
-def load_weights(path: Path, model: nn.Module, *, collective: dict[str, Any]) -> None:
-    """Load the parameters and persistent buffers alone from DCP's files in `path`; arguments as in `load_state`.
+def load_weights(checkpoint: SavedCheckpoint, model: nn.Module) -> None:
+    """Load the parameters and persistent buffers alone from a checkpoint.
 
     A value head that only one of model and checkpoint has is left as it is: a critic may start from a policy.
 
     Raises:
         TreepackError: the tensors differ from the saved ones, or cannot be read.
     """
-    tensors = _model_tensors(model)
+    path, expected = checkpoint.path, {f"model.{name}": tensor for name, tensor in _model_tensors(model).items()}
     try:
-        saved = _checked_metadata(path)
-        heads = [{key for key in keys if ".value_head." in key} for keys in (saved, map("model.{}".format, tensors))]
+        layout = checkpoint.layout()
+        heads = [{name for name in names if ".value_head." in name} for names in (layout, expected)]
         alone = set() if all(heads) else heads[0] ^ heads[1]
-        files = linked_files(path)
-        boxes = _boxes_by_name(model, tensors) if files else FileBoxes({}, {})
-        inside = {
-            name: tensor
-            for name, tensor in tensors.items()
-            if f"model.{name}" not in alone and name not in boxes.tensors
-        }
-        boxes.check(files, path)
-        _check_tensors(path, inside, {key: entry for key, entry in saved.items() if key not in alone})
-        _load(path, {f"model.{name}": tensor.detach() for name, tensor in inside.items()}, collective)
-        boxes.read(tensors, files)
-    except (OSError, CheckpointException) as error:
+        expected = {name: tensor for name, tensor in expected.items() if name not in alone}
+        layout = {name: tensor for name, tensor in layout.items() if name not in alone}
+        _check_names(path, expected, layout)
+        _check_tensors(path, expected, layout)
+        fill_tensors(layout, expected)
+    except OSError as error:
         raise TreepackError(
-            f"{path}: cannot be read ({describe_error(error)}); check that its disk is mounted"
+            f"{path}: cannot be read ({error.strerror or error}); check that its disk is mounted"
         ) from error
-
-
-def _checked_metadata(path: Path) -> dict[str, Any]:
-    """Return the entries of a checkpoint by name.
-
-    Raises:
-        TreepackError: a tensor has no size or type, or its chunks are not all of it; DCP would leave the rest as it is.
-    """
-    saved: dict[str, Any] = CheckpointReader(path).read_metadata().state_dict_metadata
-    for name, entry in saved.items():
-        if isinstance(entry, TensorStorageMetadata) and not _is_whole(entry):
-            raise TreepackError(f"{path}: the chunks of {name} are not the whole tensor; take another checkpoint")
-    return saved
-
-
-def _is_whole(entry: Any) -> bool:
-    """Return True if the chunks of a tensor are inside of it and have as many numbers."""
-    if entry.size is None or entry.properties is None or entry.chunks is None:
-        return False
-    for chunk in entry.chunks:
-        if not len(chunk.offsets) == len(chunk.sizes) == len(entry.size):
-            return False
-        places = zip(chunk.offsets, chunk.sizes, entry.size, strict=True)
-        if not all(start >= 0 and num >= 0 and start + num <= size for start, num, size in places):
-            return False
-    # Shape [4, 3] in chunks of [2, 3] and [2, 3] -> 6 + 6 = 12
-    num_stored: int = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
-    num_numbers: int = math.prod(entry.size)
-    return num_stored == num_numbers
-
-
-def _check_state_types(path: Path, states: dict[str, tuple[Tensor, Any]]) -> None:
-    """Refuse moments whose dtype differs from that of their parameter, and numbers of steps that are not float32."""
-    for key, (parameter, entry) in states.items():
-        if isinstance(entry, TensorStorageMetadata):
-            expected = parameter.dtype if entry.size == parameter.shape else torch.float32
-            if entry.properties.dtype != expected:
-                raise TreepackError(
-                    f"{path}: {key} is {entry.properties.dtype} in the checkpoint; expected {expected}; take another "
-                    "checkpoint"
-                )
-
-
-def _load(path: Path, state: dict[str, Any], collective: dict[str, Any]) -> None:
-    try:
-        state_dict_loader.load(state, storage_reader=CheckpointReader(path), planner=PlainPlanner(path), **collective)
-    except CheckpointException as error:  # collects the exceptions of all ranks
-        for failure, _ in error.failures.values():
-            if isinstance(failure, TreepackError):
-                raise failure from error
-        raise
 
 
 def _model_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -207,63 +150,61 @@ def _model_tensors(model: nn.Module) -> dict[str, Tensor]:
     return tensors
 
 
-def _boxes_by_name(model: nn.Module, tensors: dict[str, Tensor]) -> FileBoxes:
-    """Return the boxes in the files of the saved model by the names of `tensors`, which may differ for tied ones."""
-    names, state = {id(each): name for name, each in tensors.items()}, model.state_dict(keep_vars=True)
-    boxes = find_boxes(model)
-    return replace(boxes, tensors={names[id(state[name])]: traced for name, traced in boxes.tensors.items()})
-
-
-def _parameter_order(tensors: dict[str, Tensor], optimiser: torch.optim.Optimizer) -> list[str]:
+def _parameter_order(tensors: Mapping[str, Tensor], optimiser: torch.optim.Optimizer) -> list[str]:
     """Return the names of the optimiser's parameters, in the order in which its state_dict numbers them."""
     names = {id(tensor): name for name, tensor in tensors.items()}
     return [names[id(parameter)] for group in optimiser.param_groups for parameter in group["params"]]
 
 
-def _state_key(key: str) -> tuple[str, str]:
-    # "optimiser.model.norm.weight.exp_avg" -> "model.norm.weight", "exp_avg"
-    name, _, part = key.removeprefix("optimiser.").rpartition(".")
-    return name, part
+def _empty_states(
+    path: Path, parameters: Mapping[str, Tensor], layout: Mapping[str, Tensor], in_host: bool
+) -> dict[str, dict[str, Tensor]]:
+    """Return tensors to load AdamW's state into, for each parameter that has one in the checkpoint.
 
-
-def _state_buffer(parameter: Tensor, entry: Any, *, in_host: bool) -> Tensor | None:
-    """Return a tensor to load a part of a parameter's optimiser state into; None if the part is not a tensor.
-
-    A part with the shape of the parameter, such as exp_avg, is sharded like it, and on the CPU if `in_host`. Others,
-    such as step, are whole and on the CPU.
+    Moments are sharded like their parameter, and on the CPU if `in_host`. The number of steps is whole, on the CPU.
     """
-    if not isinstance(entry, TensorStorageMetadata):
-        return None
-    if entry.size == parameter.shape:
-        device = torch.device("cpu") if in_host else None
-        return torch.zeros_like(parameter, dtype=entry.properties.dtype, device=device, requires_grad=False)
-    return torch.zeros(entry.size, dtype=entry.properties.dtype)
+    states = {}
+    for name, parameter in parameters.items():
+        saved = {key for key in _STATE if f"optimiser.{name}.{key}" in layout}
+        if saved and saved != _STATE:
+            raise TreepackError(f"{path}: the optimiser's state of {name} is not complete; take another checkpoint")
+        if saved:
+            device = torch.device("cpu") if in_host else None
+            moments = {key: torch.zeros_like(parameter, device=device, requires_grad=False) for key in _MOMENTS}
+            states[name] = {"step": torch.zeros(()), **moments}
+    return states
 
 
-def _check_tensors(path: Path, tensors: dict[str, Tensor], saved: dict[str, Any]) -> None:
-    """Refuse a model whose tensors differ from the saved ones."""
-    entries = {key.removeprefix("model."): entry for key, entry in saved.items() if key.startswith("model.")}
-    for name in [*tensors, *entries]:
-        if name not in entries or name not in tensors:
-            lacking = "the checkpoint" if name not in entries else "the model"
-            raise TreepackError(f"{path}: {lacking} has no {name}; take the model that was trained")
-        tensor, entry = tensors[name], entries[name]
-        if not isinstance(entry, TensorStorageMetadata):
-            raise TreepackError(f"{path}: {name} is not a tensor in the checkpoint; take another checkpoint")
-        if (tensor.shape, tensor.dtype) != (entry.size, entry.properties.dtype):
+def _check_names(path: Path, expected: Mapping[str, Tensor], layout: Mapping[str, Tensor]) -> None:
+    """Refuse a checkpoint with more or fewer tensors than the model has, which are `expected`."""
+    saved = [name for name in layout if name.startswith("model.")]
+    for name in [*expected, *saved]:
+        if name not in layout or name not in expected:
+            lacking = "the checkpoint" if name not in layout else "the model"
             raise TreepackError(
-                f"{path}: {name} is {entry.properties.dtype} of shape {tuple(entry.size)} in the checkpoint and "
-                f"{tensor.dtype} of shape {tuple(tensor.shape)} in the model; take the model that was trained"
+                f"{path}: {lacking} has no {name.removeprefix('model.')}; take the model that was trained"
+            )
+
+
+def _check_tensors(path: Path, expected: Mapping[str, Tensor], layout: Mapping[str, Tensor]) -> None:
+    """Refuse a checkpoint in which a tensor has another shape or dtype than the `expected` one."""
+    for name, tensor in expected.items():
+        saved = layout[name]
+        if (tensor.shape, tensor.dtype) != (saved.shape, saved.dtype):
+            remedy = "take the model that was trained" if name.startswith("model.") else "take another checkpoint"
+            raise TreepackError(
+                f"{path}: {name.removeprefix('model.')} is {saved.dtype} of shape {tuple(saved.shape)} in the "
+                f"checkpoint and {tensor.dtype} of shape {tuple(tensor.shape)} in the run; {remedy}"
             )
 
 
 def _options_of_groups(
-    path: Path, order: list[str], optimiser: torch.optim.Optimizer, saved: list[dict[str, Any]]
+    path: Path, order: Sequence[str], optimiser: torch.optim.Optimizer, saved: Sequence[Any]
 ) -> list[dict[str, Any]]:
     """Return the saved groups, with the names of their parameters replaced by the numbers of this optimiser.
 
     Raises:
-        TreepackError: a group of this optimiser contains other parameters than the saved group.
+        TreepackError: a group of this optimiser has other parameters or options than the saved group.
     """
     if len(optimiser.param_groups) != len(saved):
         raise TreepackError(
@@ -274,23 +215,70 @@ def _options_of_groups(
     for group, saved_group in zip(optimiser.param_groups, saved, strict=True):
         numbers = range(first, first + len(group["params"]))  # groups of 3 and 2 parameters: 0 1 2, then 3 4
         first = numbers.stop
-        differing = sorted({order[number] for number in numbers} ^ set(saved_group["params"]))
-        if differing:
+        if not isinstance(saved_group, dict) or not _same_kinds({**group, "params": []}, saved_group):
+            raise TreepackError(f"{path}: its groups of parameters are not AdamW's; take another checkpoint")
+        names = {order[number] for number in numbers}
+        if differing := sorted(names ^ set(map(str, saved_group["params"]))):
             raise TreepackError(
                 f"{path}: {differing[0]} is in another group of this optimiser; resume with the options of the run"
             )
-        options.append(saved_group | {"params": list(numbers)})
+        # JSON has lists only: betas [0.9, 0.95] -> (0.9, 0.95)
+        values = {key: tuple(value) if isinstance(value, list) else value for key, value in saved_group.items()}
+        options.append(values | {"params": list(numbers)})
     return options
 
 
-def _random_states() -> dict[str, Any]:
-    states = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
+def _same_kinds(group: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
+    """Return True if both have the same names, with numbers where the other has numbers."""
+
+    def kind(value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return [kind(each) for each in value]
+        return float if type(value) in (int, float) else bool if value is None else type(value)
+
+    own = {key: kind(value) for key, value in group.items() if key != "params"}
+    theirs = {key: kind(value) for key, value in saved.items() if key != "params"}
+    return own == theirs and isinstance(saved.get("params"), list)
+
+
+def _random_states() -> dict[str, Tensor]:
+    """Return the states of this process's generators as tensors, which always have the same shapes and dtypes."""
+    # Both of Python's and numpy's generators have 624 numbers and a place among them, and may keep a normal number.
+    _, numbers, normal = random.getstate()
+    state: Any = np.random.get_state(legacy=True)
+    _, keys, place, keeps_normal, other_normal = state
+    kept = [torch.nan if normal is None else normal, other_normal if keeps_normal else torch.nan]
+    states = {
+        "python": torch.tensor(numbers),
+        "numpy": torch.tensor([*keys.tolist(), place]),
+        "normal": torch.tensor(kept, dtype=torch.float64),
+        "torch": torch.get_rng_state(),
+    }
     return states | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
 
 
-def _set_random_states(states: dict[str, Any]) -> None:
-    random.setstate(states["python"])
-    np.random.set_state(states["numpy"])
-    torch.set_rng_state(states["torch"])
-    if "cuda" in states and torch.cuda.is_available():
+def _check_random_states(path: Path, states: Mapping[str, Tensor]) -> None:
+    """Refuse states that no generator has: numpy would read beyond its numbers, and torch would fail half restored."""
+    try:
+        for name in ("python", "numpy") if states else ():
+            *numbers, place = states[name].tolist()
+            if not 0 <= place <= len(numbers) or not all(0 <= number < 1 << 32 for number in numbers):
+                raise ValueError(name)
+        if states:
+            torch.Generator().set_state(states["torch"])
+            states["normal"]
+    except (ValueError, KeyError, RuntimeError) as error:
+        raise TreepackError(f"{path}: its random states are of no generator; take another checkpoint") from error
+
+
+def _set_random_states(states: Mapping[str, Tensor]) -> None:
+    if states:
+        normal, other_normal = (None if np.isnan(each) else each for each in states["normal"].tolist())
+        random.setstate((3, tuple(states["python"].tolist()), normal))
+        *keys, place = states["numpy"].tolist()
+        np.random.set_state(
+            ("MT19937", np.array(keys, np.uint32), place, other_normal is not None, other_normal or 0.0)
+        )
+        torch.set_rng_state(states["torch"])
+    if "cuda" in states:
         torch.cuda.set_rng_state(states["cuda"])

@@ -26,10 +26,10 @@ from treepack.model.adapters.adapter import find_adapter
 from treepack.model.load import read_config, translate_load_errors
 from treepack.model.stored_weights import check_stored
 from treepack.model.text_half import model_from_config
-from treepack.train.saving.checkpoint import SavedCheckpoint, latest
+from treepack.train.saving.checkpoint import latest
 from treepack.train.saving.checkpoint_files import CHECKPOINTS, RECORD, step_of_name
 from treepack.train.saving.checkpoint_ranks import all_ranks
-from treepack.train.saving.state import load_weights
+from treepack.train.saving.state import SavedCheckpoint, load_weights
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,8 @@ class InitialWeights:
         Raises:
             TreepackError: the checkpoint has other tensors than the model, or cannot be read.
         """
-        if self.checkpoint is not None:
-            load_weights(self.checkpoint.path, model, collective=all_ranks().collective)
+        if (checkpoint := self.checkpoint) is not None:
+            all_ranks().together(lambda: load_weights(checkpoint, model))
 
 
 def find_weights(init_from: str, model: str | Path, *, dequantize: bool = False) -> InitialWeights:
