@@ -16,7 +16,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 # Home of each public name: a module below treepack, and after a colon its name there, if that differs.
 _HOME = {
