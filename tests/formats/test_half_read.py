@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -237,3 +238,49 @@ def test_names_of_reward_functions_are_no_reward(names: list[Any], field: str) -
 def test_a_list_with_a_reward_that_is_missing_skips_the_rollout(bad: list[Any]) -> None:
     (item,) = read({"messages": SAID, "rewards": bad}).items
     assert isinstance(item, Skipped)
+
+
+STOCK = {"type": "function", "function": {"name": "stock", "parameters": {"type": "object", "properties": {}}}}
+TOOL_PLACES: dict[str, dict[str, Any]] = {
+    "the system message": {"messages": [{"role": "system", "content": "Help.", "tools": [STOCK]}, *SAID]},
+    "its JSON text": {"messages": [{"role": "system", "content": "Help.", "functions": json.dumps([STOCK])}, *SAID]},
+    "metadata": {"messages": SAID, "metadata": {"tools": [STOCK], "shelf": "A"}},
+    "metadata beside prompt and answer": {"prompt": ASKED, "response": "Seven.", "metadata": {"tools": [STOCK]}},
+    "extra_info as text": {"messages": SAID, "extra_info": {"tools": json.dumps([STOCK])}},
+    "ShareGPT": {
+        "conversations": [
+            {"from": "system", "value": "Help.", "tools": [STOCK]},
+            {"from": "human", "value": "Bolts?"},
+            {"from": "gpt", "value": "Seven."},
+        ]
+    },
+}
+
+
+@pytest.mark.parametrize("value", TOOL_PLACES.values(), ids=TOOL_PLACES)
+def test_schemas_in_the_system_message_or_metadata_are_those_of_the_conversation(value: dict[str, Any]) -> None:
+    (chat,) = chats(value)
+    assert [tool["function"]["name"] for tool in chat.tools or []] == ["stock"]
+    (given,) = chats(value | {"tools": [STOCK | {"function": {"name": "count"}}]})
+    assert [tool["function"]["name"] for tool in given.tools or []] == ["count"]
+
+
+@pytest.mark.parametrize("tools", [["stock"], [{"name": "stock", "calls": 3}], "stock", 3])
+def test_names_and_counts_of_tools_in_metadata_are_no_schemas(tools: Any) -> None:
+    (chat,) = chats({"messages": SAID, "metadata": {"tools": tools}})
+    assert chat.tools is None
+
+
+@pytest.mark.parametrize("name", ["systemInstruction", "system_instruction"])
+def test_data_for_tuning_gemini_are_conversations(name: str) -> None:
+    contents = [
+        {"role": "user", "parts": [{"text": "Bolts?"}]},
+        {"role": "model", "parts": [{"functionCall": {"name": "stock", "args": {}}}]},
+        {"role": "user", "parts": [{"functionResponse": {"name": "stock", "response": {"output": "7"}}}]},
+        {"role": "model", "parts": [{"text": "Seven."}]},
+    ]
+    value = {name: {"parts": [{"text": "Help."}]}, "contents": contents}
+    (chat,) = chats(value)
+    assert [each["role"] for each in chat.messages] == ["system", "user", "assistant", "tool", "assistant"]
+    assert chat.message_weights == [0, 0, 1, 0, 1]
+    assert not read(value).notes

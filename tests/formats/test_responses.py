@@ -98,6 +98,17 @@ def test_calls_of_other_kinds_keep_what_they_say() -> None:
     assert chat.notes == ("item of type 'web_search_call' not used",)
 
 
+def test_a_search_for_tools_is_a_call_if_the_client_ran_it() -> None:
+    search = {"type": "tool_search_call", "call_id": "c", "execution": "client", "arguments": {"query": "bolts"}}
+    found = {"type": "tool_search_output", "call_id": "c", "execution": "client", "tools": [{"name": "f"}]}
+    called_tool, told = messages_of_items([search, found], source=SOURCE).messages
+    assert called_tool["tool_calls"][0]["function"] == {"name": "tool_search", "arguments": {"query": "bolts"}}
+    assert told == {"role": "tool", "tool_call_id": "c", "content": '[{"name": "f"}]'}
+    by_server = messages_of_items([each | {"execution": "server"} for each in (search, found)], source=SOURCE)
+    assert by_server.messages == []
+    assert len(by_server.notes) == 2
+
+
 def test_a_refusal_is_text_and_an_image_stays_a_part() -> None:
     refused = {"type": "message", "role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]}
     assert messages([refused])[0]["content"] == "No."

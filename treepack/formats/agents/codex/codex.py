@@ -241,6 +241,7 @@ FORMAT = Format(
         turn_context except the model, world_state, token_usage_record;
         payload.encrypted_content and payload.summary of reasoning
     """,
+    also="payload.execution payload.tools",
     keeps="masks",
     view=_in_envelope,
     read_file=_read_codex,

@@ -1,9 +1,11 @@
-"""Known containers of a record that are stored as JSON text: parsed before the format of the record is recognised.
+"""Known containers of a record in another place or as JSON text: brought to their own before the format is recognised.
 
     {"messages": "[{\\"role\\": \\"user\\", ..}]"}              ->  {"messages": [{"role": "user", ..}]}
     {"messages": ["{\\"role\\": \\"user\\", ..}", ..]}          ->  the same: a list of JSON texts
     {"prompt": "[{\\"role\\": ..}]", "completion": "[..]"}      ->  both, or neither
     {"role": "tool", "tool_call_ids": ["c"]}                ->  {"role": "tool", "tool_call_id": "c"}
+    {"metadata": {"tools": [..]}}, or in the system message ->  {"tools": [..]}, if the record has none
+    {"contents": [.., {"role": "model", ..}]}               ->  {"messages": [..]}: data for Gemini's tuning
 
 Parquet and tables of CSV cannot store nested values of changing types, so many data sets have such columns. Only a text
 that is a list of objects is parsed; if the field may also be prose, all must be messages. The rest stays as it is.
@@ -17,11 +19,17 @@ from typing import Any
 from treepack.files.input_files.json_text import parsed_json
 from treepack.files.input_files.records import Record
 from treepack.ingest.readers.fields.values import JsonObject, is_messages
+from treepack.ingest.readers.messages.conversation_settings import TOOLS, tools_of
+from treepack.ingest.readers.messages.gemini_parts import gemini_messages
 
 _TALKS = ("messages", "conversations", "children")  # always lists of messages, or of the nodes of a tree
 # Text or messages. The fields of a row are parsed together: a prompt in prose may ask for an answer in JSON.
 _PROSE = (("prompt", "completion"), ("chosen", "rejected"))
 _SPEAKERS = ("role", "from")
+_MOVED = object()
+_HOLDERS = ("metadata", "extra_info", "extra")  # of tool schemas beside a conversation
+_OF_SCHEMAS = frozenset("function parameters input_schema inputSchema description".split())
+_OF_CALLS = frozenset({"messages", "candidates", "request", "response"})  # beside the contents of a logged call
 
 
 def with_containers(record: Record) -> Record:
@@ -40,10 +48,42 @@ def with_containers(record: Record) -> Record:
         messages = changed.get(name, value.get(name))
         if is_messages(messages) and any(_is_stored(message) for message in messages):
             changed[name] = [_message(message) for message in messages]
+    changed |= _gemini_talk(value, record.source)
+    changed |= _moved_tools(value | changed)
     if not changed:
         return record
     # `line` has the record as it is stored, so it would undo the changes.
-    return replace(record.with_lists(), value=record.with_lists().value | changed)
+    fields = record.with_lists().value | changed
+    return replace(record.with_lists(), value={name: field for name, field in fields.items() if field is not _MOVED})
+
+
+def _gemini_talk(value: JsonObject, source: str) -> JsonObject:
+    """Return the messages of `contents` that end with an answer, and the fields that they replace."""
+    contents = value.get("contents")
+    is_talk = is_messages(contents) and all("parts" in each for each in contents) and not _OF_CALLS & value.keys()
+    if not is_talk or not contents or contents[-1].get("role") != "model":
+        return {}
+    name = next((each for each in ("systemInstruction", "system_instruction") if value.get(each)), "contents")
+    system = value[name] if name != "contents" else None
+    return {"messages": gemini_messages(contents, system, source), "contents": _MOVED, name: _MOVED}
+
+
+def _moved_tools(value: JsonObject) -> JsonObject:
+    """Return `tools`, and the field that had them, of a conversation whose schemas are in its system message or beside.
+
+    Only lists of schemas are moved: a name of tools in metadata stays there.
+    """
+    talks = [name for name in (*_TALKS[:2], "prompt") if is_messages(value.get(name)) and value[name]]
+    if tools_of(value) is not None or not (talks or is_messages(value.get("completion"))):
+        return {}
+    for name in (*talks, *_HOLDERS):
+        holder = value[name][0] if name in talks else value.get(name)
+        for field in TOOLS.intersection(holder) if isinstance(holder, dict) else ():
+            tools = objects_of(holder[field]) or holder[field]
+            if is_messages(tools) and tools and all(_OF_SCHEMAS & tool.keys() for tool in tools):
+                rest: Any = {key: each for key, each in holder.items() if key != field}
+                return {"tools": tools, name: [rest, *value[name][1:]] if name in talks else rest}
+    return {}
 
 
 def objects_of(value: Any) -> list[JsonObject] | None:

@@ -22,8 +22,8 @@ from treepack.ingest.readers.fields.values import JsonObject, as_objects, as_tex
 Item = JsonObject
 
 _REASONING, TEXT, _CALL = range(3)  # the order of items in a turn
-CALLS = ("function_call", "custom_tool_call", "local_shell_call", "mcp_call")
-RESULTS = ("function_call_output", "custom_tool_call_output", "local_shell_call_output")
+CALLS = ("function_call", "custom_tool_call", "local_shell_call", "mcp_call", "tool_search_call")
+RESULTS = ("function_call_output", "custom_tool_call_output", "local_shell_call_output", "tool_search_output")
 _TEXT_PARTS = frozenset({"input_text", "output_text", "text", "reasoning_text", "summary_text"})
 EMPTY_NOTE = "assistant turn without content left out"
 SUMMARY_NOTE = "reasoning with a summary only left out"
@@ -83,7 +83,9 @@ def _rank(item: Item) -> int | None:
 def _usable(items: list[Item], notes: dict[str, None]) -> Iterator[Item]:
     for item in items:
         kind = _kind(item)  # an item without a type is a message, the short form of the API
-        if kind not in ("reasoning", "message", *CALLS, *RESULTS):
+        # A search for tools by the server is no call of the model.
+        is_of_server = kind.startswith("tool_search") and item.get("execution") != "client"
+        if is_of_server or kind not in ("reasoning", "message", *CALLS, *RESULTS):
             notes[f"item of type {quoted(kind)} not used"] = None
             continue
         yield item
@@ -143,6 +145,8 @@ def _call(item: Item, source: str) -> JsonObject:
         as_texts(action.get("command"), source=source, name="action.command")
         action = {name: value for name, value in action.items() if value is not None}
         item = item | {"name": "local_shell", "arguments": json.dumps(action, ensure_ascii=False)}
+    elif _kind(item) == "tool_search_call":
+        item = item | {"name": "tool_search"}
     as_text(item.get("name"), source=source, name="name of a call")
     # A custom tool takes free text; chat messages need JSON: "ls" -> {"input": "ls"}.
     arguments = item.get("arguments")
@@ -155,6 +159,8 @@ def _call(item: Item, source: str) -> JsonObject:
 
 def _input_message(item: Item, source: str) -> JsonObject:
     """Return the message of an item that the assistant has not written."""
+    if _kind(item) == "tool_search_output":
+        item = item | {"output": json.dumps(item.get("tools"), ensure_ascii=False)}
     if ("content" if _kind(item) == "message" else "output") not in item:
         raise TreepackError(f"{source}: has the item {shown(item)}; expected a message with content, or an output")
     if _kind(item) == "message":
