@@ -26,6 +26,7 @@ from treepack.ingest.readers.messages.content_blocks import MEDIA_REASON
 from treepack.ingest.readers.messages.normal_form import EMPTY_NOTE
 from treepack.ingest.readers.messages.prefills import NEW_TURN_NOTE
 from treepack.ingest.readers.registry import formats_by_name
+from treepack.sequences import num_trained
 from treepack.trajectory import AnswerBounds, Chat, PromptCompletion, Skipped, Trajectory
 from treepack.trie.directory import read_to_trie
 
@@ -797,13 +798,61 @@ COPIED: dict[str, Callable[[str], list[dict[str, Any]]]] = {
 
 
 @pytest.mark.parametrize(("order", "workers"), [("st", 1), ("ts", 2)])
-@pytest.mark.parametrize("name", COPIED)
-def test_a_copied_session_is_trained_once(tmp_path: Path, name: str, order: str, workers: int) -> None:
-    for identity in order:
-        (tmp_path / identity).mkdir()
-        lines = "".join(json.dumps(line) + "\n" for line in COPIED[name](identity))
-        (tmp_path / identity / f"{identity}.jsonl").write_text(lines)
+def test_a_copied_session_is_trained_once(tmp_path: Path, order: str, workers: int) -> None:
+    inputs = [tmp_path / name / identity for name in COPIED for identity in order]
+    for folder in inputs:
+        folder.mkdir(parents=True)
+        lines = COPIED[folder.parent.name](folder.name)
+        # The first user of each program asks something else, so that each has a tree of its own.
+        text = "".join(json.dumps(line) + "\n" for line in lines).replace("Seven.", f"Seven of {folder.parent.name}.")
+        (folder / f"{folder.name}.jsonl").write_text(text)
     options = BuildOptions(tokenizer=str(SAMPLE_DATA / "tokenizer"), workers=workers)
-    trie, log = read_to_trie([tmp_path / identity for identity in order], options)
-    assert trie.trajectories.num_rows == 1
+    trie, log = read_to_trie(inputs, options)
+    sources = [Path(source).parts for source in trie.trajectories["source"].to_pylist()]
+    assert sorted(next(part for part in source if part in COPIED) for source in sources) == sorted(COPIED)
+    assert [item.reason for item in log.skipped] == [COPIED_NOTE] * len(COPIED)
+
+
+def _chatgpt(*letters: str) -> list[dict[str, Any]]:
+    """An export with one conversation, whose user and model speak in turns; a letter is a text and the id of a node."""
+    nodes: dict[str, Any] = {}
+    for parent, name in zip([None, *letters], letters, strict=False):
+        role = "user" if name.islower() else "assistant"
+        content = {"content_type": "text", "parts": [f"Zq7 {name}."]}
+        message = {"id": name, "author": {"role": role}, "content": content, "recipient": "all"}
+        nodes[name] = {"id": name, "parent": parent, "children": [], "message": message}
+    return [{"title": "t", "conversation_id": "c", "current_node": letters[-1], "mapping": nodes}]
+
+
+def _checkpoint(*letters: str) -> dict[str, Any]:
+    return {
+        "clientHistory": [
+            {"role": "user" if name.islower() else "model", "parts": [{"text": f"Zq7 {name}."}]} for name in letters
+        ],
+        "toolCall": {},
+    }
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("export", [_chatgpt, _checkpoint])
+def test_exports_that_overlap_train_each_answer_once(tmp_path: Path, export: Callable[..., Any], workers: int) -> None:
+    for number, letters in enumerate(("aB", "aBcD", "aBcD", "aBcDeF")):
+        (tmp_path / f"{number}.json").write_text(json.dumps(export(*letters), indent=number))
+    inputs = sorted(tmp_path.iterdir())
+    options = BuildOptions(tokenizer=str(SAMPLE_DATA / "tokenizer"), workers=workers)
+    trie, log = read_to_trie(inputs, options)
+    alone = read_to_trie(inputs[-1:], options)[0]
+    assert trie.trajectories.num_rows == 3
     assert [item.reason for item in log.skipped] == [COPIED_NOTE]
+    assert num_trained(trie.trajectories) == num_trained(alone.trajectories) > 0
+
+
+@pytest.mark.parametrize("export", [_chatgpt, _checkpoint])
+def test_an_answer_that_differs_is_no_copy(tmp_path: Path, export: Callable[..., Any]) -> None:
+    for number, letters in enumerate(("aB", "aC")):
+        text = json.dumps(export(*letters)).replace('"C"', '"B"')  # ChatGPT: another text of the same node
+        (tmp_path / f"{number}.json").write_text(text)
+    options = BuildOptions(tokenizer=str(SAMPLE_DATA / "tokenizer"))
+    trie, log = read_to_trie(sorted(tmp_path.iterdir()), options)
+    assert trie.trajectories.num_rows == 2
+    assert not log.skipped

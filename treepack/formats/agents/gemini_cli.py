@@ -17,8 +17,11 @@ neither the system prompt nor the tools. A call after an image is left out.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 from treepack.files.input_files.json_text import parsed_json
@@ -101,14 +104,16 @@ def _read_gemini_cli(records: Iterator[Record], options: ReadOptions) -> Outcome
 def _of_contents(record: Record, contents: list[_Message], options: ReadOptions) -> Outcomes:
     """Read one history in the form of the API."""
     messages: list[_Message] = []
-    log = CallLog()
+    log = CallLog(options.turns, record.path)
     reason = None
+    history = str(Path(record.path).parent)  # as a hash: checkpoints of one session are in one folder
     for number, content in enumerate(contents, 1):
+        history = sha256(f"{history}{json.dumps(content, sort_keys=True)}".encode(errors="surrogatepass")).hexdigest()
         added = messages_of_content(content, where=f"{record.source}: content {number}")
         reason = reason or skip_reason(added)
         if content.get("role") == "model":
             if added:
-                log.add(list(messages), added, reason=reason)
+                log.add(list(messages), added, reason=reason, lines=[(history, None)])
             else:
                 log.note(EMPTY_NOTE)
         messages += added

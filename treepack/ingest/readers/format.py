@@ -76,6 +76,8 @@ class Format:
     read: ReadRecord | None = None
     # Reads all records of one file, in place of `read`, for a format whose records belong together.
     read_file: ReadFile | None = None
+    # True if a record may be in several files with the same answers: one process reads them all (`ReadOptions.turns`).
+    overlaps: bool = False
     # The records that must have the required fields: each, the first of a file only, or none, if the reader itself
     # refuses a record with a more precise message.
     checked: Literal["each", "first", "none"] = "each"

@@ -209,11 +209,11 @@ def recognised_file(blocks: Iterator[RecordBlock | Range], options: ReadOptions)
 def _parts_of_file(
     name: str, blocks: Iterator[RecordBlock | Range], options: ReadOptions
 ) -> Iterator[UnreadPart | FinishedPart]:
-    if formats_by_name()[name].read_file is None:
+    if formats_by_name()[name].read_file is None and not formats_by_name()[name].overlaps:
         options = replace(options, turns=None)  # which a part does not need, and a worker would get
         yield from (UnreadPart(block, name, options) for block in blocks)
         return
-    # Records that belong together cannot be split among workers; they are passed on in batches.
+    # Records that belong together, or may be in an earlier file, cannot be split among workers: passed on in batches.
     yield from map(FinishedPart, batched(_read_blocks(blocks, name, options)))
 
 

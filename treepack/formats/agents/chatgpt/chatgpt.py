@@ -5,7 +5,8 @@
                "content": {"content_type": "text", "parts": ["Hello"]}, "metadata": {..}, ..}}, ..}}
 
 A message that was edited, or an answer that was made again, branches the tree. Every path from the root to a leaf is a
-trajectory, up to its last answer. An answer consists of several messages, which become messages of a chat:
+trajectory, up to its last answer. Answers that an earlier export has are not trained again. An answer consists of
+several messages, which become messages of a chat:
 
     thoughts, text to "all"          ->  assistant {reasoning_content, content}
     thoughts, code to "python"       ->  assistant {reasoning_content, tool_calls: python}, then the tool's message
@@ -23,9 +24,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from treepack.calls.call_logs import COPIED_NOTE
 from treepack.calls.leaf_paths import distinct_paths, unused_fields
 from treepack.formats.agents.chatgpt.chatgpt_contents import CONTENT, CONTEXTS, chatgpt_text, content_of, reason_of
 from treepack.formats.kit import (
+    CallLog,
     Format,
     JsonObject,
     Outcomes,
@@ -104,8 +107,11 @@ def read_chatgpt(record: Record, options: ReadOptions) -> Outcomes:
         return
     notes = (_CONTEXT_NOTE, *(f"turns after it not used: {reason}" for reason in reasons), *notes)
     items: list[Trajectory] = []
+    copied = _copied(value, paths, CallLog(options.turns, source), source)
     for leaf, path in enumerate(paths):
-        turns = _turns(path, source)
+        if all(node["name"] in copied for node in path if _is_answer(node, source)):
+            continue
+        turns = _turns(path, copied, source)
         about = {
             "title": value.get("title"),
             "model": _models(path),
@@ -113,7 +119,16 @@ def read_chatgpt(record: Record, options: ReadOptions) -> Outcomes:
         }
         item = conversation(replace(record, value=about), turns.messages, options, notes=tuple(turns.notes))
         items.append(replace(item, trajectory_id=f"{name}/leaf-{leaf}", group_id=name))
-    yield from with_notes(_once(items), notes)
+    if not items:
+        yield Skipped(source, COPIED_NOTE, group_id=name)
+    yield from with_notes(_once(items), (*notes, COPIED_NOTE) if copied else notes)
+
+
+def _copied(value: JsonObject, paths: list[list[Node]], log: CallLog, source: str) -> set[str]:
+    """Return the names of answers that an earlier export has with the same text; exports of one account overlap."""
+    conversation_name = value.get("conversation_id") or value.get("id")
+    answers = {node["name"]: node["message"]["content"] for path in paths for node in path if _is_answer(node, source)}
+    return {name for name, text in answers.items() if log.is_copy([(f"{conversation_name}/{name}", text)])}
 
 
 def _once(items: list[Trajectory]) -> Iterator[Trajectory]:
@@ -203,7 +218,7 @@ def _up_to_answer(path: list[Node], source: str) -> list[Node]:
     return path[: answers[-1] + 1] if answers else []
 
 
-def _turns(path: list[Node], source: str) -> _PathTurns:
+def _turns(path: list[Node], copied: set[str], source: str) -> _PathTurns:
     turns = _PathTurns()
     for node in path:
         message = node["message"]
@@ -224,7 +239,8 @@ def _turns(path: list[Node], source: str) -> _PathTurns:
         elif kind in CONTEXTS or role == "system":
             _add_system(turns, text)
         elif role == "assistant":
-            _add_answer(turns, message, text, metadata)
+            weight = {"weight": 0} if node["name"] in copied else {}
+            _add_answer(turns, message | weight, text, metadata)
         else:
             _add_other(turns, message, role, text)
     return turns
@@ -339,5 +355,6 @@ FORMAT = Format(
         reasoning_recap
     """,
     keeps="masks, lineage",
+    overlaps=True,
     read=read_chatgpt,
 )

@@ -77,12 +77,13 @@ def _moved_tools(value: JsonObject) -> JsonObject:
     if tools_of(value) is not None or not (talks or is_messages(value.get("completion"))):
         return {}
     for name in (*talks, *_HOLDERS):
-        holder = value[name][0] if name in talks else value.get(name)
+        place: Any = value.get(name)
+        holder: Any = place[0] if isinstance(place, list) and name in talks else place
         for field in TOOLS.intersection(holder) if isinstance(holder, dict) else ():
             tools = objects_of(holder[field]) or holder[field]
             if is_messages(tools) and tools and all(_OF_SCHEMAS & tool.keys() for tool in tools):
                 rest: Any = {key: each for key, each in holder.items() if key != field}
-                return {"tools": tools, name: [rest, *value[name][1:]] if name in talks else rest}
+                return {"tools": tools, name: [rest, *place[1:]] if isinstance(place, list) else rest}
     return {}
 
 
