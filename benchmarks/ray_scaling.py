@@ -1,16 +1,11 @@
-"""Seconds of build-trie and pack on a Ray cluster of this machine, and an estimate for a large one.
+"""Seconds of build-trie and pack on a Ray cluster of this machine, beside one process.
 
     .venv-ray/bin/python benchmarks/ray_scaling.py [--tokens 80_000_000] [--kind heavy] [--folder DIR]
 
 Makes JSONL by `made_rollouts.py`, in 16 files, and builds and packs it in one process, with one Ray worker
-and with two, in 16 parts and 8 ranges or slices. All runs give the same N_tree. Prints seconds by the clock, which
+and with two, in 16 shares and 8 slices. All runs give the same N_tree. Prints seconds by the clock, which
 other work on the machine lengthens, and processor seconds, which it lengthens less: of the tasks by their function, and
 of the process of the command, which is the serial part.
-
-Then measures what the process of the command spends on each task, each piece of an exchange and each trajectory, and
-computes from these figures the seconds of 10^11 tokens on 16 machines of 64 cores. The computation is printed. It
-assumes that all cores are as fast as one of two here, that the network and the store are no limit, and that parts are
-as even as here; nothing of it was run.
 """
 
 from __future__ import annotations
@@ -32,23 +27,17 @@ from typing import Any
 
 import numpy as np
 import orjson
-import pyarrow as pa
 from made_rollouts import FORKS, token_groups
 from measure import commit
 
 from treepack import build_trie_directory, pack_trie
-from treepack.cluster.build import PART_BYTES, RANGE_BYTES, build_trie_on
-from treepack.cluster.pack import SLICE_TOKENS, pack_trie_on
-from treepack.cluster.ray import RayScheduler, connected_cluster, tables_per_split
-from treepack.ingest.options import BuildOptions
+from treepack.cluster.build import build_trie_on
+from treepack.cluster.pack import pack_trie_on
+from treepack.cluster.ray import RayScheduler, connected_cluster
 from treepack.pack.options import PackOptions
-from treepack.trajectory import Int64
 
-FILES, RANGES = 16, 8
+FILES, SLICES = 16, 8
 PACK = PackOptions(capacity=65536)
-SHORT = BuildOptions(train_all=True)
-FLAT, TOKENS_PER_TRAJECTORY, CORES = 1e11, 20_000, 16 * 64
-BYTES_PER_TOKEN = {"JSONL": 8.3, "columns": 4.2}
 
 
 @dataclass
@@ -139,12 +128,9 @@ def measure(folder: Path, rollouts: Path, workers: int) -> dict[str, Cost]:
             "build-trie": cost_of(lambda: build_trie_directory([rollouts], trie), None),
             "pack": cost_of(lambda: pack_trie(trie, packed, PACK), None),
         }
-    part_bytes = sum(path.stat().st_size for path in rollouts.iterdir()) // FILES
     with scheduler_of(workers) as scheduler:
-        build = cost_of(
-            lambda: build_trie_on(scheduler, [rollouts], trie, num_ranges=RANGES, part_bytes=part_bytes), scheduler
-        )
-        pack = cost_of(lambda: pack_trie_on(scheduler, trie, packed, PACK, num_slices=RANGES), scheduler)
+        build = cost_of(lambda: build_trie_on(scheduler, [rollouts], trie, share_bytes=1), scheduler)
+        pack = cost_of(lambda: pack_trie_on(scheduler, trie, packed, PACK, num_slices=SLICES), scheduler)
     return {"build-trie": build, "pack": pack}
 
 
@@ -152,61 +138,6 @@ def totals_of(directory: Path) -> dict[str, Any]:
     """Return the totals of a directory."""
     totals: dict[str, Any] = json.loads((directory / "manifest.json").read_bytes())["totals"]
     return totals
-
-
-def nothing(_: int) -> None:
-    """Run in a task: do nothing."""
-
-
-def small_table(rows: int) -> tuple[pa.Table, None]:
-    """Run in a task: return a table of 512 KB."""
-    return pa.table({"key": np.arange(rows), "filling": np.zeros((rows, 63)).sum(1)}), None
-
-
-def modulo(table: pa.Table, num_ranges: int) -> Int64:
-    """Run in a task: return the range of each row."""
-    keys: Int64 = table["key"].to_numpy() % num_ranges
-    return keys
-
-
-def short_rollouts(path: Path, number: int) -> None:
-    """Write `number` rollouts of 24 tokens, whose trees and lengths cost little beside their number."""
-    rng = np.random.default_rng(1)
-    lines = [
-        orjson.dumps({"id": f"r{i}", "group_id": f"g{i // 16}", "input_ids": [*[i // 16 % 997] * 8, *ids]}) + b"\n"
-        for i, ids in enumerate(rng.integers(0, 1000, (number, 16)).tolist())
-    ]
-    path.write_bytes(b"".join(lines))
-
-
-def driver_costs(folder: Path) -> dict[str, float]:
-    """Return processor seconds of this process for each task, piece, and trajectory of build-trie and of pack."""
-    with scheduler_of(2) as scheduler:
-        tasks = cost_of(lambda: list(scheduler.run(nothing, [(i,) for i in range(1000)])), scheduler)
-        kept = [table for table, _ in scheduler.keep(small_table, [(8192,)] * 200)]
-        scheduler.seconds()
-
-        def exchange(num_ranges: int) -> None:
-            tables = scheduler.exchange(kept, modulo, (num_ranges,), num_ranges)
-            list(scheduler.run(nothing, [(table,) for table in tables]))
-
-        pieces = [cost_of(lambda: exchange(n), scheduler).driver for n in (10, 110)]  # noqa: B023 (called at once)
-        seconds: dict[str, list[float]] = {"build-trie": [], "pack": []}
-        numbers = (20_000, 120_000)
-        for number in numbers:
-            path = folder / f"short-{number}.jsonl"
-            short_rollouts(path, number)
-            trie, packed = folder / f"short-trie-{number}", folder / f"short-packed-{number}"
-            build = cost_of(lambda: build_trie_on(scheduler, [path], trie, SHORT, num_ranges=4), scheduler)  # noqa: B023
-            pack = cost_of(lambda: pack_trie_on(scheduler, trie, packed, PACK, num_slices=4), scheduler)  # noqa: B023
-            seconds["build-trie"].append(build.driver)
-            seconds["pack"].append(pack.driver)
-    num_splits = len(kept) // tables_per_split(len(kept), 110, 2)
-    slopes = {name: max(0.0, b - a) / (numbers[1] - numbers[0]) for name, (a, b) in seconds.items()}
-    task = tasks.driver / 1000
-    # 100 more ranges are 100 more pieces of each split, and 200 more tasks: a join, and one that does nothing.
-    piece = max(0.0, pieces[1] - pieces[0] - 200 * task) / (100 * num_splits)
-    return {"task": task, "piece": piece, **slopes}
 
 
 def main() -> None:
@@ -222,8 +153,6 @@ def main() -> None:
         flat = write_rollouts(folder / "rollouts", parsed.kind, parsed.tokens)
         costs = {workers: measure(folder, folder / "rollouts", workers) for workers in (0, 1, 2)}
         show(folder, flat, costs)
-        spent = driver_costs(folder)
-        estimate(flat, costs[2], spent, totals_of(folder / "trie-0"))
 
 
 def show(folder: Path, flat: int, costs: dict[int, dict[str, Cost]]) -> None:
@@ -241,35 +170,6 @@ def show(folder: Path, flat: int, costs: dict[int, dict[str, Cost]]) -> None:
     print("\nprocessor seconds of the tasks, two workers:")
     for name, cost in costs[2].items():
         print(f"  {name}: " + ", ".join(f"{task} {seconds:.2f}" for task, seconds in cost.tasks.items()))
-
-
-def estimate(flat: int, costs: dict[str, Cost], spent: dict[str, float], totals: dict[str, Any]) -> None:
-    """Print the computation for `FLAT` tokens on `CORES` cores."""
-    print(f"\nestimate for {FLAT:.0e} tokens on {CORES} cores (computed, not run):")
-    task, piece = spent["task"] * 1e6, spent["piece"] * 1e6
-    print(f"  processor time of the command: {task:.0f} us for each task, {piece:.0f} us for each piece of an exchange")
-    trajectories = FLAT / TOKENS_PER_TRAJECTORY
-    parts = FLAT * BYTES_PER_TOKEN["JSONL"] / PART_BYTES
-    ranges = FLAT * BYTES_PER_TOKEN["columns"] / RANGE_BYTES
-    pieces = parts / tables_per_split(int(parts), int(ranges), CORES) * ranges
-    slices = FLAT * totals["tokens_tree"] / totals["tokens_flat"] / SLICE_TOKENS
-    serial = {
-        "build-trie": (2 * parts + 4 * ranges) * spent["task"] + pieces * spent["piece"],
-        "pack": 3 * slices * spent["task"],
-    }
-    print(f"  {parts:,.0f} parts of 128 MB, {ranges:,.0f} ranges, {pieces:,.0f} pieces, {slices:,.0f} slices, ")
-    print(f"  {trajectories:,.0f} trajectories of {TOKENS_PER_TRAJECTORY:,} tokens")
-    for name, cost in costs.items():
-        work = sum(cost.tasks.values())
-        per_token = work / flat
-        tasks = FLAT * per_token / CORES
-        of_trajectories = trajectories * spent[name]
-        total = tasks + serial[name] + of_trajectories
-        print(
-            f"  {name}: tasks {work:.1f} s / {flat:,} tokens x {FLAT:.0e} / {CORES} cores = {tasks:.0f} s; "
-            f"command {serial[name]:.0f} s for tasks and pieces + {trajectories:,.0f} x {spent[name] * 1e6:.1f} us = "
-            f"{of_trajectories:.0f} s for trajectories; together {total:.0f} s, serial {1 - tasks / total:.0%}"
-        )
 
 
 if __name__ == "__main__":

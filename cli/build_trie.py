@@ -13,7 +13,7 @@ from .option_groups import as_usage, field_options, option_group
 from .output import quoted, say, show_end, show_figures, show_notes
 from .paths import WRITE, refuse_missing
 from .progress import progress_bars, quiet_option
-from .ray_options import ray_cluster, ray_options
+from .ray_options import ray_cluster, ray_option
 from .reading import reading_options
 from .sizes import memory_option
 from .skipped import print_control_tokens, print_many_skipped, print_skipped
@@ -32,7 +32,7 @@ route_options = option_group("routes", field_options(BuildOptions, "keep_routes 
 @reading_options
 @route_options
 @memory_option
-@ray_options("With --ray: divide the sorted rollouts into N ranges; by default 512 MB each.")
+@ray_option
 @click.option("--overwrite", is_flag=True, help="Replace an existing output.")
 @quiet_option
 def build_trie(
@@ -42,7 +42,6 @@ def build_trie(
     routes: dict[str, Any],
     memory: int | None,
     ray: str | None,
-    partitions: int | None,
     overwrite: bool,
 ) -> None:
     """Read rollouts and write their prefix tries.
@@ -57,8 +56,6 @@ def build_trie(
     if ray is None:
         from treepack.trie.directory import build_trie_directory
 
-        if partitions is not None:
-            raise click.UsageError("--partitions divides the work of a cluster; give --ray too, or leave it out")
         with progress_bars() as progress:
             summary = build_trie_directory(inputs, out, build, overwrite=overwrite, memory=memory, progress=progress)
     else:
@@ -67,15 +64,7 @@ def build_trie(
         from treepack.cluster.build import build_trie_on
 
         with ray_cluster(ray, workers=build.workers, unsuitable=["memory"]) as scheduler, progress_bars() as progress:
-            summary = build_trie_on(
-                scheduler,
-                inputs,
-                out,
-                build,
-                num_ranges=partitions,
-                overwrite=overwrite,
-                progress=progress,
-            )
+            summary = build_trie_on(scheduler, inputs, out, build, overwrite=overwrite, progress=progress)
     show_build(summary)
     show_end(out, then=f"treepack pack {quoted(out)} --out PACKED")
 

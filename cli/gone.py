@@ -8,6 +8,7 @@ _CAPACITY = "pack takes 16k, 64k or the next power of two; for another capacity,
 _MEMORY = "stats TRIE --device says what fits a device"
 
 GONE = {
+    "build-trie --partitions": "build-trie --ray takes shares of whole files, so leave it out, and give many files",
     "pack --device": f"{_CAPACITY}, and {_MEMORY}",
     "prepare --device": f"{_CAPACITY}, and {_MEMORY}",
     "stats --carry": "stats takes the largest pieces that fit; train chooses the size itself, or takes --carry N",

@@ -12,7 +12,7 @@ from .output import next_training, percent, reserve_directory, say, show_end, sh
 from .paths import RATED_TRIE, READ, WRITE
 from .planning import REPLACED_BY_PLAN, pack_options
 from .progress import progress_bars, quiet_option
-from .ray_options import ray_cluster, ray_options
+from .ray_options import ray_cluster, ray_option
 from .sizes import memory_option
 from .skipped import print_control_tokens, print_many_skipped
 
@@ -37,9 +37,13 @@ MANY_DROPPED = 0.1  # share of the trajectories
 )
 @click.option("--save-plan", type=WRITE, help="Also write the plan, as --plan reads it.")
 @memory_option
-@ray_options(
-    "Pack N parts of the trie alone, one after the other or with --ray side by side; the rows and their number "
-    "may differ a little. With --ray by default 64M tokens each."
+@ray_option
+@click.option(
+    "--partitions",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Pack N parts of the trie alone, one after the other or with --ray side by side; the rows and their number "
+    "may differ a little. With --ray by default 64M tokens each.",
 )
 @click.option("--overwrite", is_flag=True, help="Replace an existing output.")
 @click.option("--verbose", is_flag=True, help="Also print figures about tiles, bytes and the lower bound.")

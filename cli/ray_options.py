@@ -1,4 +1,4 @@
-"""The options of `build-trie` and `pack` for a Ray cluster: --ray and --partitions."""
+"""The option of `build-trie` and `pack` for a Ray cluster: --ray."""
 
 from __future__ import annotations
 
@@ -17,16 +17,14 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def ray_options(partitions: str) -> Callable[[F], F]:
-    """Add --ray and --partitions to a command; `partitions` is the help of --partitions."""
-    address = click.option(
+def ray_option(command: F) -> F:
+    """Add --ray to a command."""
+    return click.option(
         "--ray",
         metavar="ADDRESS",
         help="Run on a Ray cluster: auto for the one that runs here, HOST:PORT or ray://HOST:PORT for another one, or "
         "local to start one here with --workers CPUs. All machines need treepack, and see the same paths or addresses.",
-    )
-    number = click.option("--partitions", type=click.IntRange(min=1), metavar="N", help=partitions)
-    return lambda command: address(number(command))
+    )(command)
 
 
 @contextlib.contextmanager

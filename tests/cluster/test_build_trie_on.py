@@ -1,7 +1,8 @@
-"""Tries built by tasks are those of one process: nodes, trajectories and manifest."""
+"""Tries built by shares as tasks are those of one process, byte for byte; a command that starts again goes on."""
 
 from __future__ import annotations
 
+import filecmp
 import gzip
 import json
 import random
@@ -11,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -21,42 +21,25 @@ from hypothesis import strategies as st
 from support import strategies
 from support.pickled_scheduler import PickledScheduler
 from treepack import BuildOptions, TreepackError, build_trie_directory
-from treepack.cluster import trie_ranges as trie_ranges
 from treepack.cluster.build import build_trie_on
+from treepack.cluster.scheduler import LocalScheduler
 from treepack.files import parts as file_parts
-from treepack.files.input_files import ranges
-from treepack.files.manifest import read_manifest
 from treepack.files.remote.address import as_path
 from treepack.files.remote.cache import local_copy
 from treepack.ingest.read_log import PREFIX
 from treepack.ingest.readers.copies import COPY
+from treepack.trie.builders import trie_parts
 from treepack.trie.store import trie_files
 from treepack.trie.store.trie_files import read_trie
 
 SAMPLES = Path(__file__).parents[2] / "sample_data"
-ARRAYS = ("tokens", "node_start", "node_end", "parent", "depth", "num_passing", "end_node")
 
 
-@pytest.fixture(autouse=True)
-def _small_files_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranges, "MIN_FILE", 1)
-    monkeypatch.setattr(ranges, "GROUP_BYTES", 1)
-    monkeypatch.setattr(ranges, "MAX_LINES", 200)
-    monkeypatch.setattr(ranges, "FIRST_LINES", 200)
-
-
-def same_content(out: str | Path, expected: Path) -> None:
-    """Compare everything but the files, which end elsewhere."""
-    trie, other = read_trie(out), read_trie(expected)
-    for name in ARRAYS:
-        assert getattr(trie, name).dtype == getattr(other, name).dtype
-        assert np.array_equal(getattr(trie, name), getattr(other, name)), name
-    assert trie.trajectories.equals(other.trajectories, check_metadata=True)
-    manifests = [read_manifest(each) for each in (out, expected)]
-    manifest, other_manifest = (
-        {k: v for k, v in each.items() if k not in ("files", "reading", "sha256")} for each in manifests
-    )
-    assert manifest == other_manifest
+def same_bytes(out: Path, expected: Path) -> None:
+    names = sorted(path.name for path in expected.iterdir())
+    assert sorted(path.name for path in out.iterdir()) == names
+    assert filecmp.cmpfiles(out, expected, names, shallow=False) == (names, [], [])
+    assert not out.with_name(f".{out.name}.shares").exists()
 
 
 def rollouts(count: int, *, seed: int = 0) -> list[dict[str, Any]]:
@@ -96,19 +79,20 @@ def inputs(tmp_path: Path) -> Path:
 @given(
     made=strategies.sequences(max_count=9),
     share=st.sampled_from(["all", "group", "none"]),
-    num_ranges=st.integers(1, 5),
-    part_bytes=st.sampled_from([250, 10_000]),
+    num_files=st.integers(1, 4),
+    share_bytes=st.sampled_from([1, 250, 10_000]),
     draw=st.randoms(use_true_random=False),
 )
-def test_any_parts_and_ranges_give_the_trie_of_one_process(
-    made: list[list[int]], share: str, num_ranges: int, part_bytes: int, draw: random.Random
+def test_any_shares_give_the_bytes_of_one_process(
+    made: list[list[int]], share: str, num_files: int, share_bytes: int, draw: random.Random
 ) -> None:
     records = [
         {
             # Names such as a@f.jsonl:1 and a#2 are those that equal ids get.
             "id": draw.choice(["a", "a#2", "b", "b@f0.jsonl:1", f"c{i}", f"c{i}"]),
             "input_ids": tokens,
-            "loss_mask": [0] + [draw.choice([1, 1, 1, 0]) for _ in tokens[1:]],
+            # Nothing is trained in some rollouts, so some shares are empty.
+            "loss_mask": [0] + [draw.choice([1, 1, 0]) for _ in tokens[1:]],
             "group_id": draw.choice(["", "g", "h", "h\0", "\N{EURO SIGN}"]),
             "step": draw.choice([None, -2, 0, 1]) if draw.random() < 0.5 else None,
         }
@@ -118,24 +102,28 @@ def test_any_parts_and_ranges_give_the_trie_of_one_process(
     with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
         folder = Path(name)
         patch.chdir(folder)  # so that sources are as short as the ids above
-        files = ["f0.jsonl", "f1.jsonl"]
+        files = [f"f{i}.jsonl" for i in range(num_files)]
         for i, file in enumerate(files):
-            Path(file).write_bytes(as_lines(records[i::2]) or as_lines(records[-1:]))
+            Path(file).write_bytes(as_lines(records[i::num_files]) or as_lines(records[-1:]))
         options = BuildOptions(share=share)
         build_trie_directory(files, folder / "one", options)
-        build_trie_on(PickledScheduler(), files, folder / "out", options, num_ranges=num_ranges, part_bytes=part_bytes)
-        same_content(folder / "out", folder / "one")
+        build_trie_on(PickledScheduler(), files, folder / "out", options, share_bytes=share_bytes)
+        same_bytes(folder / "out", folder / "one")
 
 
 @pytest.mark.parametrize("share", ["all", "group", "none"])
-def test_files_of_all_kinds_give_the_trie_of_one_process(tmp_path: Path, inputs: Path, share: str) -> None:
+def test_files_of_all_kinds_give_the_bytes_of_one_process(
+    tmp_path: Path, inputs: Path, share: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (file_parts, trie_files, trie_parts):
+        monkeypatch.setattr(module, "PART_TOKENS", 500)
     options = BuildOptions(share=share)
     one = build_trie_directory([inputs], tmp_path / "one", options)
-    on = build_trie_on(PickledScheduler(), [inputs], tmp_path / "on", options, num_ranges=4, part_bytes=2000)
-    same_content(tmp_path / "on", tmp_path / "one")
+    on = build_trie_on(PickledScheduler(), [inputs], tmp_path / "on", options, share_bytes=1)
+    same_bytes(tmp_path / "on", tmp_path / "one")
+    assert len(on.manifest["files"]) > 6
     assert on.log == one.log
     assert on.log.num_skipped
-    assert set(on.timings) == {"survey", "read", "names", "exchange", "sort", "write", "driver"}
 
 
 def test_copies_and_steps_of_paths_are_those_of_one_process(tmp_path: Path) -> None:
@@ -145,45 +133,67 @@ def test_copies_and_steps_of_paths_are_those_of_one_process(tmp_path: Path) -> N
         lines = as_lines([{"colour": "red"}] * 9 if folder.startswith("unknown") else made)
         (tmp_path / "in" / folder / "r.jsonl").write_bytes(lines)
     one = build_trie_directory([tmp_path / "in"], tmp_path / "one")
-    on = build_trie_on(PickledScheduler(), [tmp_path / "in"], tmp_path / "on", part_bytes=2000)
-    same_content(tmp_path / "on", tmp_path / "one")
+    on = build_trie_on(PickledScheduler(), [tmp_path / "in"], tmp_path / "on", share_bytes=1)
+    same_bytes(tmp_path / "on", tmp_path / "one")
     assert on.log == one.log
     assert on.log.counts[PREFIX + COPY] == 1
     assert set(read_trie(tmp_path / "on").trajectories["step"].to_pylist()) == {1, 2}
 
 
-def test_one_range_gives_the_bytes_of_one_process(
-    tmp_path: Path, inputs: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for module in (file_parts, trie_files, trie_ranges):
-        monkeypatch.setattr(module, "PART_TOKENS", 500)
-    build_trie_directory([inputs], tmp_path / "one")
-    build_trie_on(PickledScheduler(), [inputs], tmp_path / "on", num_ranges=1, part_bytes=2000)
-    same_content(tmp_path / "on", tmp_path / "one")
-    # Only a trie of one process can grow, so only it has the ids that were read and the log of reading.
-    folders = [[path for path in (tmp_path / name).iterdir() if path.suffix == ".parquet"] for name in ("on", "one")]
-    contents = [{path.name: path.read_bytes() for path in each if "renamed" not in path.name} for each in folders]
-    assert contents[0] == contents[1]
-    assert len(contents[0]) > 6
+def session(name: str, answers: list[str], own: str) -> bytes:
+    """A session of Claude Code: lines with the ids and texts of `answers`, as of a fork, and then its own answer."""
+    lines, parent = [], None
+    for number, text in enumerate([*answers, own]):
+        for role, content in (("user", f"ask {text}"), ("assistant", [{"type": "text", "text": text}])):
+            uuid = f"{role}-{text}"
+            message = {"role": role, "content": content}
+            if role == "assistant":
+                message |= {"id": f"msg-{text}", "model": "m", "type": "message", "stop_reason": "end_turn"}
+            lines.append(
+                {"type": role, "uuid": uuid, "parentUuid": parent, "sessionId": name, "version": "2.0", "cwd": "/"}
+                | {"timestamp": f"2026-01-02T03:04:{number:02}.000Z", "message": message}
+            )
+            parent = uuid
+    return as_lines(lines)
 
 
-def test_parts_of_several_ranges_have_different_names(
-    tmp_path: Path, inputs: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for module in (file_parts, trie_files, trie_ranges):
-        monkeypatch.setattr(module, "PART_TOKENS", 300)
-    build_trie_directory([inputs], tmp_path / "one")
-    on = build_trie_on(PickledScheduler(), [inputs], tmp_path / "on", num_ranges=3, part_bytes=2000)
-    same_content(tmp_path / "on", tmp_path / "one")
-    assert len({entry["name"] for entry in on.manifest["files"]}) == len(on.manifest["files"]) > 6
+@pytest.mark.parametrize("share_bytes", [1, 1500, 1 << 20])
+def test_answers_that_sessions_of_other_shares_have_are_trained_once(tmp_path: Path, share_bytes: int) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    said = [f"answer number {number}" for number in range(5)]
+    for number, copied in enumerate([[], [], said[:1], said[:2], said[:3]]):
+        (folder / f"{number}.jsonl").write_bytes(session(f"s{number}", copied, said[number]))
+        if number % 2:  # files of other kinds between
+            (folder / f"{number}-tokens.jsonl").write_bytes(as_lines(rollouts(20, seed=number)))
+    options = BuildOptions(tokenizer=str(SAMPLES / "tokenizer"))
+    one = build_trie_directory([folder], tmp_path / "one", options)
+    on = build_trie_on(PickledScheduler(), [folder], tmp_path / "on", options, share_bytes=share_bytes)
+    same_bytes(tmp_path / "on", tmp_path / "one")
+    assert on.log == one.log
+    assert on.log.counts["turns that were copied from another session not trained"] == 3
+
+
+def test_tries_and_rollouts_are_inputs_together(tmp_path: Path, inputs: Path) -> None:
+    files = sorted(path for path in inputs.rglob("*") if path.name in ("a.jsonl", "b.parquet", "c.json", "d.jsonl.gz"))
+    for number, path in enumerate(files):
+        build_trie_directory([path], tmp_path / f"{number}")
+    build_trie_directory(files, tmp_path / "one")
+    mixed = [tmp_path / "0", files[1], files[2], tmp_path / "3"]
+    build_trie_on(PickledScheduler(), mixed, tmp_path / "on", share_bytes=1)
+    same_bytes(tmp_path / "on", tmp_path / "one")
+    # A trie of a cluster grows, too.
+    build_trie_on(PickledScheduler(), files[:2], tmp_path / "half", share_bytes=1)
+    build_trie_directory([tmp_path / "half", *files[2:]], tmp_path / "grown")
+    same_bytes(tmp_path / "grown", tmp_path / "one")
 
 
 def test_conversations_are_tokenised_in_the_tasks(tmp_path: Path) -> None:
     options = BuildOptions(tokenizer=str(SAMPLES / "tokenizer"), expand="turns")
     files = [SAMPLES / "chat.jsonl", SAMPLES / "search_tree.json"]
     build_trie_directory(files, tmp_path / "one", options)
-    build_trie_on(PickledScheduler(), files, tmp_path / "on", options, num_ranges=3, part_bytes=50_000)
-    same_content(tmp_path / "on", tmp_path / "one")
+    build_trie_on(PickledScheduler(), files, tmp_path / "on", options, share_bytes=1)
+    same_bytes(tmp_path / "on", tmp_path / "one")
 
 
 def test_damaged_records_and_files_are_counted_as_in_one_process(tmp_path: Path, inputs: Path) -> None:
@@ -194,24 +204,120 @@ def test_damaged_records_and_files_are_counted_as_in_one_process(tmp_path: Path,
     (inputs / "empty.jsonl").write_bytes(b"")
     options = BuildOptions(skip_bad=True, max_record_size=1 << 20)
     build_trie_directory([inputs], tmp_path / "one", options)
-    build_trie_on(PickledScheduler(), [inputs], tmp_path / "on", options, num_ranges=2, part_bytes=1000)
-    same_content(tmp_path / "on", tmp_path / "one")
+    build_trie_on(PickledScheduler(), [inputs], tmp_path / "on", options, share_bytes=1)
+    same_bytes(tmp_path / "on", tmp_path / "one")
 
 
-def test_no_task_has_more_than_its_part_or_its_range(tmp_path: Path, inputs: Path) -> None:
-    scheduler = PickledScheduler()
-    files = [inputs / "a.jsonl", inputs / "b.parquet"]
-    on = build_trie_on(scheduler, files, tmp_path / "on", num_ranges=8, part_bytes=999)
-    assert scheduler.num_rows["read_input_part"] < on.totals["num_trajectories"] / 4
-    assert scheduler.num_rows["_sort"] < on.totals["num_trajectories"] / 3
+class Stopped(PickledScheduler):
+    """A scheduler whose command is ended after so many tasks and one that is in flight."""
+
+    def __init__(self, after: int) -> None:
+        super().__init__()
+        self.after = after
+
+    def run(self, function: Any, calls: Any) -> Iterator[Any]:
+        for result in super().run(function, calls):
+            if not self.after:
+                raise KeyboardInterrupt
+            self.after -= 1
+            yield result
 
 
-def test_a_failed_task_leaves_no_output(tmp_path: Path, inputs: Path) -> None:
-    with (inputs / "a.jsonl").open("a") as file:
+def stop(*_: Any) -> Any:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("after", range(5))
+def test_a_command_that_starts_again_builds_the_rest(
+    tmp_path: Path, inputs: Path, after: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build_trie_directory([inputs], tmp_path / "one")
+    with pytest.raises(KeyboardInterrupt):
+        build_trie_on(Stopped(after), [inputs], tmp_path / "on", share_bytes=1)
+    assert not (tmp_path / "on").exists()
+    (shares,) = tmp_path.glob(".on.shares")
+    records = {path: path.stat().st_mtime_ns for path in shares.glob("*.json")}
+    assert len(records) == after + 1
+    # A second end, while the tries are merged.
+    with monkeypatch.context() as patch:
+        patch.setattr("treepack.cluster.build.provenance_of", stop)
+        with pytest.raises(KeyboardInterrupt):
+            build_trie_on(PickledScheduler(), [inputs], tmp_path / "on", share_bytes=1)
+    assert {path: path.stat().st_mtime_ns for path in shares.glob("*.json")}.items() >= records.items()
+    assert len([*shares.glob("*.json")]) == 5
+    build_trie_on(PickledScheduler(), [inputs], tmp_path / "on", share_bytes=1)
+    same_bytes(tmp_path / "on", tmp_path / "one")
+
+
+def test_a_file_that_changed_meanwhile_is_built_again(tmp_path: Path, inputs: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        build_trie_on(Stopped(4), [inputs], tmp_path / "on", share_bytes=1)
+    (inputs / "a.jsonl").write_bytes(as_lines(rollouts(30, seed=3)))
+    build_trie_directory([inputs], tmp_path / "one")
+    build_trie_on(PickledScheduler(), [inputs], tmp_path / "on", share_bytes=1)
+    same_bytes(tmp_path / "on", tmp_path / "one")
+
+
+def test_other_options_do_not_find_the_shares_of_a_stopped_command(tmp_path: Path, inputs: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        build_trie_on(Stopped(4), [inputs], tmp_path / "on", share_bytes=1)
+    options = BuildOptions(share="group", format="tokens", skip_bad=True)
+    build_trie_directory([inputs], tmp_path / "one", options)
+    build_trie_on(PickledScheduler(), [inputs], tmp_path / "on", options, share_bytes=1)
+    same_bytes(tmp_path / "on", tmp_path / "one")
+
+
+def test_a_session_that_was_added_before_the_finished_shares_has_the_answers(tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    for number in range(2):
+        (folder / f"{number + 1}.jsonl").write_bytes(session(f"s{number}", [], f"said {number}"))
+    options = BuildOptions(tokenizer=str(SAMPLES / "tokenizer"))
+    with pytest.raises(KeyboardInterrupt):
+        build_trie_on(Stopped(3), [folder], tmp_path / "on", options, share_bytes=1)
+    (folder / "0.jsonl").write_bytes(session("s", [], "said 1"))
+    build_trie_directory([folder], tmp_path / "one", options)
+    on = build_trie_on(PickledScheduler(), [folder], tmp_path / "on", options, share_bytes=1)
+    same_bytes(tmp_path / "on", tmp_path / "one")
+    assert on.totals["num_trajectories"] == 2
+
+
+def test_attempts_side_by_side_change_nothing(tmp_path: Path, inputs: Path) -> None:
+    class Twice(PickledScheduler):
+        def run(self, function: Any, calls: Any) -> Iterator[Any]:
+            for result, call in zip(super().run(function, calls := list(calls)), calls, strict=True):
+                for record in call[1].folder.glob("*.json"):
+                    record.unlink()  # as if the other attempt was not finished when this one began
+                assert (function(*call).trie is None) == (result.trie is None)
+                yield result
+
+    build_trie_directory([inputs], tmp_path / "one")
+    build_trie_on(Twice(), [inputs], tmp_path / "on", share_bytes=1)
+    same_bytes(tmp_path / "on", tmp_path / "one")
+
+
+@pytest.mark.parametrize("share_bytes", [None, 1])
+def test_a_failed_task_leaves_no_output_but_finished_shares(
+    tmp_path: Path, inputs: Path, share_bytes: int | None
+) -> None:
+    with (inputs / "b.jsonl").open("w") as file:
         file.write("{\n")
-    with pytest.raises(TreepackError, match=r"a\.jsonl:61: "):
-        build_trie_on(PickledScheduler(), [inputs], tmp_path / "on", part_bytes=1000)
-    assert {path.name for path in tmp_path.iterdir()} <= {"inputs", ".on.lock"}
+    with pytest.raises(TreepackError, match=r"b\.jsonl:1: "):
+        build_trie_on(PickledScheduler(), [inputs], tmp_path / "on", share_bytes=share_bytes)
+    left = {".on.shares"} if share_bytes else set()
+    assert {path.name for path in tmp_path.iterdir()} - {".on.lock"} == {"inputs"} | left
+    (inputs / "b.jsonl").unlink()
+    build_trie_on(PickledScheduler(), [inputs], tmp_path / "on", share_bytes=share_bytes)
+    build_trie_directory([inputs], tmp_path / "one")
+    same_bytes(tmp_path / "on", tmp_path / "one")
+
+
+def test_shares_of_a_stopped_command_are_no_input(tmp_path: Path, inputs: Path) -> None:
+    build_trie_directory([inputs], tmp_path / "one")
+    with pytest.raises(KeyboardInterrupt):
+        build_trie_on(Stopped(4), [inputs], tmp_path / "inputs" / "on", share_bytes=1)
+    build_trie_on(PickledScheduler(), [inputs], tmp_path / "on", share_bytes=1)
+    same_bytes(tmp_path / "on", tmp_path / "one")
 
 
 @pytest.mark.parametrize(
@@ -219,6 +325,14 @@ def test_a_failed_task_leaves_no_output(tmp_path: Path, inputs: Path) -> None:
     [
         ({"a.json": b'{"colour": 1}', "b.json": b'{"colour": 2}'}, r"a\.json.*no known format"),
         ({"a.jsonl": b'{"input_ids": [1, 2], "loss_mask": [0, 0]}\n'}, "nothing to build; skipped: "),
+        (
+            {
+                "a.jsonl": b'{"input_ids": [1, 2], "loss_mask": [0, 0]}\n',
+                "b.json": b'{"colour": 2}',
+                "c.jsonl": b'{"input_ids": [1, 2, 3], "loss_mask": [0, 0, 0]}\n',
+            },
+            "nothing to build; skipped: ",
+        ),
         (
             {"a.jsonl": b'{"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]}\n'},
             "tokenizer",
@@ -232,33 +346,48 @@ def test_input_without_a_trajectory_is_refused_as_in_one_process(
     folder.mkdir()
     for name, data in content.items():
         (folder / name).write_bytes(data)
-    with pytest.raises(TreepackError, match=message) as error:
-        build_trie_on(PickledScheduler(), [folder], tmp_path / "on")
-    with pytest.raises(TreepackError, match=message) as expected:
-        build_trie_directory([folder], tmp_path / "on")
-    assert str(error.value) == str(expected.value)
+    for share_bytes in (None, 1):
+        with pytest.raises(TreepackError, match=message) as error:
+            build_trie_on(PickledScheduler(), [folder], tmp_path / "on", share_bytes=share_bytes)
+        with pytest.raises(TreepackError, match=message) as expected:
+            build_trie_directory([folder], tmp_path / "on")
+        assert str(error.value) == str(expected.value)
 
 
-@pytest.mark.parametrize(("num_ranges", "part_bytes"), [(0, 1), (1, 0)])
-def test_numbers_below_1_are_refused(tmp_path: Path, inputs: Path, num_ranges: int, part_bytes: int) -> None:
+def test_wrong_calls_are_refused(tmp_path: Path, inputs: Path) -> None:
     with pytest.raises(TreepackError, match="expected at least 1"):
-        build_trie_on(PickledScheduler(), [inputs], tmp_path / "on", num_ranges=num_ranges, part_bytes=part_bytes)
-
-
-def test_standard_input_is_refused(tmp_path: Path) -> None:
+        build_trie_on(LocalScheduler(), [inputs], tmp_path / "on", share_bytes=0)
     with pytest.raises(TreepackError, match="standard input cannot be read by other machines"):
-        build_trie_on(PickledScheduler(), ["-"], tmp_path / "on")
+        build_trie_on(LocalScheduler(), ["-"], tmp_path / "on")
+    with pytest.raises(TreepackError, match="keep_routes builds the trie on one machine"):
+        build_trie_on(LocalScheduler(), [inputs], tmp_path / "on", BuildOptions(keep_routes=True))
 
 
-def test_a_file_that_a_worker_does_not_see_is_refused(tmp_path: Path, inputs: Path) -> None:
+def test_files_and_folders_that_a_machine_does_not_see_are_refused(tmp_path: Path, inputs: Path) -> None:
     class Elsewhere(PickledScheduler):
-        def run(self, function: Any, calls: Any) -> Iterator[Any]:
-            for path in inputs.glob("*.jsonl"):
-                path.unlink()
-            return super().run(function, calls)
+        def __init__(self, before: Any, after: Any) -> None:
+            super().__init__()
+            self.before, self.after = before, after
 
-    with pytest.raises(TreepackError, match=r"a\.jsonl: a worker does not see this file; give an address"):
-        build_trie_on(Elsewhere(), [inputs], tmp_path / "on")
+        def run(self, function: Any, calls: Any) -> Iterator[Any]:
+            self.before()
+            yield from [*super().run(function, calls)]
+            self.after()
+
+    def move(old: Path, new: Path) -> Any:
+        return lambda: old.exists() and old.rename(new)
+
+    shares, hidden = tmp_path / ".on.shares", tmp_path / "hidden"
+    for before, after, sentence in (
+        (move(inputs / "a.jsonl", hidden), int, r"a\.jsonl: a worker does not see this file; give an address"),
+        (move(shares, hidden / "shares"), int, "a worker does not see this folder of --out; give an address"),
+        (int, move(shares, hidden / "more"), "a worker wrote it, but this machine does not see it; give --out an"),
+    ):
+        with pytest.raises(TreepackError, match=sentence):
+            build_trie_on(Elsewhere(before, after), [inputs], tmp_path / "on", share_bytes=1 << 20)
+        if hidden.is_file():
+            hidden.rename(inputs / "a.jsonl")
+        hidden.mkdir(exist_ok=True)
 
 
 @pytest.fixture
@@ -269,27 +398,46 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     memory.rm("/bucket", recursive=True)
 
 
-def test_objects_are_read_by_range_and_written_by_the_tasks(tmp_path: Path, inputs: Path, store: Any) -> None:
+def test_objects_are_read_and_written_by_the_tasks(tmp_path: Path, inputs: Path, store: Any) -> None:
     store.put(str(inputs), "/bucket/in", recursive=True)
     address = "memory://bucket/in"
-    build_trie_directory([address], tmp_path / "one")
-    on = build_trie_on(PickledScheduler(), [address], "memory://bucket/on", num_ranges=3, part_bytes=2000)
-    same_content(local_copy(as_path("memory://bucket/on")), tmp_path / "one")
-    assert len(on.manifest["files"]) == 6
-    assert on.log.num_skipped
-    assert {text.partition("in/")[0] for text in (each.source for each in on.log.skipped)} == {"memory://bucket/"}
+    build_trie_directory([address], "memory://bucket/one")
+    with pytest.raises(KeyboardInterrupt):
+        build_trie_on(Stopped(2), [address], "memory://bucket/in/on", share_bytes=1)
+    assert sum(name.endswith(".json") for name in store.find("/bucket/in/.on.shares")) >= 3
+    for out in ("memory://bucket/on", "memory://bucket/in/on"):
+        on = build_trie_on(PickledScheduler(), [address], out, share_bytes=1)
+        contents = []
+        for place in (out, "memory://bucket/one"):
+            copy = local_copy(as_path(place))
+            contents.append({path.name: path.read_bytes() for path in copy.iterdir()})
+        manifests = [json.loads(each["manifest.json"]) for each in contents]
+        assert manifests[0] == manifests[1]
+        assert contents[0] == contents[1]
+        if out.endswith("in/on"):
+            assert not [name for name in store.find("/bucket") if ".shares" in name]
+        assert {each.source.partition("in/")[0] for each in on.log.skipped} == {"memory://bucket/"}
 
 
-def test_an_object_that_is_replaced_between_tasks_is_refused(tmp_path: Path, store: Any) -> None:
-    store.pipe_file("/bucket/in/a.jsonl", as_lines(rollouts(50)))
-
-    class Replacing(PickledScheduler):
-        def keep(self, function: Any, calls: Any) -> Iterator[Any]:
-            store.pipe_file("/bucket/in/a.jsonl", as_lines(rollouts(50, seed=1)))
-            return super().keep(function, calls)
-
-    with pytest.raises(TreepackError, match=r"memory://bucket/in/a\.jsonl: was replaced while it was read"):
-        build_trie_on(Replacing(), ["memory://bucket/in/a.jsonl"], tmp_path / "on")
+def test_shares_may_be_larger_than_the_cache_together_but_not_alone(
+    tmp_path: Path, store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(6):
+        (tmp_path / f"{number}.jsonl").write_bytes(as_lines(rollouts(300, seed=number)))
+        store.pipe_file(f"/bucket/in/{number}.jsonl", as_lines(rollouts(300, seed=number)))
+    build_trie_directory(["memory://bucket/in"], "memory://bucket/one")
+    inputs = [f"memory://bucket/in/{number}.jsonl" for number in range(6)]
+    with pytest.raises(KeyboardInterrupt):
+        build_trie_on(Stopped(5), inputs, "memory://bucket/on", share_bytes=1)
+    sizes = store.du("/bucket/.on.shares", total=True)
+    monkeypatch.setenv("TREEPACK_CACHE", str(tmp_path / "small"))
+    monkeypatch.setenv("TREEPACK_CACHE_SIZE", str(sizes // 3))
+    build_trie_on(PickledScheduler(), inputs, "memory://bucket/on", share_bytes=1)
+    assert store.cat("/bucket/on/manifest.json") == store.cat("/bucket/one/manifest.json")
+    monkeypatch.setenv("TREEPACK_CACHE", str(tmp_path / "smaller"))
+    monkeypatch.setenv("TREEPACK_CACHE_SIZE", str(sizes // 12))
+    with pytest.raises(TreepackError, match="TREEPACK_CACHE_SIZE"):
+        build_trie_on(PickledScheduler(), inputs, "memory://bucket/more", share_bytes=1)
 
 
 def test_a_format_with_files_beside_it_needs_a_shared_folder(tmp_path: Path, store: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import filecmp
 import os
 import signal
 import subprocess
@@ -25,6 +26,7 @@ from treepack import build_trie_directory, pack_trie
 from treepack.cluster.build import build_trie_on
 from treepack.cluster.pack import pack_trie_on
 from treepack.cluster.ray import connected_cluster
+from treepack.cluster.shares import ShareRecord
 from treepack.files.directory import finished_directory
 from treepack.pack.options import PackOptions
 
@@ -58,21 +60,11 @@ def successful(result: Result) -> Result:
     return result
 
 
-def renamed(content: Content, old: str, new: str) -> Content:
-    """The content with other addresses of inputs, which are in sources and in names that would repeat otherwise."""
-    manifest, tables = content
-    table = tables["trajectories"]
-    for name in ("source", "trajectory_id"):
-        column = pa.array([text.replace(old, new) for text in table[name].to_pylist()])
-        table = table.set_column(table.column_names.index(name), table.schema.field(name), column)
-    return manifest, tables | {"trajectories": table}
-
-
-def assert_same_trie(one: Content, other: Content) -> None:
-    for name in ("input", "options", "totals", "counts"):
-        assert one[0][name] == other[0][name]
-    assert one[1]["nodes"].equals(other[1]["nodes"])
-    assert one[1]["trajectories"].equals(other[1]["trajectories"])
+def assert_same_bytes(one: Path, other: Path) -> None:
+    names = sorted(path.name for path in one.iterdir())
+    assert names == sorted(path.name for path in other.iterdir())
+    assert filecmp.cmpfiles(one, other, names, shallow=False) == (names, [], [])
+    assert not other.with_name(f".{other.name}.shares").exists()
 
 
 def assert_same_samples(one: Content, other: Content) -> None:
@@ -92,10 +84,11 @@ def lines_of(result: Result) -> list[list[str]]:
 def test_build_trie_and_pack_are_as_in_one_process(
     treepack: Run, cluster: str, rollouts: Path, trie: Path, packed: Path, tmp_path: Path
 ) -> None:
-    ray = ("--ray", cluster, "--partitions", 3)
+    ray = ("--ray", cluster)
     built = successful(treepack("build-trie", rollouts, "--out", tmp_path / "trie", *ray))
-    assert_same_trie(local_tables(trie), local_tables(tmp_path / "trie"))
-    made = successful(treepack("pack", tmp_path / "trie", "--capacity", CAPACITY, "--out", tmp_path / "packed", *ray))
+    assert_same_bytes(trie, tmp_path / "trie")
+    parts = (*ray, "--partitions", 3)
+    made = successful(treepack("pack", tmp_path / "trie", "--capacity", CAPACITY, "--out", tmp_path / "packed", *parts))
     assert_same_samples(local_tables(packed), local_tables(tmp_path / "packed"))
     checked = successful(treepack("stats", tmp_path / "packed", "--check", "--json")).json["checked"]
     assert isinstance(checked, dict)
@@ -117,7 +110,7 @@ def test_a_local_cluster_gives_the_same_trie(rollouts: Path, trie: Path, tmp_pat
     command += ["--ray", "local", "--workers", "2", "--quiet"]
     run = subprocess.run(command, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
-    assert_same_trie(local_tables(trie), local_tables(tmp_path / "trie"))
+    assert_same_bytes(trie, tmp_path / "trie")
     assert "N_tree" in run.stdout
     assert "ray" not in run.stdout.lower()
     assert run.stderr == ""
@@ -126,8 +119,8 @@ def test_a_local_cluster_gives_the_same_trie(rollouts: Path, trie: Path, tmp_pat
 def test_a_client_of_a_cluster_gets_the_same_trie(
     treepack: Run, client_server: str, rollouts: Path, trie: Path, tmp_path: Path
 ) -> None:
-    successful(treepack("build-trie", rollouts, "--out", tmp_path / "trie", "--ray", client_server, "--partitions", 2))
-    assert_same_trie(local_tables(trie), local_tables(tmp_path / "trie"))
+    successful(treepack("build-trie", rollouts, "--out", tmp_path / "trie", "--ray", client_server))
+    assert_same_bytes(trie, tmp_path / "trie")
 
 
 def test_a_client_that_is_refused_leaves_the_process_free_for_a_cluster(
@@ -137,7 +130,7 @@ def test_a_client_that_is_refused_leaves_the_process_free_for_a_cluster(
         raise ConnectionAbortedError("Initialization failure from server:\nThe server for this client did not start.")
 
     monkeypatch.setattr("ray.util.client.worker.Worker._server_init", refuse)
-    command = ("build-trie", rollouts, "--out", tmp_path / "trie", "--partitions", 2, "--ray")
+    command = ("build-trie", rollouts, "--out", tmp_path / "trie", "--ray")
     refused = treepack(*command, client_server)
     assert refused.status == 1
     assert refused.err.count("\n") == 1
@@ -159,25 +152,24 @@ def test_a_client_that_a_busy_cluster_does_not_serve_at_once_tries_again(
         start(*call)
 
     monkeypatch.setattr(Worker, "_server_init", fail_once)
-    successful(treepack("build-trie", rollouts, "--out", tmp_path / "trie", "--ray", client_server, "--partitions", 2))
+    successful(treepack("build-trie", rollouts, "--out", tmp_path / "trie", "--ray", client_server))
     assert len(attempts) == 2
-    assert_same_trie(local_tables(trie), local_tables(tmp_path / "trie"))
+    assert_same_bytes(trie, tmp_path / "trie")
 
 
 def test_objects_of_a_store_give_the_results_of_files(
-    treepack: Run, cluster: str, shared_store: Store, rollouts: Path, trie: Path, packed: Path
+    treepack: Run, cluster: str, shared_store: Store, rollouts: Path, packed: Path
 ) -> None:
     shared_store.upload(rollouts, "in")
     address = shared_store.address()
-    ray = ("--ray", cluster, "--partitions", 3)
-    successful(treepack("build-trie", f"{address}/in", "--out", f"{address}/trie", *ray))
-    remote = tables_of(lambda name: shared_store.read(f"trie/{name}"))
-    assert_same_trie(local_tables(trie), renamed(remote, f"{address}/in", str(rollouts)))
-    rows = ("--capacity", CAPACITY, "--out", f"{address}/packed")
-    successful(treepack("pack", f"{address}/trie", *rows, *ray))
+    successful(treepack("build-trie", f"{address}/in", "--out", f"{address}/one"))
+    successful(treepack("build-trie", f"{address}/in", "--out", f"{address}/trie", "--ray", cluster))
+    assert shared_store.read("trie/manifest.json") == shared_store.read("one/manifest.json")  # it has all hashes
+    rows = ("--capacity", CAPACITY, "--out", f"{address}/packed", "--ray", cluster, "--partitions", 3)
+    successful(treepack("pack", f"{address}/trie", *rows))
     assert_same_samples(local_tables(packed), tables_of(lambda name: shared_store.read(f"packed/{name}")))
     successful(treepack("stats", f"{address}/packed", "--check"))
-    assert not [name for name in shared_store.names() if "unfinished" in name]
+    assert not [name for name in shared_store.names() if "unfinished" in name or ".shares" in name]
 
 
 def workers_of_cluster() -> list[int]:
@@ -223,15 +215,49 @@ def test_killed_workers_change_nothing(
 ) -> None:
     with connected_cluster(cluster) as scheduler:
         with killed_workers(2) as killed:
-            build_trie_on(scheduler, [rollouts], tmp_path / "trie", num_ranges=5, part_bytes=10_000)
+            build_trie_on(scheduler, [rollouts], tmp_path / "trie", share_bytes=1)
         assert len(killed) == 2
-        assert_same_trie(local_tables(trie), local_tables(tmp_path / "trie"))
+        assert_same_bytes(trie, tmp_path / "trie")
         with killed_workers(1) as killed:
             pack_trie_on(scheduler, trie, tmp_path / "packed", PackOptions(capacity=CAPACITY), num_slices=5)
         assert len(killed) == 1
     successful(treepack("stats", tmp_path / "packed", "--check"))
     assert_same_samples(local_tables(packed), local_tables(tmp_path / "packed"))
     assert not list(tmp_path.glob("*/.task-*"))
+
+
+_KILLED = """
+import sys
+from treepack.cluster.build import build_trie_on
+from treepack.cluster.ray import connected_cluster
+from treepack.cluster.shares import ShareRecord
+with connected_cluster(sys.argv[1]) as scheduler:
+    build_trie_on(scheduler, [sys.argv[2]], sys.argv[3], share_bytes=1)
+"""
+
+
+def test_a_command_that_was_killed_starts_again_with_the_finished_shares(
+    cluster: str, trie: Path, rollouts: Path, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-c", _KILLED, cluster, str(rollouts), str(tmp_path / "trie")]
+    shares = tmp_path / ".trie.shares"
+    run = subprocess.Popen(command)
+    while run.poll() is None and len(list(shares.glob("*.json"))) < 1:
+        time.sleep(0.002)
+    run.kill()
+    run.wait()
+    time.sleep(2)  # Ray ends the tasks of the command
+    kept = {path: path.stat().st_mtime_ns for path in shares.glob("*.json")}
+    assert kept
+    assert not (tmp_path / "trie").exists()
+    with connected_cluster(cluster) as scheduler:
+        written: list[ShareRecord] = []
+        run_tasks = scheduler.run
+        scheduler.run = lambda function, calls: (written.append(each) or each for each in run_tasks(function, calls))  # type: ignore[func-returns-value, method-assign]
+        build_trie_on(scheduler, [rollouts], tmp_path / "trie", share_bytes=1)
+    names = {f"{record.trie}".partition("-")[0] for record in written}
+    assert {path.stem for path in kept} <= names
+    assert_same_bytes(trie, tmp_path / "trie")
 
 
 def test_a_failed_task_leaves_no_output_and_one_sentence(treepack: Run, cluster: str, tmp_path: Path) -> None:

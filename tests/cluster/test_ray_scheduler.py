@@ -9,10 +9,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 import treepack
 from support import ray_stages as stages
@@ -47,32 +44,14 @@ def test_results_come_in_order_and_calls_are_taken_as_needed(scheduler: RaySched
     assert scheduler.num_workers == 2
 
 
-@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(rows=st.lists(st.integers(0, 30), min_size=1, max_size=9), splitters=st.lists(st.integers(0, 1000), max_size=5))
-def test_tables_and_ranges_are_those_of_one_process(
-    scheduler: RayScheduler, rows: list[int], splitters: list[int]
-) -> None:
-    calls = [*enumerate(rows)]
-    cuts = np.sort(np.array(splitters, np.int64))
+def test_tables_stay_there_and_are_arguments_of_later_tasks(scheduler: RayScheduler) -> None:
     results = []
     for each in (LocalScheduler(), scheduler):
-        kept = list(each.keep(stages.table_of, calls))
+        kept = list(each.keep(stages.large_table_of, [(seed, 500) for seed in range(6)]))
         tables = [table for table, _ in kept]
-        ranges = each.exchange(tables, stages.range_of, (each.share(cuts),), len(cuts) + 1)
-        contents = list(each.run(stages.sorted_rows, [(table,) for table in ranges]))
-        results.append(([summary for _, summary in kept], contents))
+        sums = each.run(stages.num_rows_and_sum, [(table, each.share(2)) for table in tables])
+        results.append(([summary for _, summary in kept], list(sums)))
     assert results[0] == results[1]
-    assert len(results[1][1]) == len(cuts) + 1
-
-
-def test_an_exchange_neither_splits_nor_drops_large_tables(scheduler: RayScheduler) -> None:
-    kept = [table for table, _ in scheduler.keep(stages.large_table_of, [(seed, 500) for seed in range(24)])]
-    ranges = scheduler.exchange(kept, stages.range_of, (np.array([0, 700, 5000]),), 4)
-    sizes = list(scheduler.run(stages.num_rows_and_sum, [(table,) for table in ranges]))
-    expected = np.concatenate([stages.large_table_of(seed, 500)[0]["key"].to_numpy() for seed in range(24)])
-    below = expected[expected < 700]
-    above = expected[expected >= 700]
-    assert sizes == [(0, 0), (len(below), below.sum()), (len(above), above.sum()), (0, 0)]
 
 
 def test_an_error_of_a_task_is_raised_as_in_one_process(scheduler: RayScheduler) -> None:
@@ -83,10 +62,8 @@ def test_an_error_of_a_task_is_raised_as_in_one_process(scheduler: RayScheduler)
         next(results)
     with pytest.raises(ZeroDivisionError):
         list(scheduler.run(stages.breaks, calls))
-    kept = [table for table, _ in scheduler.keep(stages.table_of, [(1, 5)])]
-    (unusable,) = scheduler.exchange(kept, stages.refuse_range, (7,), 1)
-    with pytest.raises(TreepackError, match=r"^range 7: cannot be found; give another$"):
-        list(scheduler.run(stages.sorted_rows, [(unusable,)]))
+    with pytest.raises(TreepackError, match=r"^table 7: cannot be made; give another$"):
+        list(scheduler.keep(stages.refuses_table, [(7,)]))
 
 
 def test_a_task_whose_worker_dies_runs_again(scheduler: RayScheduler, tmp_path: Path) -> None:
@@ -122,18 +99,15 @@ def test_a_task_that_always_kills_its_worker_is_one_sentence(scheduler: RaySched
 def test_tables_lost_with_a_machine_are_made_again(cluster: str, scheduler: RayScheduler) -> None:
     import ray
 
-    cuts = np.array([300, 600])
     with machine(f"--address={cluster}", workers=2) as second:
         while sum(node["Alive"] for node in ray.nodes()) < 2:
             time.sleep(0.2)
         kept = [table for table, _ in scheduler.keep(stages.large_table_of, [(seed, 300) for seed in range(8)])]
-        ranges = scheduler.exchange(kept, stages.range_of, (scheduler.share(cuts),), 3)
-        kept.clear()
-        before = list(scheduler.run(stages.num_rows_and_sum, [(table,) for table in ranges]))
+        before = list(scheduler.run(stages.num_rows_and_sum, [(table, 1) for table in kept]))
         kill(second)
         while sum(node["Alive"] for node in ray.nodes()) > 1:
             time.sleep(0.2)
-    assert list(scheduler.run(stages.num_rows_and_sum, [(table,) for table in ranges])) == before
+    assert list(scheduler.run(stages.num_rows_and_sum, [(table, 1) for table in kept])) == before
     assert sum(rows for rows, _ in before) == 8 * 300
 
 
@@ -142,15 +116,6 @@ def test_relative_paths_are_those_of_the_command(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert set(RayScheduler().run(stages.folder_of_task, [(number,) for number in range(4)])) == {str(tmp_path)}
-
-
-def test_ray_datas_tables_are_handles(scheduler: RayScheduler) -> None:
-    import ray.data
-
-    kept = [table for table, _ in scheduler.keep(stages.table_of, [(1, 20), (2, 30)])]
-    handles = ray.data.from_arrow_refs(kept).to_arrow_refs()
-    contents = list(scheduler.run(stages.sorted_rows, [(table,) for table in handles]))
-    assert contents == list(scheduler.run(stages.sorted_rows, [(table,) for table in kept]))
 
 
 def test_a_cluster_with_another_version_is_refused(

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import pyarrow as pa
 
-from treepack.cluster.scheduler import Call, LocalScheduler, TableHandle
-from treepack.trajectory import Int64
+from treepack.cluster.scheduler import Call, TableHandle
 
 
 def pickled_copy(value: Any) -> Any:
@@ -39,17 +38,6 @@ class PickledScheduler:
         self, function: Callable[..., tuple[pa.Table, Any]], calls: Iterable[Call]
     ) -> Iterator[tuple[TableHandle, Any]]:
         return self.run(function, calls)
-
-    def exchange(
-        self, tables: Sequence[TableHandle], assign: Callable[..., Int64], arguments: Call, num_ranges: int
-    ) -> list[TableHandle]:
-        # In another order, as on a cluster.
-        return [
-            pickled_copy(each)
-            for each in LocalScheduler().exchange(
-                tables[::-1], pickled_copy(assign), pickled_copy(arguments), num_ranges
-            )
-        ]
 
 
 def _parts(result: Any) -> tuple[Any, ...]:

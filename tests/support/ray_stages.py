@@ -11,9 +11,6 @@ import numpy as np
 import pyarrow as pa
 
 from treepack.errors import TreepackError
-from treepack.trajectory import Int64
-
-TOKENS = pa.list_(pa.int32())
 
 
 def square(number: int) -> int:
@@ -54,14 +51,6 @@ def folder_of_task(_: int) -> str:
     return os.getcwd()  # noqa: PTH109
 
 
-def table_of(seed: int, rows: int) -> tuple[pa.Table, dict[str, int]]:
-    """A table of random keys and token lists, and its summary."""
-    rng = np.random.default_rng(seed)
-    tokens = [rng.integers(0, 9, rng.integers(0, 5)).tolist() for _ in range(rows)]
-    keys = pa.array(rng.integers(0, 1000, rows), pa.int64())
-    return pa.table({"key": keys, "tokens": pa.array(tokens, TOKENS)}), {"seed": seed, "rows": rows}
-
-
 def large_table_of(seed: int, rows: int) -> tuple[pa.Table, int]:
     """A table of 8 KB for each row."""
     rng = np.random.default_rng(seed)
@@ -70,19 +59,9 @@ def large_table_of(seed: int, rows: int) -> tuple[pa.Table, int]:
     return pa.table({"key": pa.array(rng.integers(0, 1000, rows), pa.int64()), "tokens": tokens}), rows
 
 
-def range_of(table: pa.Table, splitters: Int64) -> Int64:
-    """The range of each row: the number of splitters up to its key."""
-    keys: Int64 = table["key"].to_numpy()
-    return np.searchsorted(splitters, keys, side="right")
+def refuses_table(number: int) -> tuple[pa.Table, int]:
+    raise TreepackError(f"table {number}: cannot be made; give another")
 
 
-def refuse_range(table: pa.Table, number: int) -> Int64:
-    raise TreepackError(f"range {number}: cannot be found; give another")
-
-
-def sorted_rows(table: pa.Table) -> list[tuple[int, list[int]]]:
-    return sorted(zip(table["key"].to_pylist(), table["tokens"].to_pylist(), strict=True))
-
-
-def num_rows_and_sum(table: pa.Table) -> tuple[int, int]:
-    return len(table), int(table["key"].to_numpy().sum())
+def num_rows_and_sum(table: pa.Table, factor: int) -> tuple[int, int]:
+    return len(table), factor * int(table["key"].to_numpy().sum())

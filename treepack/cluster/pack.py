@@ -3,7 +3,7 @@
     this process                                     tasks
     cuts the trie by footers     --slice-->          plan_slice      rows of the slice      sums, sizes of its rows
     joins open rows by sizes     --places of rows--> write_slice     parts of the output    open rows stay there
-                                 --exchange-->       write_joined    parts of the output
+                                 --their places-->   write_joined    parts of the output
     manifest
 
 Rows never cross slices, except open rows: the emptiest rows of a training step that several slices share. A slice that
@@ -23,7 +23,7 @@ from typing import Any
 from treepack.cluster.scheduler import LocalScheduler, Scheduler, TableHandle
 from treepack.cluster.slice_layout import SliceLayout, make_layout
 from treepack.cluster.slice_plan import PackJob, SlicePlan, plan_slice
-from treepack.cluster.slice_rows import SliceRows, open_row_id, range_of_open_rows, write_joined, write_slice
+from treepack.cluster.slice_rows import SliceRows, open_row_id, write_joined, write_slice
 from treepack.cluster.trie_slices import TrieSlice, trie_slices
 from treepack.files import schema
 from treepack.files.directory import MANIFEST, finished_directory, refuse_existing
@@ -156,19 +156,17 @@ class _Stages:
             for part, table, facts in zip(self.slices, tables, layout.facts, strict=True)
         ]
         results = [*self._keep("packing", write_slice, calls)]
-        joined: dict[int, SliceRows] = {}
-        if layout.joins:
-            arguments = layout.ranges_of_open_rows()
-            open_tables = [
-                table for (table, _), facts in zip(results, layout.facts, strict=True) if len(facts.open_rows)
-            ]
-            ranges = self.scheduler.exchange(open_tables, range_of_open_rows, arguments, len(layout.joins))
-            join_calls = [
-                (table, [[open_row_id(*open_row) for open_row in row] for row in join.rows], join.facts, output)
-                for table, join in zip(ranges, layout.joins, strict=True)
-            ]
-            rows = self.scheduler.run(write_joined, join_calls)
-            joined = {join.after: each for join, each in zip(layout.joins, rows, strict=True)}
+        join_calls = [
+            (
+                [[open_row_id(*open_row) for open_row in row] for row in join.rows],
+                join.facts,
+                output,
+                *(results[number][0] for number in join.slices),
+            )
+            for join in layout.joins
+        ]
+        rows = self.scheduler.run(write_joined, join_calls)
+        joined = {join.after: each for join, each in zip(layout.joins, rows, strict=True)}
         in_order = []
         for number, (_, each) in enumerate(results):
             in_order += [each, joined[number]] if number in joined else [each]

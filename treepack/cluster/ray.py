@@ -4,17 +4,9 @@
 
     run       one Ray task for each call, a window of them in flight     results come here in order
     keep      as run; the table stays in Ray's object store              its handle is an ObjectRef
-    exchange  split tasks --pieces--> join tasks                         one piece for each split and range
-
-           table 0   table 1   table 2   table 3
-              \\        /         \\        /
-               split 0             split 1            num_ranges pieces each
-              /   |   \\           /   |   \\
-            join 0     join 1     join 2              the pieces of one range
 
 A task whose process or machine dies runs again. If a machine dies with tables that a later task needs, Ray runs the
-tasks again that made them. Ray Data has the same handles: `ray.data.from_arrow_refs` reads them, and
-`Dataset.to_arrow_refs` makes them.
+tasks again that made them.
 """
 
 from __future__ import annotations
@@ -24,28 +16,21 @@ import os
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 
 import treepack
 from treepack.cluster.scheduler import Call, TableHandle
 from treepack.errors import TreepackError, install_hint
-from treepack.processes import batched
-from treepack.trajectory import Int64
 
 # Calls in flight for each worker: the one that runs, the next ones, and finished ones that wait for a slow first one.
 WINDOW = 4
 # Attempts after the death of the process or machine of a task.
 _RETRIES = 3
-# Tables that a task of an exchange divides if there are enough for all workers: fewer, larger pieces, because Ray sends
-# pieces below 100 KB through the driver. If there are many pieces all the same, up to the maximum of tables.
-_TABLES_PER_SPLIT, MAX_TABLES_PER_SPLIT = 4, 16
-MANY_PIECES = 1 << 18  # each costs the driver 53 microseconds and 3 KB
 _GRACE = 5.0  # seconds that tasks in flight have to end after an error
 _RECOUNT = 5.0  # seconds after which the CPUs of the cluster are counted again
 _TIMEOUT = 30.0  # seconds that a cluster has to answer
@@ -85,18 +70,6 @@ class RayScheduler:
     ) -> Iterator[tuple[TableHandle, Any]]:
         """Yield a handle of the table and the summary of each of `calls`, in their order; see `Scheduler`."""
         return self._results(function, calls, num_returns=2)
-
-    def exchange(
-        self, tables: Sequence[TableHandle], assign: Callable[..., Int64], arguments: Call, num_ranges: int
-    ) -> list[TableHandle]:
-        """Return handles of `num_ranges` tables; see `Scheduler`. Returns at once, and the tasks run meanwhile."""
-        per_split = tables_per_split(len(tables), num_ranges, self.num_workers)
-        # pieces[split][i] are the rows of range i
-        pieces = [
-            self._submit(_split, (assign, num_ranges, len(some), *some, *arguments), num_returns=num_ranges)
-            for some in batched(tables, per_split)
-        ]
-        return [self._submit(_join, of_range, num_returns=1)[0] for of_range in zip(*pieces, strict=True)]
 
     def _submit(self, function: Callable[..., Any], call: Call, *, num_returns: int) -> list[Any]:
         """Start a task, and return the handles of its results."""
@@ -147,16 +120,8 @@ class RayScheduler:
         except self._ray.exceptions.RayError as error:
             raise TreepackError(
                 f"Ray could not finish a task, and {_RETRIES} retries failed too ({_cause(error)}); if memory ran "
-                "out, give more --partitions, or machines with more memory per CPU"
+                "out, give machines with more memory per CPU, or for pack more --partitions"
             ) from error
-
-
-def tables_per_split(num_tables: int, num_ranges: int, num_workers: int) -> int:
-    """Return the number of tables that each split task of an exchange divides."""
-    for_workers = min(num_tables // (2 * num_workers), _TABLES_PER_SPLIT)
-    # 6,000 tables and 800 ranges: 18.3 tables for 2^18 pieces, so 16.
-    for_pieces = min(num_tables * num_ranges // MANY_PIECES, MAX_TABLES_PER_SPLIT)
-    return max(1, for_workers, for_pieces)
 
 
 @contextmanager
@@ -294,26 +259,3 @@ def _run_in(folder: str, function: Callable[..., Any], *call: Any) -> Any:
     # The tasks of a machine are its threads.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     return function(*call)
-
-
-def _split(assign: Callable[..., Int64], num_ranges: int, num_tables: int, *values: Any) -> list[pa.Table] | pa.Table:
-    """Run in a task: return the rows of each range; if there is one range, the table itself, as Ray expects it.
-
-    `values` are the tables and then the arguments of `assign`: Ray replaces a handle only if it is an argument itself.
-    """
-    tables, arguments = values[:num_tables], values[num_tables:]
-    pieces: list[list[pa.Table]] = [[] for _ in range(num_ranges)]
-    for table in tables:
-        ranges = assign(table, *arguments)
-        # ranges [1, 0, 1] -> order [1, 0, 2], ends of 2 ranges [1, 3]
-        order = np.argsort(ranges, kind="stable")
-        ends = np.cumsum(np.bincount(ranges, minlength=num_ranges))
-        for i, rows in enumerate(np.split(order, ends[:-1])):
-            pieces[i].append(table.take(pa.array(rows)))
-    joined = [_join(*of_range) for of_range in pieces]
-    return joined[0] if num_ranges == 1 else joined
-
-
-def _join(*pieces: pa.Table) -> pa.Table:
-    """Run in a task: return one table; its chunks are the pieces, so that no list column has more than 2^31 values."""
-    return pa.concat_tables([piece for piece in pieces if len(piece)] or [pieces[0]])

@@ -1,9 +1,8 @@
 """Run tasks on many machines, or in this process: the one interface between the stages and the program that runs them.
 
-    run       function(*call) for each call                --> results, in this process
-    keep      function(*call) -> (table, summary)          --> a handle of each table, which stays there; its summary
-    exchange  rows of all these tables, by their range     --> a handle of a table for each range
-    share     a large value                                --> a handle for any number of calls
+    run    function(*call) for each call                --> results, in this process
+    keep   function(*call) -> (table, summary)          --> a handle of each table, which stays there; its summary
+    share  a large value                                --> a handle for any number of calls
 
 A stage is a plain function of picklable arguments, and may run again after the process that ran it has died. So it
 returns the same result for the same arguments, and files that it writes appear whole (`files.task_output`).
@@ -13,13 +12,10 @@ returns the same result for the same arguments, and files that it writes appear 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
-import numpy as np
 import pyarrow as pa
-
-from treepack.trajectory import Int64
 
 Call = tuple[Any, ...]
 TableHandle = Any
@@ -48,15 +44,6 @@ class Scheduler(Protocol):
             TreepackError: as `run`.
         """
 
-    def exchange(
-        self, tables: Sequence[TableHandle], assign: Callable[..., Int64], arguments: Call, num_ranges: int
-    ) -> list[TableHandle]:
-        """Return handles of `num_ranges` tables: table i has the rows of all `tables` for which `assign` returns i.
-
-        `assign(table, *arguments)` returns a range for each row, int64 [num_rows]. All tables have the same columns,
-        and there is at least one. The rows of a range come in any order. A range may be empty.
-        """
-
 
 class LocalScheduler:
     """The scheduler that runs every task in this process; the slow twin of all others."""
@@ -75,15 +62,3 @@ class LocalScheduler:
     ) -> Iterator[tuple[TableHandle, Any]]:
         """Yield `function(*call)` for each of `calls`."""
         return self.run(function, calls)
-
-    def exchange(
-        self, tables: Sequence[TableHandle], assign: Callable[..., Int64], arguments: Call, num_ranges: int
-    ) -> list[TableHandle]:
-        """Return the rows of each range."""
-        ranges = [assign(table, *arguments) for table in tables]
-        return [
-            pa.concat_tables(
-                [table.take(pa.array(np.flatnonzero(own == i))) for table, own in zip(tables, ranges, strict=True)]
-            )
-            for i in range(num_ranges)
-        ]

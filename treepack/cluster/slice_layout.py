@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 
 from treepack.cluster.slice_plan import PackJob, SlicePlan, group_numbers, shared_nodes
-from treepack.cluster.slice_rows import SliceFacts, open_row_id
+from treepack.cluster.slice_rows import SliceFacts
 from treepack.cluster.trie_slices import TrieSlice
 from treepack.columns import MAKES_TERMS
 from treepack.pack.files import num_parts
@@ -27,7 +27,7 @@ from treepack.pack.plan.fill import merge_rows
 from treepack.pack.plan.plan import PlanTotals
 from treepack.pack.plan.planning import FOREST_METHODS
 from treepack.pack.plan.unions import RowSizes
-from treepack.trajectory import Int32, Int64
+from treepack.trajectory import Int32
 
 # Open rows of a slice and a step: the emptiest ones, at most so many, and filled less than this.
 _OPEN_ROWS, _OPEN_FILL = 8, 0.75
@@ -44,6 +44,11 @@ class OpenRowJoin:
     rows: tuple[_JoinedRow, ...]
     facts: SliceFacts
 
+    @property
+    def slices(self) -> list[int]:
+        """The slices of the open rows."""
+        return sorted({number for row in self.rows for number, _ in row})
+
 
 @dataclass(frozen=True)
 class SliceLayout:
@@ -53,13 +58,6 @@ class SliceLayout:
     joins: list[OpenRowJoin]
     rows: PlanTotals
     num_groups: int
-
-    def ranges_of_open_rows(self) -> tuple[Int64, Int64]:
-        """Return the `row_id` of all open rows, ascending, and the number of their join; int64 [num_open] each."""
-        pairs = sorted(
-            (open_row_id(*open_row), i) for i, join in enumerate(self.joins) for row in join.rows for open_row in row
-        )
-        return np.array([row_id for row_id, _ in pairs], np.int64), np.array([i for _, i in pairs], np.int64)
 
 
 @dataclass

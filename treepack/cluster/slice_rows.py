@@ -1,7 +1,7 @@
 """The later stages of packing by slices: write the rows of a slice, and rows that join open rows of several slices.
 
 TrieSlice, its plan --write_slice--> parts of the output     kept: open rows, whose rest is in other slices
-open rows --exchange--> --write_joined--> parts of the output
+open rows of several slices --write_joined--> parts of the output
 """
 
 from __future__ import annotations
@@ -134,18 +134,13 @@ def _all_times_trained(trie: Trie, part: TrieSlice, job: PackJob, facts: SliceFa
     return counts
 
 
-def range_of_open_rows(table: pa.Table, row_ids: Int64, ranges: Int64) -> Int64:
-    """Return the range of each open row of `table`; `row_ids` ascending int64 are the ids of all open rows."""
-    at: Int64 = np.searchsorted(row_ids, table["row_id"].to_numpy())
-    return np.asarray(ranges[at], np.int64)
-
-
-def write_joined(table: pa.Table, joins: list[list[int]], facts: SliceFacts, output: TaskOutput) -> SliceRows:
-    """Write rows that join open rows. `joins` are the `row_id` of the open rows of each, all of them in `table`.
+def write_joined(joins: list[list[int]], facts: SliceFacts, output: TaskOutput, *tables: pa.Table) -> SliceRows:
+    """Write rows that join open rows. `joins` are the `row_id` of the open rows of each, all of them in `tables`.
 
     Raises:
         TreepackError: the output cannot be written.
     """
+    table = pa.concat_tables(tables)
     place = {row_id: i for i, row_id in enumerate(table["row_id"].to_pylist())}
     tiles = 0
     for ids in joins:

@@ -50,7 +50,7 @@ from treepack.files.remote.remote_output import (
 MANIFEST = "manifest.json"
 RUN = "run.json"  # written first by a training run; its train.json comes last
 
-_HIDDEN = re.compile(r"\..+\.(lock|(partial|old)-[0-9a-f]{8}-[0-9a-f]{8})")
+_HIDDEN = re.compile(r"\..+\.(lock|shares|(partial|old)-[0-9a-f]{8}-[0-9a-f]{8})")
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # equal in all containers of a machine
 _STALE_SECONDS = 24 * 3600.0
 
@@ -136,8 +136,14 @@ def exists(out: AnyPath) -> bool:
 
 
 def is_hidden_output(name: str) -> bool:
-    """Return True if `name` is the name of a lock file or of an unfinished output, which no command reads as input."""
+    """Return True if `name` is that of a lock file, an unfinished output or its shares, which no command reads."""
     return _HIDDEN.fullmatch(name) is not None
+
+
+def shares_beside(out: AnyPath) -> AnyPath:
+    """Return the folder of the shares of an unfinished output, which tasks on other machines have built."""
+    out = out.resolve() if isinstance(out, Path) else out
+    return out.parent / f".{out.name}.shares"
 
 
 def is_own_directory(path: Path) -> bool:

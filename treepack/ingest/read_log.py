@@ -201,6 +201,10 @@ def _is_bookkeeping(path: str) -> bool:
     return words[-1] <= _BOOKKEEPING or any({"usage", "metrics"} & each for each in words)
 
 
+class NoTrajectoryError(TreepackError):
+    """The input has no trajectory."""
+
+
 def refuse_nothing(
     items: Iterable[T],
     counts: Mapping[str, int],
@@ -212,7 +216,7 @@ def refuse_nothing(
     The error names fields that are not used, of the notes `unused`, because they may contain the answers.
 
     Raises:
-        TreepackError: there is no item.
+        NoTrajectoryError: there is no item.
     """
     is_empty = True
     for item in items:
@@ -225,4 +229,4 @@ def refuse_nothing(
     listed = ", ".join(f"{reason} ({count:,})" for reason, count in most_frequent)
     example = next((each.detail for each in skipped if each.detail), "")
     parts = {"the first: ": example, "skipped: ": listed, "": without_unused(unused)[1]}
-    raise TreepackError("; ".join([NO_TRAJECTORY, *(name + part for name, part in parts.items() if part)]))
+    raise NoTrajectoryError("; ".join([NO_TRAJECTORY, *(name + part for name, part in parts.items() if part)]))

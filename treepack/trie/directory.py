@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 from treepack.files.directory import finished_directory, refuse_existing
@@ -20,6 +20,7 @@ from treepack.files.remote.cache import naming_addresses
 from treepack.ingest.conversations import conversations_of_log
 from treepack.ingest.options import BuildOptions
 from treepack.ingest.read_log import ReadLog
+from treepack.ingest.stream import parts_and_job
 from treepack.processes import ReportProgress
 from treepack.tokenise.saved_template import template_entry
 from treepack.tokenise.tokenization import fingerprint, read_tokenizer
@@ -32,16 +33,12 @@ from treepack.trie.trie import Trie
 
 @dataclass(frozen=True, slots=True)
 class TrieSummary:
-    """A trie directory that was written: its path and manifest, the seconds that it took, and the log of reading.
-
-    If tasks on a cluster wrote it, `timings` are the seconds of their stages and of the process that ran them.
-    """
+    """A trie directory that was written: its path and manifest, the seconds that it took, and the log of reading."""
 
     path: AnyPath
     manifest: Manifest
     seconds: float
     log: ReadLog
-    timings: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def totals(self) -> dict[str, Any]:
@@ -92,29 +89,47 @@ def build_trie_directory(
         recorded = options.as_record()  # reads the file of tool schemas, so a bad one is refused before the rollouts
         tokenizer = read_tokenizer(options.tokenizer) if options.tokenizer else None
         tries = earlier_tries(names, options, tokenizer)
+        parts, job = parts_and_job(
+            names, options, tokenizer, digest, as_ranges=options.workers > 1, is_whole=tries.__contains__
+        )
         with TrieBuilder(
-            names, options, tokenizer=tokenizer, input_hash=digest, folder=temporary, memory=memory, tries=tries
+            parts, job, options, input_hash=digest, folder=temporary, memory=memory, tries=tries
         ) as builder:
             trie = builder.read(log, progress)
-            totals = trie_totals(trie) if isinstance(trie, Trie) else _totals_of_runs(trie)
-            conversations, template = conversations_of_log(log, totals), entry_of(tries, "chat_template")
-            if options.template_file() or (tokenizer and conversations):
-                template = template_entry(tokenizer, options.template_file())
-            provenance = Provenance(
-                options=recorded,
-                counts=dict(sorted(log.counts.items())),
-                skipped=skipped_record(log, trie),
-                control_tokens=log.control_record(),
-                conversations=conversations.as_record() if conversations else None,
-                totals=totals,
-                routes=None if (costs := builder.route_costs) is None else costs.as_record(options.route_conflicts),
-                tokenizer=fingerprint(tokenizer) if tokenizer else entry_of(tries, "tokenizer"),
-                chat_template=template,
-                input={"sha256": digest.hexdigest(), "num_files": digest.num_files},
-                reading=None if options.keep_routes else reading_entry(log, digest),
-            )
-            manifest = builder.write(trie, temporary, provenance)
+            provenance = provenance_of(builder, trie, log, digest, options, tokenizer, tries)
+            manifest = builder.write(trie, temporary, replace(provenance, options=recorded))
     return TrieSummary(out, manifest, time.perf_counter() - start, log)
+
+
+def provenance_of(
+    builder: TrieBuilder,
+    trie: Trie | MergedRuns,
+    log: ReadLog,
+    digest: InputHash,
+    options: BuildOptions,
+    tokenizer: Any,
+    tries: Mapping[str, Manifest],
+) -> Provenance:
+    """Return the entries of the manifest of `trie`, which `builder` has built of rollouts with this `log`.
+
+    `digest` are the input files, and `tries` the tries among the inputs. The options are not recorded yet.
+    """
+    totals = built_totals(trie)
+    conversations, template = conversations_of_log(log, totals), entry_of(tries, "chat_template")
+    if options.template_file() or (tokenizer and conversations):
+        template = template_entry(tokenizer, options.template_file())
+    return Provenance(
+        counts=dict(sorted(log.counts.items())),
+        skipped=skipped_record(log, trie),
+        control_tokens=log.control_record(),
+        conversations=conversations.as_record() if conversations else None,
+        totals=totals,
+        routes=None if (costs := builder.route_costs) is None else costs.as_record(options.route_conflicts),
+        tokenizer=fingerprint(tokenizer) if tokenizer else entry_of(tries, "tokenizer"),
+        chat_template=template,
+        input={"sha256": digest.hexdigest(), "num_files": digest.num_files},
+        reading=None if options.keep_routes else reading_entry(log, digest),
+    )
 
 
 @naming_addresses()
@@ -135,8 +150,8 @@ def read_to_trie(
         TreepackError: bad input, no trajectory at all, or text without a tokenizer.
     """
     log, digest = ReadLog(), InputHash()
-    names = path_names(inputs)
-    with TrieBuilder(names, options, tokenizer=tokenizer, input_hash=digest, memory=memory) as builder:
+    parts, job = parts_and_job(path_names(inputs), options, tokenizer, digest, as_ranges=options.workers > 1)
+    with TrieBuilder(parts, job, options, input_hash=digest, memory=memory) as builder:
         trie = builder.mapped(builder.read(log, progress))
     return trie, log
 
@@ -149,12 +164,14 @@ def skipped_record(log: ReadLog, trie: Trie | MergedRuns) -> dict[str, Any] | No
     return log.skipped_record(trajectories["group_id"].unique().to_pylist())
 
 
-def _totals_of_runs(merged: MergedRuns) -> dict[str, Any]:
-    """Return the totals of a trie on disk, as `trie_totals`."""
+def built_totals(trie: Trie | MergedRuns) -> dict[str, Any]:
+    """Return the totals of a trie that was built, as `trie_totals`."""
+    if isinstance(trie, Trie):
+        return trie_totals(trie)
     return totals_of(
-        merged.columns(COLUMNS),
-        num_trees=int((merged.nodes.parent < 0).sum()),
-        num_nodes=len(merged.nodes.parent),
-        tokens_flat=int(merged.lengths.sum()),
-        tokens_tree=int(merged.begins[-1]),
+        trie.columns(COLUMNS),
+        num_trees=int((trie.nodes.parent < 0).sum()),
+        num_nodes=len(trie.nodes.parent),
+        tokens_flat=int(trie.lengths.sum()),
+        tokens_tree=int(trie.begins[-1]),
     )

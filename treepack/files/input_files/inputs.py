@@ -156,11 +156,11 @@ class InputHash:
         self._files.append((path, sha256))
 
     def forget(self, path: str) -> None:
-        """Remove the file `path`, which turned out not to be an input."""
+        """Remove the file `path`, which turned out not to be an input; a file may be the copy of an address."""
         for name, sha256 in self._files:
-            if name == path and isinstance(sha256, FileHash):
+            if addresses_in(name) == addresses_in(path) and isinstance(sha256, FileHash):
                 sha256.stop()
-        self._files = [each for each in self._files if each[0] != path]
+        self._files = [each for each in self._files if addresses_in(each[0]) != addresses_in(path)]
 
     def hexdigest(self) -> str:
         """Return one hash of all files so far."""

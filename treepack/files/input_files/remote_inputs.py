@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from treepack.errors import TreepackError
+from treepack.files.directory import is_hidden_output
 from treepack.files.remote import object_store
 from treepack.files.remote.address import AnyPath, as_path, is_address
 from treepack.files.remote.cache import addresses_in, copies_below, recent_copy
@@ -57,6 +58,8 @@ def expand_address(
 def _search_prefix(
     prefix: AnyPath, objects: dict[str, ObjectInfo], unread: Callable[[str], str | None], copy: bool
 ) -> tuple[list[str], list[Skipped], list[str]]:
+    # Hidden outputs belong to a command that writes below this prefix now, or that was killed.
+    objects = {name: entry for name, entry in objects.items() if not any(map(is_hidden_output, name.split("/")))}
     reasons = {name: unread(name) for name in objects}
     skipped = [
         Skipped(str(prefix / name), reason, is_rollout=False) for name, reason in reasons.items() if reason is not None

@@ -89,6 +89,21 @@ def borrowed_copy(path: AnyPath) -> Iterator[Path]:
         unpin(_folder(_key(path, entry.version)))
 
 
+@contextmanager
+def borrowed_directory(path: AnyPath) -> Iterator[Path]:
+    """Yield a local path with the content of a directory; a copy may be removed for others after the block.
+
+    Raises:
+        TreepackError: see `local_copy`.
+    """
+    local = local_copy(path)
+    try:
+        yield local
+    finally:
+        if not isinstance(path, Path):
+            unpin(_folder(local.relative_to(_objects()).parts[0]))
+
+
 def copies_below(prefix: AnyPath, objects: Mapping[str, ObjectInfo]) -> dict[str, Path]:
     """Return the paths of copies of objects below a prefix, by their names; they are in one folder and stay.
 

@@ -9,8 +9,8 @@ and `tokens`, `chat` and `columns` come last, because records of other formats c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from itertools import chain
 from pathlib import Path
@@ -101,8 +101,53 @@ class WholePart:
         raise TreepackError(f"{self.path}: is a trie, and only build-trie reads tries; give its rollouts")
 
 
-def read_parts(
+@dataclass(frozen=True, slots=True)
+class ListedInputs:
+    """The files of inputs, after copies were found; or a share of them, if other processes read the others.
+
+    Attributes:
+        files: paths and addresses, in order.
+        searched: files that a search of a folder found, rather than the caller named.
+        skipped: files that are not read.
+        whole: directories among the files that are `WholePart`.
+        is_share: True if other processes read other files. Then `unknown` is no error.
+        turns: as `ReadOptions.turns`, of the files before; reading adds the lines of these files.
+        unknown: the errors of files without a known format, added by reading.
+    """
+
+    files: Sequence[str]
+    searched: Collection[str]
+    skipped: Sequence[Skipped] = ()
+    whole: Collection[str] = frozenset()
+    is_share: bool = False
+    turns: dict[str, str] = field(default_factory=dict)
+    unknown: list[TreepackError] = field(default_factory=list)
+
+
+def listed_inputs(
     inputs: Iterable[str | Path],
+    *,
+    copy: bool = True,
+    is_whole: Callable[[str], bool] = lambda _: False,
+    sizes: Callable[[list[str]], Iterable[int]] = lambda paths: map(size_of, paths),
+) -> ListedInputs:
+    """Return the files of `inputs`, without copies of earlier ones; `copy` and `is_whole` are as in `list_inputs`.
+
+    `sizes` returns the bytes of files as stored.
+
+    Raises:
+        TreepackError: an input matches nothing, a file occurs twice, or a store cannot be reached.
+    """
+    files, skipped, searched = list_inputs(inputs, copy=copy, is_whole=is_whole)
+    whole = {path for path in files if is_whole(path)}
+    read = [path for path in files if path not in whole]
+    copies = find_copies(zip(read, sizes(read), strict=True), detect_format)
+    kept = [path for path in files if path not in copies]
+    return ListedInputs(kept, searched, [*skipped, *skipped_copies(copies)], whole)
+
+
+def read_parts(
+    inputs: Iterable[str | Path] | ListedInputs,
     options: ReadOptions,
     *,
     input_hash: InputHash | None = None,
@@ -122,36 +167,30 @@ def read_parts(
             `UnreadPart` are raised when it is read.
     """
     check_format(options.format)
-    options = replace(options, turns={})  # this process reads all sessions, in the order of the files
-    # `searched` are the files that a search of a folder found, rather than the caller named.
-    files, skipped, searched = list_inputs(inputs, is_whole=is_whole)
-    whole = {path for path in files if is_whole(path)}
-    copies = find_copies(((path, size_of(path)) for path in files if path not in whole), detect_format)
-    files = [path for path in files if path not in copies]
-    skipped += skipped_copies(copies)
+    listed = inputs if isinstance(inputs, ListedInputs) else listed_inputs(inputs, is_whole=is_whole)
+    options = replace(options, turns=listed.turns)  # this process reads all sessions, in the order of the files
     if input_hash is not None:
-        input_hash.bytes_read.expect(path for path in files if path not in whole)
-    if skipped:
-        yield FinishedPart(list(skipped))
-    unknown: list[TreepackError] = []
-    for path in files:
-        if path in whole:
+        input_hash.bytes_read.expect(path for path in listed.files if path not in listed.whole)
+    if listed.skipped:
+        yield FinishedPart(list(listed.skipped))
+    for path in listed.files:
+        if path in listed.whole:
             yield WholePart(path)
             continue
         parts, error = parts_of_path(
             path,
             options,
-            is_searched=path in searched,
+            is_searched=path in listed.searched,
             input_hash=input_hash,
             # The local copy of an object may be removed before a worker opens it.
             as_ranges=as_ranges and not is_address(path),
         )
         yield from parts
         if error is not None:
-            unknown.append(error)
+            listed.unknown.append(error)
     # If no file of a folder has a known format, it is the wrong folder, not a folder with extra files.
-    if unknown and len(unknown) == len(files):
-        raise unknown[0]
+    if listed.unknown and len(listed.unknown) == len(listed.files) and not listed.is_share:
+        raise listed.unknown[0]
 
 
 def parts_of_path(

@@ -17,7 +17,7 @@ is built in memory. The result does not depend on the number of workers.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from importlib.abc import MetaPathFinder
@@ -35,7 +35,7 @@ from treepack.ingest.options import BuildOptions
 from treepack.ingest.read_log import ReadLog, refuse_nothing
 from treepack.ingest.readers.reading import WholePart
 from treepack.ingest.readers.tokens.route_fields import NAMES
-from treepack.ingest.stream import ColumnsWork, Part, min_bytes, num_bytes, parts_and_job
+from treepack.ingest.stream import ColumnsWork, Part, min_bytes, num_bytes
 from treepack.memory.budget import usual_memory
 from treepack.processes import ProcessTeam, ReportProgress, with_progress
 from treepack.tokenise.tokenization import TokenisationJob
@@ -89,26 +89,23 @@ class TrieBuilder:
 
     def __init__(
         self,
-        inputs: Sequence[str],
+        parts: Iterator[Part],
+        job: TokenisationJob,
         options: BuildOptions,
         *,
-        tokenizer: Any = None,
         input_hash: InputHash,
         folder: Path | None = None,
         memory: int | None = None,
         tries: Mapping[str, Manifest] = MappingProxyType({}),
     ) -> None:
-        """Start no process yet. `tokenizer` is that of `options`, if the caller has loaded it already.
+        """Start no process yet. `parts` and `job` are those of `parts_and_job` with `options` and `input_hash`.
 
-        `tries` are the tries among the inputs, from `earlier_tries`.
+        `tries` are the manifests of the tries among the parts.
         `memory` is in bytes for all processes together, without their interpreters; None takes `usual_memory`.
         """
         self._share, self._folder, self._hash = options.share, folder, input_hash
         self._memory = usual_memory() if memory is None else memory
-        self._tries = dict(tries)
-        self._parts, job = parts_and_job(
-            inputs, options, tokenizer, input_hash, as_ranges=options.workers > 1, is_whole=self._tries.__contains__
-        )
+        self._tries, self._parts = dict(tries), parts
         self._min_bytes = min_bytes(job)
         self._stack = ExitStack()
         self._spools = [self._stack.enter_context(SpoolFiles(folder)) for _ in range(options.workers)]
@@ -130,7 +127,7 @@ class TrieBuilder:
         """End the processes and remove the spools."""
         self._stack.close()
 
-    def read(self, log: ReadLog, progress: ReportProgress | None) -> Trie | MergedRuns:
+    def read(self, log: ReadLog, progress: ReportProgress | None, *, stage: str = "reading") -> Trie | MergedRuns:
         """Read everything and return the trie, in memory if it is small.
 
         Raises:
@@ -139,7 +136,7 @@ class TrieBuilder:
         reading = with_progress(
             refuse_nothing(self._batches(log), log.counts, log.skipped, log.unused),
             progress,
-            "reading",
+            stage,
             unit="tokens",
             size=lambda num_tokens: num_tokens,
             share=lambda: self._hash.bytes_read.share,

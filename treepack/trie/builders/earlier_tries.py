@@ -27,7 +27,7 @@ from treepack.files.manifest import Manifest, read_manifest
 from treepack.files.manifest_entries import ReadingEntry, TemplateEntry, TokenizerEntry
 from treepack.files.parts import read_row_groups, token_slices
 from treepack.files.remote.address import as_path, is_address
-from treepack.files.remote.cache import local_copy
+from treepack.files.remote.cache import borrowed_directory
 from treepack.files.remote.location import locate
 from treepack.ingest.options import BuildOptions
 from treepack.ingest.read_log import ReadLog
@@ -113,20 +113,29 @@ def store_trie(path: str, spool: SpoolFiles, *, number: int, piece: int, memory:
     Raises:
         TreepackError: the directory is damaged, or the disk fails.
     """
-    directory = local_copy(as_path(path))
-    manifest = read_manifest(directory, schema.TRIE_FORMAT)
+    with borrowed_directory(as_path(path)) as directory:
+        manifest = read_manifest(directory, schema.TRIE_FORMAT)
+        log = log_of(path, manifest)
+        trie = read_trie(directory, memory=memory, folder=spool.folder)
+        ids, arrival = as_read(trie.trajectories["trajectory_id"], _renamed(directory, manifest))
+        partition, distinct = partitions(trie.trajectories, share=trie.share)
+        index = RunIndex(partition.astype(np.int32), _shared(trie, partition), trie.lengths.astype(np.int32), arrival)
+        with spool_disk(spool.folder):
+            pieces = [(piece, trie.num_trajectories)]
+            run = append_run(spool, number, _tokens(trie), _tables(trie, ids), index, distinct, pieces)
+    return run, log, trie.tokens_flat
+
+
+def log_of(path: str, manifest: Manifest) -> ReadLog:
+    """Return the log of reading of the trie at `path`.
+
+    Raises:
+        TreepackError: the manifest was altered.
+    """
     try:
-        log = ReadLog.of_record(manifest["reading"]["log"])
+        return ReadLog.of_record(manifest["reading"]["log"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise TreepackError(f"{path}: is damaged (its log of reading, {error}); build it again") from error
-    trie = read_trie(directory, memory=memory, folder=spool.folder)
-    ids, arrival = as_read(trie.trajectories["trajectory_id"], _renamed(directory, manifest))
-    partition, distinct = partitions(trie.trajectories, share=trie.share)
-    index = RunIndex(partition.astype(np.int32), _shared(trie, partition), trie.lengths.astype(np.int32), arrival)
-    with spool_disk(spool.folder):
-        pieces = [(piece, trie.num_trajectories)]
-        run = append_run(spool, number, _tokens(trie), _tables(trie, ids), index, distinct, pieces)
-    return run, log, trie.tokens_flat
 
 
 def _renamed(directory: Path, manifest: Manifest) -> pa.Table:
