@@ -69,15 +69,20 @@ def loss_pair(kind: str, batch: MemoryBatch) -> tuple[Any, tuple[list[Tensor], l
     return alone, expected
 
 
-def check(kind: str, batch: MemoryBatch, place: str, options: OnlineOptions, limit: int) -> list[int]:
-    """Compare a batch, after another one, with every sequence alone; return the sizes of its passes."""
+def check(
+    kind: str, batch: MemoryBatch, place: str, options: OnlineOptions, limit: int, *, guarded: bool = False
+) -> list[int]:
+    """Compare a batch, after another one, with every sequence alone; return the sizes of its passes.
+
+    If `guarded`, the graph of a batch of one row is not the caller's, as on a GPU.
+    """
     alone, expected = loss_pair(kind, batch)
     model = tree_model(kind)
     backward(loss_of(*tree_logprobs_like(model, LISTS)))
     shortage = Shortage(model, limit, place)
     ids = [torch.tensor(each, dtype=torch.int64) for each in batch.sequences]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(statistics, "_is_guarded", lambda *_: place == "backward")  # as on a GPU
+        patch.setattr(statistics, "_is_guarded", lambda *_: guarded)
         found = tree_logprobs_like(model, ids, None, [torch.tensor(each) for each in batch.scored], options)
         backward(loss_of(*found))
     shortage.hook.remove()
@@ -88,10 +93,10 @@ def check(kind: str, batch: MemoryBatch, place: str, options: OnlineOptions, lim
     return shortage.sizes
 
 
-PLACES = ["forward", "graph", "backward"]
+PLACES = ["forward", "graph"]
 
 
-@pytest.mark.parametrize("place", ["forward", pytest.param("graph", marks=pytest.mark.slow), "backward"])
+@pytest.mark.parametrize("place", PLACES)
 def test_rows_that_do_not_fit_run_as_rows_of_fewer_sequences(place: str) -> None:
     batch = MemoryBatch(SEQUENCES, [[True] * len(each) for each in SEQUENCES])
     sizes = check("qwen3", batch, place, OnlineOptions(chunk=3), 6)
@@ -99,7 +104,7 @@ def test_rows_that_do_not_fit_run_as_rows_of_fewer_sequences(place: str) -> None
     assert min(sizes) <= 6 < max(sizes)
 
 
-@pytest.mark.parametrize(("place", "kind"), [("forward", "qwen3"), ("graph", "gpt2"), ("backward", "qwen3")])
+@pytest.mark.parametrize(("place", "kind"), [("forward", "qwen3"), ("graph", "gpt2")])
 def test_a_sequence_that_does_not_fit_alone_runs_in_pieces(
     place: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -118,14 +123,15 @@ def test_a_sequence_that_does_not_fit_alone_runs_in_pieces(
     capacity=st.sampled_from([6, None]),
     place=st.sampled_from(PLACES),
     recompute=st.booleans(),
+    guarded=st.booleans(),
     kind=st.sampled_from(["qwen3", "gpt2"]),
 )
 def test_values_and_gradients_in_smaller_rows_are_those_of_every_sequence_alone(
-    batch: MemoryBatch, capacity: int | None, place: str, recompute: bool, kind: str
+    batch: MemoryBatch, capacity: int | None, place: str, recompute: bool, guarded: bool, kind: str
 ) -> None:
-    # With recompute=False the caller's own backward pass has the graphs, and cannot run again.
-    options = OnlineOptions(capacity=capacity, recompute=recompute or place == "backward", chunk=3)
-    check(kind, batch, place, options, max([len(each) for each in batch.sequences], default=1))
+    options = OnlineOptions(capacity=capacity, recompute=recompute, chunk=3)
+    longest = max([1, *map(len, batch.sequences)])  # a row without tokens has one of padding
+    check(kind, batch, place, options, longest, guarded=guarded)
 
 
 def test_a_length_that_did_not_fit_is_cut_beforehand_in_later_batches() -> None:
@@ -139,8 +145,32 @@ def test_a_length_that_did_not_fit_is_cut_beforehand_in_later_batches() -> None:
         assert (max(shortage.sizes) > 6) is expected
 
 
+@pytest.mark.parametrize(
+    ("lists", "remedy"),
+    [(LISTS, r"set OnlineOptions\(capacity=[34]\)"), (LISTS[:1], "switch gradient checkpointing on, or truncate")],
+)
+def test_a_backward_pass_that_does_not_fit_names_a_smaller_capacity(
+    lists: list[Tensor], remedy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(statistics, "_is_guarded", lambda *_: True)  # as on a GPU
+    model = tree_model()
+    shortage = Shortage(model, 4, "backward")
+    found = tree_logprobs_like(model, lists, options=OnlineOptions(capacity=8))
+    with pytest.raises(
+        TreepackError,
+        match=rf"^out of memory in the backward pass of a row of [5-8] tokens, and \S+ GiB are free; "
+        rf"drop the gradients, to which a part of the row's is added, and {remedy}",
+    ):
+        backward(loss_of(*found))
+    assert max(shortage.sizes) > 4
+
+
 @pytest.mark.parametrize("reason", ["hooks", "checkpoints"])
-def test_gradients_that_may_be_used_or_added_twice_are_not_computed_again(reason: str) -> None:
+def test_a_sequence_runs_in_pieces_only_if_nothing_acts_on_gradients_or_adds_to_them_twice(
+    reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(smaller_plan, "SMALLEST_PIECE", 1)
+    monkeypatch.setattr(row_run, "_CHECKED", 2)
     model = tree_model()
     if reason == "hooks":
         for parameter in model.parameters():
@@ -149,11 +179,10 @@ def test_gradients_that_may_be_used_or_added_twice_are_not_computed_again(reason
         model.train()
         model.gradient_checkpointing_enable({"use_reentrant": True})
         model.enable_input_require_grads()
-    found = tree_logprobs_like(model, LISTS, options=OnlineOptions(capacity=8))
-    shortage = Shortage(model, 4, "backward")
-    with pytest.raises(torch.OutOfMemoryError):
-        backward(loss_of(*found))
-    assert max(shortage.sizes) > 4
+    tree_logprobs_like(model, LISTS)
+    Shortage(model, 4, "forward")
+    with pytest.raises(TreepackError, match=r"with the smallest plan \(whole rows"):
+        tree_logprobs_like(model, LISTS[:1])
 
 
 def test_a_sequence_that_does_not_fit_alone_is_refused_with_its_length() -> None:

@@ -6,14 +6,10 @@
 The plan gets smaller as in training (`carry.smaller_plan`): rows of fewer sequences, then rows in pieces, then smaller
 chunks of logits.
 
-A backward pass that fails has added the gradients of the row to some parameters and not to others. They cannot be
-dropped, because the same tensors have the gradients of earlier rows and batches, and a copy of these would need the
-memory that is missing. But a backward pass adds to a parameter once, when the parameter's whole gradient is known. So
-each parameter has the row's gradient or none of it, and a hook records which. The smaller rows run with the finished
-parameters frozen, and add the rest. The error is final if a pass may add more than once (reentrant checkpoints), if
-something acts on a gradient at once (hooks after the addition), and if other ranks wait for the pass.
-
-Pieces add to a parameter many times, so they start without gradients, to which the earlier ones are added at the end.
+A forward pass leaves nothing behind, so it may run again with a smaller row. A backward pass that fails has added the
+gradients of the row to some parameters and not to others. That is final: the error names a capacity that fits better.
+Pieces add to a parameter many times, so they start without gradients, to which the earlier ones are added at the end,
+and may run again. No pass runs again if other ranks wait for it.
 
 On a GPU a first pass measures the bytes that its graph keeps for each token. Longer rows than fit are cut beforehand.
 """
@@ -27,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -41,7 +37,7 @@ from treepack.carry.refusal import can_carry
 from treepack.carry.smaller_plan import RunPlan, smaller_plan
 from treepack.data.batch import Batch, TermTensors
 from treepack.memory.device_memory import free_memory, update_bytes
-from treepack.memory.shortage import is_memory_error
+from treepack.memory.shortage import is_memory_error, memory_errors
 from treepack.model.accept.first_batch import sharding_groups
 from treepack.model.collation import batch_logprobs, collate
 from treepack.model.head.token_loss import filled_temperature
@@ -146,7 +142,7 @@ class RowRun:
             shares = _shares(row, plan)
             return join_values(shares, [self._forward(share.row, plan) for share in shares])
 
-        return self._until_it_fits(attempt, lambda: row, has_graph=False)
+        return self._until_it_fits(attempt, row, has_graph=False)
 
     def backward(
         self, row: Batch, grads: Sequence[Tensor | None], kept: list[Values], *, exchange: bool = False
@@ -162,34 +158,33 @@ class RowRun:
         Raises:
             TreepackError: as `values`.
         """
-        # Rows to run, the gradients of their values, and the parameters that have their gradient.
-        waiting: list[tuple[Batch, Sequence[Tensor | None], frozenset[nn.Parameter]]] = [(row, grads, frozenset())]
-        added: set[nn.Parameter] = set()
+        if kept:
+            _backward(row, kept.pop(), grads)
+            return
+        waiting = [(row, grads)]
+        while waiting:
+            part, own = waiting.pop()
+            shares, values = self._with_graph(part, own, exchange=exchange)
+            each = [(share.row, [None if grad is None else share.gradient(grad) for grad in own]) for share in shares]
+            waiting += each[:0:-1]
+            if values is not None:
+                _backward(each[0][0], values, each[0][1])
 
-        def attempt(plan: RunPlan) -> None:
-            while waiting:
-                part, own, done = waiting[0]
-                done = done.union(added)
-                added.clear()
-                shares = [whole_row(part)] if kept else _shares(part, plan)
-                waiting[:1] = [
-                    (each.row, [None if grad is None else each.gradient(grad) for grad in own], done) for each in shares
-                ]
-                part, own, done = waiting[0]
-                trained = [each for each in self.model.parameters() if each.requires_grad and each not in done]
-                if trained and _is_cut(part, plan):
-                    with _frozen(done), _added_at_the_end(trained):
-                        self._pieces_backward(part, own, plan)
-                elif trained:
-                    with _frozen(done), _noting(added, trained if self.runs_again else []):
-                        self._whole_backward(part, own, kept, plan.loss_chunk, exchange=exchange)
-                added.clear()
-                del waiting[0]
+    def _with_graph(
+        self, row: Batch, grads: Sequence[Tensor | None], *, exchange: bool
+    ) -> tuple[list[RowShare], Values | None]:
+        """Return the shares of a row that fit, and the first one's values; None if pieces have added the gradients."""
 
-        def is_final() -> bool:
-            return bool(added) and not _adds_once(self.model)
+        def attempt(plan: RunPlan) -> tuple[list[RowShare], Values | None]:
+            if _is_cut(row, plan):
+                with _added_at_the_end([each for each in self.model.parameters() if each.requires_grad]):
+                    self._pieces_backward(row, grads, plan)
+                return [whole_row(row)], None
+            shares = _shares(row, plan)
+            with torch.enable_grad(), torch.autocast(**self.autocast), gradient_exchange(self.replicas, exchange):
+                return shares, self.attempt(shares[0].row, plan.loss_chunk)
 
-        self._until_it_fits(attempt, lambda: waiting[0][0], has_graph=True, is_final=is_final)
+        return self._until_it_fits(attempt, row, has_graph=True)
 
     def check(self, error: Exception) -> None:
         """Raise the error again if no smaller row may run."""
@@ -203,14 +198,6 @@ class RowRun:
         scores = self._pieces(plan).scores(row, _terms(row).tokens, reads, **self._law(row))
         assert scores.logprobs is not None
         return scores.logprobs, scores.entropies
-
-    def _whole_backward(
-        self, row: Batch, grads: Sequence[Tensor | None], kept: list[Values], chunk: int, *, exchange: bool
-    ) -> None:
-        if not kept:
-            with torch.enable_grad(), torch.autocast(**self.autocast), gradient_exchange(self.replicas, exchange):
-                kept.append(self.attempt(row, chunk))
-        _backward(kept.pop(), grads)
 
     def _pieces_backward(self, row: Batch, grads: Sequence[Tensor | None], plan: RunPlan) -> None:
         tokens, (of_logprobs, of_entropies) = _terms(row).tokens, grads
@@ -252,38 +239,24 @@ class RowRun:
             return RunPlan(False, 0, False, None, max(1, row.num_tokens), self.options.chunk)
         return replace(known, loss_chunk=min(known.loss_chunk, self.options.chunk))
 
-    def _until_it_fits(
-        self,
-        attempt: Callable[[RunPlan], T],
-        row: Callable[[], Batch],
-        *,
-        has_graph: bool,
-        is_final: Callable[[], bool] = lambda: False,
-    ) -> T:
-        """Return what `attempt` returns with a plan that fits, and keep a smaller plan for later rows.
-
-        Args:
-            attempt: computes with a plan.
-            row: returns the row that it computes now.
-            has_graph: True for a backward pass.
-            is_final: returns True if nothing may run again after the error.
+    def _until_it_fits(self, attempt: Callable[[RunPlan], T], row: Batch, *, has_graph: bool) -> T:
+        """Return the result of `attempt` for a row with a plan that fits, and keep a smaller plan for later rows.
 
         Raises:
             TreepackError: memory is too small for the smallest plan.
         """
 
         def smaller(plan: RunPlan, error: Exception) -> RunPlan | None:
-            if not self.runs_again or is_final():
+            if not self.runs_again:
                 raise error
-            now = row()
-            longest = int(now.position_ids.max()) + 1  # tokens of a sequence
-            less = smaller_plan(plan, longest, 0, can_carry=True, tokens=now.num_tokens)
-            if less is not None and less.carry is not None and not self._can_carry(now):
-                less = smaller_plan(plan, longest, 0, can_carry=False, tokens=now.num_tokens)
+            longest = int(row.position_ids.max()) + 1  # tokens of a sequence
+            less = smaller_plan(plan, longest, 0, can_carry=True, tokens=row.num_tokens)
+            if less is not None and less.carry is not None and not self._can_carry(row):
+                less = smaller_plan(plan, longest, 0, can_carry=False, tokens=row.num_tokens)
             return less
 
-        first, device = self._first_plan(row(), has_graph=has_graph), row().input_ids.device
-        place = f"in a row of {row().num_tokens:,} tokens"
+        first, device = self._first_plan(row, has_graph=has_graph), row.input_ids.device
+        place = f"in a row of {row.num_tokens:,} tokens"
         found, plan = until_it_fits(attempt, first, smaller, device, place=place, remedy=_REMEDY, note=_log.warning)
         if plan != first:
             _keep_plan(self.model, plan, has_graph=has_graph)
@@ -312,39 +285,28 @@ def join_values(shares: Sequence[RowShare], values: Sequence[Values]) -> Values:
     ) if entropies else None
 
 
-def _backward(values: Values, grads: Sequence[Tensor | None]) -> None:
-    """Add the gradients of a row to the gradients of the parameters."""
+def _backward(row: Batch, values: Values, grads: Sequence[Tensor | None]) -> None:
+    """Add the gradients of a row to the gradients of the parameters.
+
+    Raises:
+        TreepackError: memory ran out; some parameters have the gradient of the row, and others do not.
+    """
     pairs = [(value, grad) for value, grad in zip(values, grads, strict=True) if value is not None and grad is not None]
     if not pairs:  # all ranks must run the backward passes of all rows, so one without gradients runs with zeros
         pairs = [(values[0], torch.zeros_like(values[0]))]
-    torch.autograd.backward([value for value, _ in pairs], [grad for _, grad in pairs])
+    shorter = f"set OnlineOptions(capacity={row.num_tokens // 2})" if len(row.trajectory_ends) > 1 else _REMEDY
+    remedy = f"drop the gradients, to which a part of the row's is added, and {shorter}"
+    with memory_errors(f"in the backward pass of a row of {row.num_tokens:,} tokens", remedy):
+        torch.autograd.backward([value for value, _ in pairs], [grad for _, grad in pairs])
 
 
 def _adds_once(model: nn.Module) -> bool:
-    """Return True if a backward pass adds to the gradient of a parameter once, and nothing acts on it at once."""
+    """Return True if pieces may run: nothing else adds to a gradient twice, or acts on it after the first addition."""
     if any(getattr(each, "_post_accumulate_grad_hooks", None) for each in model.parameters()):
         return False
     checkpoints = [each for each in model.modules() if getattr(each, "gradient_checkpointing", False)]
     options = [getattr(getattr(each, "_gradient_checkpointing_func", None), "keywords", {}) for each in checkpoints]
     return not any(each.get("use_reentrant", True) for each in options)
-
-
-@contextmanager
-def _noting(added: set[nn.Parameter], parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Put the parameters to whose gradients a backward pass inside of the block adds into `added`."""
-    # The pass of the caller, which waits for this one, has another number.
-    outer = torch._C._current_graph_task_id()
-
-    def note(parameter: Tensor) -> None:
-        if torch._C._current_graph_task_id() != outer:
-            added.add(cast(nn.Parameter, parameter))
-
-    hooks = [each.register_post_accumulate_grad_hook(note) for each in parameters]  # type: ignore[no-untyped-call]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 @contextmanager
@@ -362,18 +324,6 @@ def _added_at_the_end(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
     for parameter, grad in zip(parameters, before, strict=True):
         if grad is not None:
             parameter.grad = grad if parameter.grad is None else grad.add_(parameter.grad)
-
-
-@contextmanager
-def _frozen(parameters: frozenset[nn.Parameter]) -> Iterator[None]:
-    """Compute no gradients of some parameters in the block."""
-    for each in parameters:
-        each.requires_grad_(False)
-    try:
-        yield
-    finally:
-        for each in parameters:
-            each.requires_grad_(True)
 
 
 def _autocast_state(kind: str) -> dict[str, Any]:
