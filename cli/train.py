@@ -239,7 +239,6 @@ def _show_comparison(
             "trajectories": _part(report.num_trajectories, sum(len(batch.trajectory_ids) for batch in batches)),
             "tokens": _part(*(sum(batch.num_tokens for batch in each) for each in (result.batches, batches))),
             "attention": f"{report.attention} in {report.dtype}",
-            "layers": "computed again in the backward pass" if result.plan.recompute else "computed once",
             **({} if run.options.ranks_of_row == 1 else {"ranks of a row": run.options.ranks_of_row}),
             **({} if limit is None else {"pieces": f"of at most {limit:,} tokens, in {cut} of {len(rows)} rows"}),
             "loss of the rows": report.loss_packed,

@@ -26,7 +26,6 @@ from treepack.model.forward import row_logprobs
 from treepack.model.layers import adapt_layers
 from treepack.model.loaded import LoadedModel
 from treepack.model.verify.gradients import verify_gradients
-from treepack.model.verify.verify_memory import MemoryPlan
 from treepack.objectives.objective import choose_objective
 from treepack.objectives.row_numbers import LossPart
 from treepack.train.options import TrainOptions
@@ -74,24 +73,21 @@ def long_rollouts() -> list[Trajectory]:
     return [make(f"t{i}", tokens, spans=[(290, len(tokens), 1.0)]) for i, tokens in enumerate(sequences)]
 
 
-@pytest.mark.parametrize(("limit", "recompute"), [(128, True), (1000, False)])
-def test_long_rows_are_verified_in_pieces(tmp_path: Path, config: Path, limit: int, recompute: bool) -> None:
+@pytest.mark.parametrize("limit", [128, 1000])
+def test_long_rows_are_verified_in_pieces(tmp_path: Path, config: Path, limit: int) -> None:
     packed = packed_directory(tmp_path / "packed", long_rollouts(), capacity=4096)
     run = open_verification(packed, config, CPU)
     (batch,) = run.dataset
     assert batch.num_tokens > limit
-    plan = MemoryPlan(recompute, offload=False, max_tokens=4096, max_flat=1 << 20, max_depth=4096)
-    report = verify_gradients(run.loaded, [batch], plan=plan, backward=in_pieces(limit))
+    report = verify_gradients(run.loaded, [batch], backward=in_pieces(limit))
     assert report.passed
     assert report.worst[1] < 1e-10
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-def test_adapters_are_exact_in_pieces(tmp_path: Path, config: Path, recompute: bool) -> None:
+def test_adapters_are_exact_in_pieces(tmp_path: Path, config: Path) -> None:
     packed = write_rows(tmp_path / "packed", as_trajectories(rollouts()), BY_GROUP)
     run = open_verification(packed, config, replace(CPU, lora=LoraOptions(rank=3)))
-    plan = MemoryPlan(recompute, offload=False, max_tokens=4096, max_flat=4096, max_depth=4096)
-    report = verify_gradients(run.loaded, list(run.dataset), plan=plan, backward=in_pieces(3))
+    report = verify_gradients(run.loaded, list(run.dataset), backward=in_pieces(3))
     assert (report.passed, report.dtype) == (True, "float64")
     assert all("lora_" in name for name in report.errors)
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from support.strategies import make
 from support.tempered import tempered
 from treepack.data.batch import Batch, TermTensors, empty_batch, make_batch
+from treepack.data.row_parts import RowPart, restrict_row
 from treepack.model.collation import collate
-from treepack.model.verify.verify_subset import RowPart, restrict_row
 from treepack.pack.plan.planning import plan_rows
 from treepack.pack.row import Row
 from treepack.pack.rows import pack_rows

@@ -23,13 +23,13 @@ from support.tiny_families import KeepFloat64, tiny_family
 from treepack.attention import IMPLEMENTATIONS, register
 from treepack.carry.verify import in_pieces
 from treepack.data.dataset import PackedDataset
+from treepack.data.row_parts import RowPart, restrict_row
 from treepack.errors import TreepackError
 from treepack.model.experts.routers import follow_routers
 from treepack.model.forward import row_loss
 from treepack.model.layers import checkpoint_layers
 from treepack.model.loaded import LoadedModel
 from treepack.model.verify.gradients import verify_gradients
-from treepack.model.verify.verify_subset import RowPart, restrict_row
 from treepack.pack.files import read_rows
 from treepack.train.logprobs import open_scoring, scored_rows
 from treepack.train.scoring_options import ScoreOptions

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from treepack.data.batch import Batch
-from treepack.model.verify.verify_subset import RowPart, restrict_row
+from treepack.data.row_parts import RowPart, neighbours_within, restrict_row
 
 
 @dataclass(frozen=True)
@@ -51,28 +51,15 @@ def row_shares(row: Batch, limit: int) -> list[RowShare]:
     device, row = row.input_ids.device, row.to("cpu")
     terms = row.terms
     assert terms is not None
-    subtree_end, ends = row.subtree_end.numpy(), row.trajectory_ends.numpy()
-    groups: list[list[int]] = []
-    inside, size = np.zeros(len(subtree_end), bool), limit
-    for i in np.argsort(ends, kind="stable").tolist():  # depth-first order: neighbours share most
-        # The tokens whose subtree contains the last token: its path.
-        path = np.flatnonzero(subtree_end[: ends[i] + 1] > ends[i])
-        more = int(np.count_nonzero(~inside[path]))
-        if more and size + more > limit:
-            groups.append([])
-            inside[:], size, more = False, 0, len(path)
-        inside[path] = True
-        size += more
-        groups[-1].append(i)
     owner, index = terms.trajectory.numpy(), terms.index.numpy()
     taken = np.zeros(len(terms.tokens), bool)
     shares = []
-    for group in groups:
+    for group in neighbours_within(row, limit):
         # A restricted row has the entries of its terms, ascending: index [4 2 4] of its terms -> values 2 and 4.
         places = np.unique(index[np.isin(owner, group)])
         chosen = np.flatnonzero(~taken[places])
         taken[places] = True
-        own = restrict_row(row, RowPart(tuple(sorted(group)), 0, len(subtree_end))).to(device)
+        own = restrict_row(row, RowPart(tuple(sorted(group)), 0, row.num_tokens)).to(device)
         here, there = (torch.from_numpy(each).long().to(device) for each in (chosen, places[chosen]))
         shares.append(RowShare(own, here, there, len(places)))
     return shares

@@ -36,13 +36,13 @@ from treepack.carry.offload import spare_memory
 from treepack.carry.refusal import can_carry
 from treepack.carry.smaller_plan import RunPlan, smaller_plan
 from treepack.data.batch import Batch, TermTensors
+from treepack.data.row_parts import RowPart, restrict_row
 from treepack.memory.device_memory import free_memory, update_bytes
 from treepack.memory.shortage import is_memory_error, memory_errors
 from treepack.model.accept.first_batch import sharding_groups
 from treepack.model.collation import batch_logprobs, collate
 from treepack.model.head.token_loss import filled_temperature
 from treepack.model.loaded import LoadedModel
-from treepack.model.verify.verify_subset import RowPart, restrict_row
 from treepack.objectives.row_numbers import ScoreRequest
 from treepack.online.options import OnlineOptions
 from treepack.online.ranks import find_replicas, gradient_exchange, uses_deepspeed

@@ -29,6 +29,7 @@ from treepack.pack.weights import stored_times_trained, trajectory_factors
 from treepack.rl.rollout_parts import rollout_codes, rollout_parts, rollout_places
 from treepack.sequences import SpanView, values_of
 from treepack.trajectory import Float64, Int32, Int64
+from treepack.trie.nodes import path_to
 from treepack.trie.storage import PageReleaser
 from treepack.trie.trie import Trie
 
@@ -246,11 +247,8 @@ def _same_routes(row: Row, path: Int64, trie: Trie, slices: list[slice]) -> bool
 
 def _token_slices(trie: Trie, i: int) -> list[slice]:
     """Return the tokens of the nodes on the path of trajectory `i`, as slices of `trie.tokens` from the root on."""
-    slices, node = [], int(trie.end_node[i])
-    while node >= 0:
-        slices.append(slice(trie.node_start[node], trie.node_start[node + 1]))
-        node = int(trie.parent[node])
-    return slices[::-1]
+    path = path_to(trie.parent, int(trie.end_node[i])).tolist()
+    return [slice(trie.node_start[node], trie.node_start[node + 1]) for node in path]
 
 
 def _concatenate(values: NDArray[Any], slices: list[slice]) -> NDArray[Any]:

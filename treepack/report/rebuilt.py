@@ -15,6 +15,7 @@ import numpy as np
 from treepack.pack.row import Row
 from treepack.trajectory import Float64, Int64, Tokens, Trajectory, spans_of_mask
 from treepack.trie.builders.in_memory import build_trie
+from treepack.trie.nodes import path_in_row
 from treepack.trie.trie import Trie
 
 
@@ -30,7 +31,7 @@ def trie_of_rows(rows: Iterable[Row]) -> Trie:
 def _trajectories(row: Row) -> Iterator[Trajectory]:
     terms = row.terms
     for i, end in enumerate(row.trajectory_ends.tolist()):
-        path = _path(row, end)
+        path = path_in_row(row.subtree_end, end)
         advantages = reward = None
         trained = row.loss_weight[path] > 0
         if terms is not None:
@@ -50,14 +51,6 @@ def _trajectories(row: Row) -> Iterator[Trajectory]:
             step=row.step,
             reward=reward,
         )
-
-
-def _path(row: Row, end: int) -> Int64:
-    """Return the row indices from the root to `end`."""
-    # The ancestors of a token are the earlier tokens whose subtree has not ended: subtree_end [5, 3, 3, 5, 5], end 3
-    # -> tokens 0 and 3
-    above = np.arange(end + 1)
-    return above[row.subtree_end[: end + 1] > end].astype(np.int64)
 
 
 def _complete(values: Float64 | None, terms: Int64) -> Float64 | None:

@@ -48,12 +48,6 @@ class SequenceGroup:
         """Return True if all ranks of a process group compute the rows of this one."""
         return set(distributed.get_process_group_ranks(group)) <= set(distributed.get_process_group_ranks(self.group))
 
-    def smallest(self, number: float) -> float:
-        """Return the smallest `number` of all ranks."""
-        numbers: list[Any] = [None] * self.size
-        distributed.all_gather_object(numbers, number, group=self.group)
-        return float(min(numbers))
-
     def add_up(self, gradient: Tensor) -> None:
         """Replace the part of a gradient that this rank has by the sum over the ranks."""
         distributed.all_reduce(gradient, group=self.group)

@@ -10,8 +10,10 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from treepack.trajectory import Int32, Int64
 
@@ -49,6 +51,22 @@ def shared_with_previous(tokens: Int32, offsets: Int64, partition: Int64, order:
         if parts[a] == parts[b]:
             shared[k] = common_prefix(tokens[starts[a] : starts[a + 1]], tokens[starts[b] : starts[b + 1]])
     return shared
+
+
+def path_to(parent: NDArray[Any], node: int) -> Int64:
+    """Return the nodes, or the tokens of a row, from the root to `node`, by their parents; int64, ascending."""
+    # parent [-1, 0, 1, 0, 3], node 4 -> [0, 3, 4]
+    path = []
+    while node >= 0:
+        path.append(node)
+        node = int(parent[node])
+    return np.array(path[::-1], np.int64)
+
+
+def path_in_row(subtree_end: NDArray[Any], token: int) -> Int64:
+    """Return the tokens of a row from the root to `token`, faster than `path_to`; int64, ascending."""
+    # They are the earlier tokens whose subtree has not ended: subtree_end [5, 3, 3, 5, 5], token 3 -> [0, 3]
+    return np.flatnonzero(subtree_end[: token + 1] > token)
 
 
 def _cuts(shared: array[int]) -> tuple[array[int], array[int]]:

@@ -20,7 +20,7 @@ from treepack.columns import COLUMNS, Column, Numbers
 from treepack.pack.row import Row
 from treepack.sequences import SpanView
 from treepack.trajectory import Float64, Int32, Int64, Tokens, Trajectory, positions
-from treepack.trie.nodes import paths
+from treepack.trie.nodes import path_to, paths
 from treepack.trie.trie import Trie
 
 
@@ -116,10 +116,7 @@ def forest_of_trie(trie: Trie) -> DrawnForest:
 
 def path_of_trie(trie: Trie, trajectory: Trajectory, node: int) -> DrawnForest:
     """Return the path of `trajectory`, which ends in `node`; `num_passing` counts trajectories of the whole trie."""
-    nodes = [node]
-    while (up := int(trie.parent[nodes[-1]])) >= 0:
-        nodes.append(up)
-    index = np.array(nodes[::-1])
+    index = path_to(trie.parent, node)
     # Nodes of 3, 2 and 4 tokens: depth [0, 3, 5] and path_length 9 -> start [0, 3, 5, 9]
     start = np.concatenate([trie.depth[index], [trie.path_length[node]]])
     return _chain(trajectory, start, trie.num_passing[index].astype(np.int64))
@@ -206,10 +203,7 @@ def path_of_row(row: Row, trajectory: int) -> DrawnForest:
     Without terms, a token has the sum of the weights of all trajectories that share it.
     """
     whole = forest_of_row(row)
-    nodes = [int(whole.endings.node[trajectory])]
-    while (up := int(whole.parent[nodes[-1]])) >= 0:
-        nodes.append(up)
-    index = np.array(nodes[::-1])
+    index = path_to(whole.parent, int(whole.endings.node[trajectory]))
     # Row indices of the path: nodes of rows [0, 3) and [5, 7) -> [0, 1, 2, 5, 6]
     tokens = np.concatenate([np.arange(whole.start[u], whole.start[u + 1]) for u in index.tolist()])
     loss_weight, values = row.loss_weight[tokens], {}

@@ -11,8 +11,8 @@ objectives over terms, the log-probabilities come from the trajectories run alon
 
 In float64 a pass leaves no doubt (tolerance 1e-9); float32 is for compiled kernels, which have no float64 (1e-4).
 
-With a `MemoryPlan` that recomputes, the plain model too recomputes its layers, and its output layer is applied to a
-chunk of positions at a time. `train.verification` selects the rows, or parts of rows, that fit into memory.
+To save memory, both sides recompute their layers in the backward pass, and the output layer is applied to a chunk of
+positions at a time. `train.verification` selects the trajectories of rows that are too long.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
@@ -34,11 +34,9 @@ from treepack.data.batch import Batch
 from treepack.errors import TreepackError
 from treepack.model.accept.probe import use_attention
 from treepack.model.forward import RowRunner, WholeRows
-from treepack.model.head.token_loss import CHUNK
 from treepack.model.layers import find_layers
 from treepack.model.loaded import LoadedModel
 from treepack.model.verify.verify_alone import PlainModel, losses_alone
-from treepack.model.verify.verify_memory import LOGITS_CHUNK, MemoryPlan
 from treepack.objectives.objective import Objective
 from treepack.objectives.row_numbers import LossPart
 
@@ -46,6 +44,9 @@ _log = logging.getLogger("treepack")
 
 # Makes the runner of the packed rows from the model and the tokens whose logits are in memory at a time.
 RunnerMaker: TypeAlias = Callable[[LoadedModel, int], RowRunner]
+
+# Targets whose logits are in memory at a time; smaller than in training, which has no weights in float64.
+_CHUNK = 512
 
 # Maximum relative difference: seven and three digits above the rounding unit, since sums over tokens add up rounding.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
@@ -102,7 +103,6 @@ def verify_gradients(
     tolerance: float | None = None,
     objective: Objective = Objective(),  # noqa: B008
     factors: Sequence[Tensor | None] | None = None,
-    plan: MemoryPlan | None = None,
     backward: RunnerMaker | None = None,
 ) -> GradientReport:
     """Compare the gradients of `batches` with the gradients of their trajectories run alone.
@@ -113,7 +113,6 @@ def verify_gradients(
         tolerance: maximum relative difference that passes; by default 1e-9 in float64 and 1e-4 in float32.
         objective: the objective of the training; `batches` count as one optimiser step.
         factors: factors of each batch's trajectories, from `denominators.step_factors`; None for sft.
-        plan: how to save memory; None for nothing recomputed and whole logits.
         backward: how the packed side runs a row, such as `in_pieces(limit)`; None for one pass over the whole row.
 
     Raises:
@@ -126,22 +125,19 @@ def verify_gradients(
         raise TreepackError("verify: no row has loss weight; choose rows with trained tokens")
     model.eval()
     rows = list(zip(batches, factors or [None] * len(batches), strict=True))
-    recompute = plan is not None and plan.recompute
-    chunk = LOGITS_CHUNK if recompute else CHUNK
-    with KeepFloat64(), _recomputed_layers(model) if recompute else nullcontext():
+    with KeepFloat64(), _recomputed_layers(model):
         _log.info("gradients of the packed rows")
-        runner = (backward or WholeRows)(loaded, chunk)
+        runner = (backward or WholeRows)(loaded, _CHUNK)
         # Generators: each loss is computed, run backward and dropped before the next, so one graph exists at a time.
         results = (runner.backward(batch, LossPart(objective, factor)) for batch, factor in rows)
         packed = _gradients(model, (result.loss for result in results))
         if loaded.sequence is not None:
             for gradient in packed[1].values():
                 loaded.sequence.add_up(gradient)
-        if plan is not None and plan.offload:
+        if loaded.device.type == "cuda":
             packed = packed[0], {name: gradient.cpu() for name, gradient in packed[1].items()}, packed[2]
-            if loaded.device.type == "cuda":
-                torch.cuda.empty_cache()  # so that the second set finds memory without gaps
-        plain = PlainModel(model, loaded.causal, chunk if recompute else None)
+            torch.cuda.empty_cache()  # so that the second set finds memory without gaps
+        plain = PlainModel(model, loaded.causal, _CHUNK)
         _log.info("gradients of the trajectories, one by one")
         with use_attention(model, loaded.attention_alone), _fused_attention():
             losses = (loss for batch, factor in rows for loss in losses_alone(plain, batch, factor, objective))

@@ -2,8 +2,8 @@
 
     Batch, trajectory --follow parents--> token ids --PlainModel--> logits, states --> loss of the trajectory
 
-The output layer is applied to a chunk of positions at a time if that is wanted; a value head is applied to the states
-that the output layer gets.
+The output layer is applied to a chunk of positions at a time; a value head is applied to the states that the output
+layer gets.
 """
 
 from __future__ import annotations
@@ -28,15 +28,16 @@ from treepack.objectives.distillation import log_rest
 from treepack.objectives.losses import objective_loss
 from treepack.objectives.objective import Objective
 from treepack.objectives.row_numbers import ScoreRequest, TokenScores
+from treepack.trie.nodes import path_to
 
 
 @dataclass(frozen=True)
 class PlainModel:
-    """The model under its own attention; with a `chunk`, that many positions have logits in memory at a time."""
+    """The model under its own attention; `chunk` positions have logits in memory at a time."""
 
     model: Any
     causal: Any
-    chunk: int | None
+    chunk: int
 
     def replay(self, batch: Batch, path: Tensor) -> Tensor:
         """Return the tokens of a row at `path`, int64 [L], and replay their recorded routes from now on."""
@@ -52,16 +53,13 @@ class PlainModel:
             function: reduces logits and the parts of the columns that belong to their positions.
             columns: [n, ...] each.
         """
-        if self.chunk is None:
-            return [function(self.model(input_ids=tokens[None], use_cache=False).logits[0, positions], *columns)]
-        chunk = self.chunk
 
         def compute(states: Tensor, layer: OutputLayer) -> list[Any]:
             def part(states: Tensor, *parts: Tensor) -> Any:
                 return function(layer.logits(states), *parts)
 
             # The logits of a chunk are computed again in the backward pass.
-            chunks = zip(*(torch.split(column, chunk) for column in (states[positions], *columns)), strict=True)
+            chunks = zip(*(torch.split(column, self.chunk) for column in (states[positions], *columns)), strict=True)
             return [checkpoint(part, *each, use_reentrant=False) for each in chunks]
 
         with head_replaced(self.causal, compute) as call:
@@ -86,9 +84,9 @@ def losses_alone(plain: PlainModel, batch: Batch, factors: Tensor | None, object
         yield from _objective_alone(plain, batch, factors, objective)
         return
     # scale is the number of trajectories through a token, and 0 for padding, whose weight is 0 too.
-    parent, share = batch.parent.tolist(), batch.loss_weight / batch.scale.clamp(min=1)
-    for end in batch.trajectory_ends.tolist():
-        path = torch.tensor(_path(parent, end), device=batch.input_ids.device)
+    share = batch.loss_weight / batch.scale.clamp(min=1)
+    for i in range(len(batch.trajectory_ids)):
+        path = _path(batch, i)
         tokens, weights = plain.replay(batch, path), share[path]
         if len(tokens) == 1:  # predicts nothing, and nothing predicts it
             continue
@@ -182,7 +180,7 @@ def _scores_alone(
     terms = batch.terms
     assert terms is not None
     mine = (terms.trajectory == i).nonzero().squeeze(-1)
-    path = torch.tensor(_path(batch.parent.tolist(), int(batch.trajectory_ends[i])), device=mine.device)
+    path = _path(batch, i)
     # Row tokens to positions in the trajectory: path [0, 1, 4, 5], tokens [4, 5] -> [2, 3]. A path ascends.
     positions = torch.searchsorted(path, terms.tokens[terms.index[mine]])
     tokens, labels = plain.replay(batch, path), batch.input_ids[path[positions]]
@@ -244,10 +242,7 @@ def _label_statistics(logits: Tensor, labels: Tensor, temperature: Tensor, sets:
     return logs.gather(-1, labels[:, None]).squeeze(-1), -(logs.exp() * finite).sum(-1)
 
 
-def _path(parent: list[int], token: int) -> list[int]:
-    # parent [-1, 0, 1, 0, 3], token 4 -> [0, 3, 4]
-    path = []
-    while token >= 0:
-        path.append(token)
-        token = parent[token]
-    return path[::-1]
+def _path(batch: Batch, i: int) -> Tensor:
+    """Return the tokens of trajectory `i` by their parents, int64 [L], ascending: the mask is not read."""
+    path = path_to(batch.parent.cpu().numpy(), int(batch.trajectory_ends[i]))
+    return torch.from_numpy(path).to(batch.input_ids.device)
