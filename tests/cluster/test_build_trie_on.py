@@ -419,6 +419,20 @@ def test_objects_are_read_and_written_by_the_tasks(tmp_path: Path, inputs: Path,
         assert {each.source.partition("in/")[0] for each in on.log.skipped} == {"memory://bucket/"}
 
 
+def test_checkpoints_of_a_session_in_a_store_train_each_answer_once(tmp_path: Path, store: Any) -> None:
+    for number, letters in enumerate(("aB", "aBcD", "aBcDeF")):
+        history = [
+            {"role": "user" if name.islower() else "model", "parts": [{"text": f"said {name}."}]} for name in letters
+        ]
+        content = json.dumps({"clientHistory": history, "toolCall": {}}).encode()
+        store.pipe_file(f"/bucket/in/{number}.json", content)
+    options = BuildOptions(tokenizer=str(SAMPLES / "tokenizer"))
+    build_trie_directory(["memory://bucket/in"], tmp_path / "one", options)
+    on = build_trie_on(PickledScheduler(), ["memory://bucket/in"], tmp_path / "on", options, share_bytes=1)
+    same_bytes(tmp_path / "on", tmp_path / "one")
+    assert on.totals["num_trajectories"] == 3
+
+
 def test_shares_may_be_larger_than_the_cache_together_but_not_alone(
     tmp_path: Path, store: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

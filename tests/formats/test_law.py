@@ -18,6 +18,8 @@ import pytest
 from support import law
 from support.paths import ROLLOUTS, SAMPLE_DATA
 from treepack.calls.call_logs import COPIED_NOTE
+from treepack.cluster.build import build_trie_on
+from treepack.cluster.scheduler import LocalScheduler
 from treepack.files.input_files.inputs import list_inputs
 from treepack.files.input_files.record_files import read_records
 from treepack.files.input_files.records import Record
@@ -28,7 +30,7 @@ from treepack.ingest.readers.messages.prefills import NEW_TURN_NOTE
 from treepack.ingest.readers.registry import formats_by_name
 from treepack.sequences import num_trained
 from treepack.trajectory import AnswerBounds, Chat, PromptCompletion, Skipped, Trajectory
-from treepack.trie.directory import read_to_trie
+from treepack.trie.directory import build_trie_directory, read_to_trie
 
 # Values that no reader needs although their field is declared, because other records of the format need it.
 NOT_NEEDED = {
@@ -811,6 +813,17 @@ def test_a_copied_session_is_trained_once(tmp_path: Path, order: str, workers: i
     sources = [Path(source).parts for source in trie.trajectories["source"].to_pylist()]
     assert sorted(next(part for part in source if part in COPIED) for source in sources) == sorted(COPIED)
     assert [item.reason for item in log.skipped] == [COPIED_NOTE] * len(COPIED)
+    assert_shares_are_equal(inputs, tmp_path, options)
+
+
+def assert_shares_are_equal(inputs: list[Path], folder: Path, options: BuildOptions) -> None:
+    """Tasks that read a file each build the trie of one process: they know the answers that other files have."""
+    build_trie_directory(inputs, folder / "one", options)
+    build_trie_on(LocalScheduler(), inputs, folder / "on", options, share_bytes=1)
+    manifests = [
+        (folder / name / "manifest.json").read_bytes() for name in ("one", "on")
+    ]  # with the hashes of all parts
+    assert manifests[0] == manifests[1]
 
 
 def _chatgpt(*letters: str) -> list[dict[str, Any]]:
@@ -845,6 +858,7 @@ def test_exports_that_overlap_train_each_answer_once(tmp_path: Path, export: Cal
     assert trie.trajectories.num_rows == 3
     assert [item.reason for item in log.skipped] == [COPIED_NOTE]
     assert num_trained(trie.trajectories) == num_trained(alone.trajectories) > 0
+    assert_shares_are_equal(inputs, tmp_path, options)
 
 
 @pytest.mark.parametrize("export", [_chatgpt, _checkpoint])

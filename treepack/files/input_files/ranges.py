@@ -21,7 +21,7 @@ from typing import BinaryIO
 import orjson
 
 from treepack.errors import TreepackError
-from treepack.files.input_files.byte_streams import CHUNK, COMPRESSION, num_newlines
+from treepack.files.input_files.byte_streams import CHUNK, num_newlines
 from treepack.files.input_files.inputs import STDIN, FileHash, InputHash, displayed, unreadable
 from treepack.files.input_files.json_files import BYTE_ORDER_MARK, FIRST_LINES, MAX_LINES, next_size, too_long
 from treepack.files.input_files.json_text import parse_leniently
@@ -36,9 +36,7 @@ from treepack.files.input_files.records import (
     TableRows,
 )
 from treepack.files.input_files.tables import PARQUET_MAGIC, ParquetGroup, parquet_batches, parquet_groups
-from treepack.files.remote.address import as_path, is_address
-from treepack.files.remote.range_reading import ObjectReader, Read, parquet_source, range_reader
-from treepack.files.remote.stored_files import object_info
+from treepack.files.remote.range_reading import Read, range_reader
 from treepack.trajectory import Skipped
 
 # Smaller files are read here: a thread and two more openings of the file would cost more than reading it.
@@ -47,15 +45,13 @@ MIN_FILE = 1 << 17
 _MAX_FIRST_LINE = 1 << 24
 # Stored bytes of the row groups of a block, at least one group.
 GROUP_BYTES = 1 << 22
-# Bytes of one request for lines of an object in a store.
-_REMOTE_LINES = 1 << 23
 
 
 @dataclass(frozen=True, slots=True)
 class LineRange:
     """Whole lines of a JSONL file: `size` bytes from `offset` on; the first is line `number` of `path`.
 
-    `file` is the absolute path or the address by which the file is opened, `path` the one for messages.
+    `file` is the absolute path by which the file is opened, `path` the one for messages.
     """
 
     path: str
@@ -71,7 +67,7 @@ class LineRange:
             TreepackError: the file cannot be read any more, or has become shorter.
         """
         number, begin, end = self.number, self.offset, self.offset + self.size
-        size = _REMOTE_LINES if is_address(self.file) else MAX_LINES  # a request to a store takes as long as megabytes
+        size = MAX_LINES
         try:
             with range_reader(self.file) as read:
                 while begin < end:
@@ -99,7 +95,7 @@ class LineRange:
 class RowGroups:
     """Row groups of a Parquet file; the first row is row `start` of `path`, and `size` are their stored bytes.
 
-    `file` is the absolute path or the address by which the file is opened. With `skip_bad` damage ends the block, which
+    `file` is the absolute path by which the file is opened. With `skip_bad` damage ends the block, which
     then has all groups of the file, as the damage ends a file.
     """
 
@@ -118,11 +114,10 @@ class RowGroups:
         """
         start = self.start
         try:
-            with parquet_source(self.file) as source:
-                for batch in parquet_batches(source, self.path, self.groups, ahead=is_address(self.file)):
-                    if batch.num_rows:
-                        yield TableRows(self.path, start, batch)
-                    start += batch.num_rows
+            for batch in parquet_batches(self.file, self.path, self.groups):
+                if batch.num_rows:
+                    yield TableRows(self.path, start, batch)
+                start += batch.num_rows
         except (TreepackError, OSError) as error:
             sentence = error if isinstance(error, TreepackError) else unreadable(self.path, error)
             if not self.skip_bad:
@@ -156,53 +151,6 @@ def plan_ranges(path: str, how: RecordLimits, input_hash: InputHash | None) -> I
     if not is_parquet and first is None:
         return None
     return _hashed(path, how, InputHash() if input_hash is None else input_hash, first)
-
-
-def plan_object_ranges(
-    address: str, how: RecordLimits, input_hash: InputHash | None
-) -> Iterator[RecordBlock | Range] | None:
-    """Return the ranges of an object in a store, which is hashed meanwhile; None if it has to be read as a stream.
-
-    Raises:
-        TreepackError: there is no such object, or the store cannot be reached.
-    """
-    entry = object_info(as_path(address))
-    if entry is None or entry.size < MIN_FILE:
-        return None
-    with range_reader(address) as read:
-        magic = read(0, 4)
-    if magic == PARQUET_MAGIC:
-        return _hashed_object(address, how, ObjectReader(address, entry.size), input_hash, None)
-    if magic[:2] in COMPRESSION:
-        return None
-    reader = ObjectReader(address, entry.size)
-    first = _first_object(reader.stream(), address, min(_MAX_FIRST_LINE, how.max_size))
-    return None if first is None else _hashed_object(address, how, reader, input_hash, first)
-
-
-def _hashed_object(
-    address: str,
-    how: RecordLimits,
-    reader: ObjectReader,
-    input_hash: InputHash | None,
-    first: tuple[int, int, int] | None,
-) -> Iterator[RecordBlock | Range]:
-    """Yield the ranges of an object and hash it; with `skip_bad` also the rest after damage."""
-    is_complete = False
-    try:
-        if first is None:
-            blocks = _row_groups(address, address, how)
-        else:
-            blocks = _line_ranges(address, address, reader.read, how, first)
-        for block, _ in blocks:
-            yield block
-        is_complete = True
-    except TreepackError:
-        is_complete = how.skip_bad
-        raise
-    finally:
-        if is_complete and input_hash is not None:
-            input_hash.add(address, reader.hexdigest())
 
 
 def _hashed(
@@ -302,8 +250,7 @@ def _line_end(read: Read, start: int, limit: int | None) -> tuple[int, bool]:
 
 def _row_groups(shown: str, real: str, how: RecordLimits) -> Iterator[tuple[RecordBlock | Range, int]]:
     """Yield blocks of row groups, each with the end of its bytes; with `skip_bad` all groups in one block."""
-    with parquet_source(real) as source:
-        groups: list[ParquetGroup] = parquet_groups(source, shown)
+    groups: list[ParquetGroup] = parquet_groups(real, shown)
     start, first, size, position = 0, 0, 0, 0
     for i, group in enumerate(groups):
         size += group.num_bytes

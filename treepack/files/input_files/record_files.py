@@ -34,7 +34,7 @@ from treepack.files.input_files.eval_files import is_eval_file, read_eval_file
 from treepack.files.input_files.inputs import STDIN, InputHash, displayed, unreadable
 from treepack.files.input_files.json_files import json_blocks
 from treepack.files.input_files.limits import DEFAULT_LIMITS, RecordLimits
-from treepack.files.input_files.ranges import Range, plan_object_ranges, plan_ranges
+from treepack.files.input_files.ranges import Range, plan_ranges
 from treepack.files.input_files.records import (
     DAMAGED_FILE,
     DamagedBlock,
@@ -56,7 +56,6 @@ from treepack.files.input_files.torch_files import MAGIC as TORCH_MAGIC
 from treepack.files.input_files.torch_files import NotPlainError, read_torch
 from treepack.files.input_files.yaml_files import SUFFIXES as YAML_SUFFIXES
 from treepack.files.input_files.yaml_files import read_yaml
-from treepack.files.remote.address import is_address
 from treepack.trajectory import Skipped
 
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"  # begins the small text that replaces a file in a clone
@@ -104,13 +103,10 @@ def _whole_file(
 ) -> Iterator[RecordBlock | Range]:
     """Yield the blocks of one file and hash it; turn errors of libraries into sentences."""
     num_blocks = 0
-    # Ranges of an object need no copy of it.
-    ranges = plan_object_ranges(path, how, input_hash) if as_ranges and is_address(path) else None
-    path = path if ranges is not None else opened_path(path)
+    path = opened_path(path)
     shown = displayed(path)
     try:
-        if as_ranges and ranges is None:
-            ranges = plan_ranges(path, how, input_hash)
+        ranges = plan_ranges(path, how, input_hash) if as_ranges else None
         for block in _stream(path, input_hash, how) if ranges is None else ranges:
             num_blocks += 1
             yield block

@@ -46,18 +46,14 @@ def parquet_groups(source: Any, path: str) -> list[ParquetGroup]:
         ]
 
 
-def parquet_batches(
-    source: Any, path: str, groups: Sequence[int] | None = None, *, ahead: bool = False
-) -> Iterator[pa.RecordBatch]:
+def parquet_batches(source: Any, path: str, groups: Sequence[int] | None = None) -> Iterator[pa.RecordBatch]:
     """Yield the rows of a Parquet file, given as a path, a buffer or an open file, or of some of its row groups.
-
-    With `ahead`, the bytes of all these groups are read at once in few large reads, for files of an object store.
 
     Raises:
         TreepackError: the file is damaged; `path` names it.
     """
     # Without these two arguments, pyarrow reads a row group at once, which may be the whole file.
-    with _readable(path), pq.ParquetFile(source, buffer_size=0 if ahead else CHUNK, pre_buffer=ahead) as file:
+    with _readable(path), pq.ParquetFile(source, buffer_size=CHUNK, pre_buffer=False) as file:
         sizes = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
         largest = max((group.total_byte_size / max(1, group.num_rows) for group in sizes), default=0)
         yield from file.iter_batches(batch_size=_num_rows(largest), row_groups=groups)

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from treepack.files.input_files.json_text import parsed_json
+from treepack.files.remote.cache import addresses_in
 from treepack.formats.kit import (
     CallLog,
     Format,
@@ -106,7 +107,7 @@ def _of_contents(record: Record, contents: list[_Message], options: ReadOptions)
     messages: list[_Message] = []
     log = CallLog(options.turns, record.path)
     reason = None
-    history = str(Path(record.path).parent)  # as a hash: checkpoints of one session are in one folder
+    history = str(Path(addresses_in(record.path)).parent)  # as a hash: checkpoints of one session are in one folder
     for number, content in enumerate(contents, 1):
         history = sha256(f"{history}{json.dumps(content, sort_keys=True)}".encode(errors="surrogatepass")).hexdigest()
         added = messages_of_content(content, where=f"{record.source}: content {number}")
