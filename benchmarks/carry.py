@@ -57,10 +57,10 @@ from measure import alloc_retries, commit, device_name, seconds_of
 from step_profile import gaps_of, kernels_of, kinds_of, largest
 
 from treepack.carry.backward import CarryOptions, backward_row
-from treepack.carry.limit import CarryCosts, CarryPlan, choose_limit
 from treepack.carry.offload import CarryBudget, CarryMemory
 from treepack.costs.model_cost import PRESETS
 from treepack.data.batch import Batch
+from treepack.fit.limit import CarryCosts, CarryPlan, choose_limit
 from treepack.memory.device_memory import gpu_meter
 from treepack.memory.offload import LayerOffload
 from treepack.memory.shortage import is_memory_error

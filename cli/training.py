@@ -172,7 +172,7 @@ def show_plan(packed: tuple[str, ...], model: str, options: TrainOptions, run_op
     check_device(options.device, options.attention)
     check_training(packed, model, options, held_out=() if held_out is None else (held_out,))
     import_torch()
-    from treepack.carry.smaller_plan import PLANNED
+    from treepack.fit.rung import PLANNED
     from treepack.train.optimiser import decay_groups
     from treepack.train.ranks import find_device, join_ranks, leave_ranks
     from treepack.train.setup.opening import open_run

@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from treepack.carry.fitting import SharedShortageError, until_it_fits
+from treepack.fit.repeat import SharedShortageError, until_it_fits
 from treepack.memory.shortage import MemoryShortageError, memory_errors
 
 CPU = torch.device("cpu")

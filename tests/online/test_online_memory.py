@@ -13,8 +13,8 @@ from torch import Tensor
 from support.oracle_model import gradients, tiny_model, worst_error
 from support.oracle_online import MemoryBatch, each_alone, random_batches
 from treepack.attention import register
-from treepack.carry import smaller_plan
 from treepack.errors import TreepackError
+from treepack.fit import rung
 from treepack.online import OnlineOptions, row_run, statistics, tree_logprobs_like
 
 SEQUENCES = [[1, 2, 3, 4, 5], [1, 2, 6], [7, 8], [1, 2], [1, 2, 3, 4, 5], [9], [], [1, 2, 3, 7, 7, 7], [7, 8, 8, 8]]
@@ -108,8 +108,8 @@ def test_rows_that_do_not_fit_run_as_rows_of_fewer_sequences(place: str) -> None
 def test_a_sequence_that_does_not_fit_alone_runs_in_pieces(
     place: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(smaller_plan, "SMALLEST_PIECE", 1)
-    monkeypatch.setattr(smaller_plan, "smaller_piece", lambda tokens: tokens // 2)
+    monkeypatch.setattr(rung, "SMALLEST_PIECE", 1)
+    monkeypatch.setattr(rung, "smaller_piece", lambda tokens: tokens // 2)
     monkeypatch.setattr(row_run, "_CHECKED", 2)
     batch = MemoryBatch(SEQUENCES, [[True] * len(each) for each in SEQUENCES])
     sizes = check(kind, batch, place, OnlineOptions(chunk=3), 3)
@@ -169,7 +169,7 @@ def test_a_backward_pass_that_does_not_fit_names_a_smaller_capacity(
 def test_a_sequence_runs_in_pieces_only_if_nothing_acts_on_gradients_or_adds_to_them_twice(
     reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(smaller_plan, "SMALLEST_PIECE", 1)
+    monkeypatch.setattr(rung, "SMALLEST_PIECE", 1)
     monkeypatch.setattr(row_run, "_CHECKED", 2)
     model = tree_model()
     if reason == "hooks":

@@ -15,7 +15,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from support.output_launches import launches
-from treepack.train.setup.kernel_threads import KernelThreads
+from treepack.fit.kernel_threads import KernelThreads
 
 
 class Hopper:

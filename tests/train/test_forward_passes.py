@@ -13,8 +13,8 @@ import torch
 from support.packed_objectives import packed_model
 from support.strategies import make
 from support.value_models import critic
-from treepack.carry.smaller_plan import RunPlan
 from treepack.errors import TreepackError
+from treepack.fit.rung import RunPlan
 from treepack.pack.plan.planning import plan_rows
 from treepack.train.critic import Critic, critic_values
 from treepack.train.forward_passes import ForwardPasses, forward_plan

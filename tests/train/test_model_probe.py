@@ -14,10 +14,10 @@ from support.oracle_model import Sample, make_row, tiny_config
 from support.packed_gradients import packed
 from support.simulated_device import LayerBytes, SimulatedDevice, simulated
 from treepack.carry.backward import CarryOptions
-from treepack.carry.limit import CarryCosts
 from treepack.data.batch import Batch, make_batch
+from treepack.fit.limit import CarryCosts
+from treepack.fit.pass_memory import ModelProbe
 from treepack.memory.device_memory import MemoryMeter
-from treepack.memory.pass_memory import ModelProbe
 from treepack.model.layers import adapt_layers, adapted_layers
 from treepack.model.load import load_model
 from treepack.model.loaded import LoadedModel

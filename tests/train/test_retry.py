@@ -16,10 +16,10 @@ import torch
 
 from support.oracle_model import packed_directory, tiny_config
 from support.strategies import make
-from treepack.carry import smaller_plan
 from treepack.errors import TreepackError
+from treepack.fit import rung
+from treepack.fit.pass_memory import ModelProbe, PeakBytes
 from treepack.memory.device_memory import MemoryMeter, StepMemory
-from treepack.memory.pass_memory import ModelProbe, PeakBytes
 from treepack.model.layers import adapted_layers
 from treepack.train.loop import train
 from treepack.train.optimiser import make_optimiser, prepare_states
@@ -120,8 +120,8 @@ def test_every_kind_of_smaller_plan_computes_the_same(
     opened: Callable[..., TrainingRun], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Rows of 40 tokens in pieces of down to 8, one after passes of 80 tokens and chunks of 2,048.
-    monkeypatch.setattr(smaller_plan, "SMALLEST_PIECE", 1)
-    monkeypatch.setattr(smaller_plan, "smaller_piece", lambda tokens: tokens // 2 if tokens >= 16 else 0)
+    monkeypatch.setattr(rung, "SMALLEST_PIECE", 1)
+    monkeypatch.setattr(rung, "smaller_piece", lambda tokens: tokens // 2 if tokens >= 16 else 0)
     calm = opened()
     undisturbed = go(calm, tmp_path / "calm", []), saved(calm, tmp_path / "calm.pt")
     run, notes = opened(pass_tokens=80), list[str]()

@@ -14,10 +14,10 @@ import torch
 from support.oracle_model import packed_directory, tiny_config
 from support.simulated_device import SimulatedDevice, simulated
 from support.strategies import make
-from treepack.carry.limit import CarryCosts
-from treepack.carry.smaller_plan import RunPlan
 from treepack.errors import TreepackError
-from treepack.memory.pass_memory import ModelProbe, PeakBytes
+from treepack.fit.limit import CarryCosts
+from treepack.fit.pass_memory import ModelProbe, PeakBytes
+from treepack.fit.rung import RunPlan
 from treepack.memory.shortage import gib
 from treepack.model.layers import adapted_layers, has_compiled_layers
 from treepack.train.options import TrainOptions

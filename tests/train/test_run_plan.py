@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treepack.carry.limit import CarryCosts
-from treepack.carry.smaller_plan import SMALLEST_CHUNK, RunPlan, smaller_plan
 from treepack.errors import TreepackError
-from treepack.memory.pass_memory import ModelProbe, PeakBytes
+from treepack.fit.limit import CarryCosts
+from treepack.fit.pass_memory import ModelProbe, PeakBytes
+from treepack.fit.rung import SMALLEST_CHUNK, RunPlan, smaller_plan
 from treepack.train.options import TrainOptions
 from treepack.train.setup.run_plan import (
     CHUNKS,

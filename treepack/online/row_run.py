@@ -3,7 +3,7 @@
     row --RowRun.values--> log-probabilities, entropies        a row without a graph may run again at any time
     row, gradients --RowRun.backward--> the parameters' gradients
 
-The plan gets smaller as in training (`carry.smaller_plan`): rows of fewer sequences, then rows in pieces, then smaller
+The plan gets smaller as in training (`fit.rung`): rows of fewer sequences, then rows in pieces, then smaller
 chunks of logits.
 
 A forward pass leaves nothing behind, so it may run again with a smaller row. A backward pass that fails has added the
@@ -31,12 +31,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from treepack.attention import IMPLEMENTATIONS
 from treepack.carry.backward import CarryOptions, RowsInPieces
-from treepack.carry.fitting import release_memory, until_it_fits
 from treepack.carry.offload import spare_memory
 from treepack.carry.refusal import can_carry
-from treepack.carry.smaller_plan import RunPlan, smaller_plan
 from treepack.data.batch import Batch, TermTensors
 from treepack.data.row_parts import RowPart, restrict_row
+from treepack.fit.repeat import release_memory, until_it_fits
+from treepack.fit.rung import RunPlan, smaller_plan
 from treepack.memory.device_memory import free_memory, update_bytes
 from treepack.memory.shortage import is_memory_error, memory_errors
 from treepack.model.accept.first_batch import sharding_groups

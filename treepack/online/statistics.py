@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from treepack.carry.fitting import release_memory
 from treepack.data.batch import Batch, empty_batch
 from treepack.errors import TreepackError
+from treepack.fit.repeat import release_memory
 from treepack.online.batch import OnlineBatch, plan_batch
 from treepack.online.options import OnlineOptions
 from treepack.online.ranks import agree_on_rows, gradient_exchange, uses_deepspeed

@@ -26,7 +26,6 @@ from treepack.attention import row_multiple
 from treepack.carry.backward import runner_of
 from treepack.carry.offload import CarryMemory
 from treepack.carry.refusal import check_carry
-from treepack.carry.smaller_plan import RunPlan
 from treepack.data.batch import Batch, make_batch
 from treepack.data.joined import join_rows
 from treepack.errors import TreepackError
@@ -38,6 +37,7 @@ from treepack.files.manifest import Manifest, Provenance, read_manifest, trie_en
 from treepack.files.prepared import TRIE, prepared_part
 from treepack.files.remote.address import AnyPath, as_output, as_path
 from treepack.files.remote.cache import local_copy, naming_addresses
+from treepack.fit.rung import RunPlan
 from treepack.model.accept.compatibility import check_fits
 from treepack.model.accept.vocabulary import NO_CRITIC
 from treepack.model.adapters.adapter import base_of

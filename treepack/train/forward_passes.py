@@ -4,7 +4,7 @@
     options, device --forward_plan--> RunPlan        how long a pass may be, before anything has run
     rows --ForwardPasses.results--> (row, result)    consecutive rows are one pass
 
-If memory runs out, the plan gets smaller by the rule of training (`carry.smaller_plan`): half of the tokens of a pass,
+If memory runs out, the plan gets smaller by the rule of training (`fit.rung`): half of the tokens of a pass,
 then pieces of rows, then smaller chunks of logits. It stays smaller for later passes.
 """
 
@@ -17,12 +17,12 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from treepack.carry.fitting import ranks_wait, until_it_fits
 from treepack.carry.offload import CarryMemory, spare_memory
 from treepack.carry.refusal import can_carry
-from treepack.carry.smaller_plan import RunPlan, smaller_plan
 from treepack.data.batch import names_of
 from treepack.data.joined import consecutive, usual_pass
+from treepack.fit.repeat import ranks_wait, until_it_fits
+from treepack.fit.rung import RunPlan, smaller_plan
 from treepack.memory.shortage import LOADING, memory_errors
 from treepack.model.load import load_model
 from treepack.model.loaded import LoadedModel

@@ -28,13 +28,13 @@ from treepack.attention import row_multiple
 from treepack.carry.backward import runner_of
 from treepack.carry.offload import CarryMemory
 from treepack.carry.refusal import check_carry
-from treepack.carry.smaller_plan import RunPlan
 from treepack.columns import BY_NAME
 from treepack.data.batch import make_batch
 from treepack.data.dataset import PackedDataset
 from treepack.data.joined import join_rows
 from treepack.errors import TreepackError
 from treepack.files.manifest import Provenance
+from treepack.fit.rung import RunPlan
 from treepack.model.adapters.lora_options import LoraOptions
 from treepack.model.head.output_head import find_head
 from treepack.model.head.token_loss import filled_temperature

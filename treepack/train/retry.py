@@ -23,9 +23,9 @@ from dataclasses import replace
 
 import torch
 
-from treepack.carry.fitting import SharedShortageError, until_it_fits
 from treepack.data.prefetch import Prefetch
 from treepack.errors import TreepackError
+from treepack.fit.repeat import SharedShortageError, until_it_fits
 from treepack.memory.device_memory import StepMemory
 from treepack.memory.shortage import gib
 from treepack.train.evaluation import evaluate

@@ -17,14 +17,14 @@ from typing import Any
 
 import torch
 
-from treepack.carry.fitting import SharedShortageError
 from treepack.carry.pieces import ALIGNMENT
-from treepack.carry.smaller_plan import smaller_piece
 from treepack.data.batch import Batch
 from treepack.data.mixture import source_names, source_of_rows
 from treepack.data.prefetch import Prefetch
 from treepack.data.transfers import sent
 from treepack.errors import TreepackError
+from treepack.fit.repeat import SharedShortageError
+from treepack.fit.rung import smaller_piece
 from treepack.memory.shortage import is_memory_error, memory_errors
 from treepack.model.experts.over_ranks import sum_over_replicas
 from treepack.model.experts.router_balance import RouterBalance

@@ -15,9 +15,9 @@ from functools import partial
 import numpy as np
 from torch import Tensor
 
-from treepack.carry.fitting import ranks_wait, until_it_fits
 from treepack.data.batch import Batch
 from treepack.data.row_parts import RowPart, neighbours_within, restrict_row
+from treepack.fit.repeat import ranks_wait, until_it_fits
 from treepack.model.loaded import LoadedModel
 from treepack.model.verify.gradients import GradientReport, RunnerMaker, verify_gradients
 from treepack.model.verify.slope import check_slope

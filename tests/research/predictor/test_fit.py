@@ -15,8 +15,8 @@ from support.oracle_model import VOCABULARY, gradients, tiny_model, worst_error
 from support.oracle_rl import Rollout, paths
 from support.packed_objectives import packed_model
 from support.strategies import make
-from treepack.carry import smaller_plan
 from treepack.errors import TreepackError
+from treepack.fit import rung
 from treepack.model.head.value_head import ValueHead
 from treepack.research.predictor.fit import accumulate
 from treepack.research.predictor.model import ValueModel, end_states, node_values
@@ -163,8 +163,8 @@ def test_predictions_in_pieces_are_equal_if_memory_runs_out(monkeypatch: pytest.
     rows = anchor_rows(prefixes, np.arange(size), capacity=CAPACITIES[-1])
     model = ValueModel(packed_model("qwen3"), random_head())
     expected, longest = node_values(model, rows, num_inner=size), max(row.row.num_tokens for row in rows)
-    monkeypatch.setattr(smaller_plan, "SMALLEST_PIECE", 1)
-    monkeypatch.setattr(smaller_plan, "smaller_piece", lambda tokens: tokens // 2)
+    monkeypatch.setattr(rung, "SMALLEST_PIECE", 1)
+    monkeypatch.setattr(rung, "smaller_piece", lambda tokens: tokens // 2)
     sizes = list[int]()
 
     def check(_: Any, __: Any, options: Any) -> None:

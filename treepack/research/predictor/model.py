@@ -31,12 +31,12 @@ from treepack import __version__
 from treepack.attention import row_multiple
 from treepack.carry.backward import runner_of
 from treepack.carry.offload import CarryMemory
-from treepack.carry.smaller_plan import RunPlan
 from treepack.data.batch import make_batch
 from treepack.errors import TreepackError
 from treepack.files.manifest import check_part, file_sha256
 from treepack.files.manifest_entries import TokenizerEntry
 from treepack.files.model_source import local_source
+from treepack.fit.rung import RunPlan
 from treepack.memory.shortage import memory_errors
 from treepack.model.accept.compatibility import check_fits
 from treepack.model.accept.vocabulary import CONFIG_FILE

@@ -12,11 +12,11 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from treepack.carry.smaller_plan import PLANNED
 from treepack.errors import TreepackError
 from treepack.files.directory import RUN
 from treepack.files.remote.address import AnyPath
 from treepack.files.remote.stored_files import read_stored
+from treepack.fit.rung import PLANNED
 from treepack.train.options import RANK_OPTIONS, TrainOptions
 from treepack.train.ranks import Ranks
 from treepack.train.run import TrainingRun

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import timedelta
 
-from treepack.carry.smaller_plan import RunPlan
+from treepack.fit.rung import RunPlan
 from treepack.memory.device_memory import update_bytes
 from treepack.memory.shortage import gib
 from treepack.train.options import CHUNK, STATE_BYTES

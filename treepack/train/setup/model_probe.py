@@ -3,7 +3,7 @@
 model, a row --probe_model--> ModelProbe        whole rows, with every layer recomputed and with none
 ModelProbe --agreed--> ModelProbe               the cautious numbers of all ranks, so that all of them choose one plan
 
-Each pass has two peaks, until the gradients reach the last layer and after that (`memory.pass_memory`). Before them one
+Each pass has two peaks, until the gradients reach the last layer and after that (`fit.pass_memory`). Before them one
 pass compiles, kernels in threads. A longer pass runs only if the shorter ones took hardly longer than the processor
 needs to start them, and if it fits by them: ranks of a sharded model meet in every layer, so a rank that runs out of
 memory inside a pass would leave the others waiting.
@@ -20,15 +20,15 @@ import torch
 from torch import Tensor, nn
 
 from treepack.data.batch import Batch, empty_batch
+from treepack.fit.kernel_threads import compile_in_threads
+from treepack.fit.pass_memory import ModelProbe, PeakBytes
 from treepack.memory.device_memory import MemoryMeter
-from treepack.memory.pass_memory import ModelProbe, PeakBytes
 from treepack.model.experts.weights import cast_once
 from treepack.model.forward import WholeRows
 from treepack.model.layers import find_layers, num_adapted, recomputed_layers
 from treepack.model.loaded import LoadedModel
 from treepack.train.options import CHUNK
 from treepack.train.ranks import Ranks
-from treepack.train.setup.kernel_threads import compile_in_threads
 
 # Tokens of the passes. From the two longest, a straight line gives the bytes of a token. None is the size of a layer
 # (64, 2048, ...), for which torch.compile would make code of its own.

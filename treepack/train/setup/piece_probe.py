@@ -12,9 +12,9 @@ from functools import partial
 import torch
 
 from treepack.carry.backward import CarryOptions, RowsInPieces
-from treepack.carry.limit import SMALLEST_PIECE, CarryCosts
 from treepack.carry.row import open_row
 from treepack.data.batch import Batch
+from treepack.fit.limit import SMALLEST_PIECE, CarryCosts
 from treepack.memory.device_memory import MemoryMeter
 from treepack.memory.shortage import is_memory_error
 from treepack.model.forward import WholeRows, hidden_states

@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 
 from treepack import __version__
-from treepack.carry.limit import CarryCosts
-from treepack.memory.pass_memory import ModelProbe
+from treepack.fit.limit import CarryCosts
+from treepack.fit.pass_memory import ModelProbe
 from treepack.train.setup.memory_input import MemoryInput
 
 # Seconds that the first steps of a model take longer with compiled layers, without cached code and with it.

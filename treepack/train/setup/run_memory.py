@@ -21,16 +21,16 @@ from typing import Any
 
 import torch
 
-from treepack.carry.limit import SMALLEST_PIECE, CarryCosts
 from treepack.carry.offload import CarryMemory, spare_memory
 from treepack.carry.pieces import align
 from treepack.carry.refusal import can_carry, check_carry
-from treepack.carry.smaller_plan import PLANNED, RunPlan
 from treepack.data.joined import usual_pass
 from treepack.errors import TreepackError
+from treepack.fit.limit import SMALLEST_PIECE, CarryCosts
+from treepack.fit.pass_memory import ModelProbe
+from treepack.fit.rung import PLANNED, RunPlan
 from treepack.memory.device_memory import StepMemory, update_bytes
 from treepack.memory.offload import LayerOffload
-from treepack.memory.pass_memory import ModelProbe
 from treepack.memory.shortage import memory_errors
 from treepack.model.layers import (
     adapted_layers,

@@ -20,12 +20,12 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from treepack.carry.limit import LARGEST_PIECE, SMALLEST_PIECE, CarryCosts, CarryPlan, choose_limit
 from treepack.carry.pieces import align
-from treepack.carry.smaller_plan import RunPlan, plan_in_words
 from treepack.data.joined import GPU_PASS
 from treepack.errors import TreepackError
-from treepack.memory.pass_memory import ModelProbe
+from treepack.fit.limit import LARGEST_PIECE, SMALLEST_PIECE, CarryCosts, CarryPlan, choose_limit
+from treepack.fit.pass_memory import ModelProbe
+from treepack.fit.rung import RunPlan, plan_in_words
 from treepack.memory.shortage import gib, shortage
 from treepack.train.options import CHUNK, TrainOptions
 

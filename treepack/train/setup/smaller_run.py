@@ -1,6 +1,6 @@
 """A run with a smaller plan, after its memory ran out or before it would.
 
-run, room --smaller_run--> run      the next plan of `carry.smaller_plan` that fits into `room`
+run, room --smaller_run--> run      the next plan of `fit.rung` that fits into `room`
 run, attempt --fit_forward--> result, run      rows without gradients, which have a plan of their own
 """
 
@@ -12,10 +12,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-from treepack.carry.fitting import ranks_wait, until_it_fits
 from treepack.carry.offload import spare_memory
 from treepack.carry.refusal import can_carry
-from treepack.carry.smaller_plan import PLANNED, RunPlan, plan_in_words, smaller_plan
+from treepack.fit.repeat import ranks_wait, until_it_fits
+from treepack.fit.rung import PLANNED, RunPlan, plan_in_words, smaller_plan
 from treepack.memory.shortage import gib
 from treepack.model.layers import num_adapted, set_recomputed
 from treepack.train.run import TrainingRun

@@ -14,8 +14,8 @@ import torch
 
 from support.paths import ROOT
 from treepack.data.batch import empty_batch
+from treepack.fit.kernel_threads import KernelThreads, compile_in_threads
 from treepack.recurrent.chunks import build_chunks
-from treepack.train.setup.kernel_threads import KernelThreads, compile_in_threads
 from treepack.train.setup.model_probe import star
 
 

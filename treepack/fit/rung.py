@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from treepack.carry.limit import SMALLEST_PIECE, CarryPlan
 from treepack.carry.pieces import ALIGNMENT
+from treepack.fit.limit import SMALLEST_PIECE, CarryPlan
 
 SMALLEST_CHUNK = 64
 

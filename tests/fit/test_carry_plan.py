@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treepack.carry.limit import PREFERRED, CarryCosts, choose_limit
 from treepack.carry.stack import num_offloaded
 from treepack.errors import TreepackError
+from treepack.fit.limit import PREFERRED, CarryCosts, choose_limit
 
 GIB = 1 << 30
 # Qwen3-1.7B under bfloat16, activations of compiled layers.

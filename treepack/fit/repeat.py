@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from treepack.carry.smaller_plan import plan_in_words
 from treepack.errors import TreepackError
+from treepack.fit.rung import plan_in_words
 from treepack.memory.shortage import MemoryShortageError, is_memory_error, out_of_memory
 from treepack.model.loaded import LoadedModel
 
