@@ -53,11 +53,9 @@ def _print(use: RecordUse) -> None:
     click.echo()
     for note in use.notes:
         click.echo(printable(f"- {note}"))
-    # The order of the formats decides among formats that are equally close.
-    close = [name for name, _ in sorted(use.close.items(), key=lambda item: -item[1])][:CLOSEST]
-    for name in close:
+    for name in use.close[:CLOSEST]:
         click.echo(printable(f"not {name}: {use.others[name]}"))
-    if len(formats_by_name()) > len(close):
+    if len(formats_by_name()) > len(use.close[:CLOSEST]):
         click.echo("treepack formats --record FILE --json has the reasons for all formats")
 
 

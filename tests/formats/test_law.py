@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -743,6 +744,53 @@ def test_a_custom_tool_call_is_a_call_with_its_text() -> None:
     reading = law.read([Record("r:1", "r", value)])
     assert [said[2] for turns in reading.trained for _, said in turns] == [[("shell", {"input": "ls"})]]
     assert not reading.notes
+
+
+@pytest.mark.parametrize("name", [name for name, each in formats_by_name().items() if each.read_file is None])
+def test_a_line_alone_is_read_as_among_others(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "r.jsonl"
+    values = [json.dumps(each.with_lists().value, default=str) for records in files_of(name) for each in records]
+    for value in values:
+        readings = []
+        for lines in ([value], [value, *values[:2]]):
+            path.write_text("".join(line + "\n" for line in lines))
+            found = law.read_path(path)
+            assert not found.refusal
+            items = (item for item in found.items if item.source.partition(" ")[0].endswith(":1"))
+            readings.append(replace(found, items=tuple(items)))
+        assert readings[0].facts == readings[1].facts
+
+
+# Records that are refused with a remedy: those above, and layouts without a format.
+STEP = {"prompt": "Bolts?", "response": "Seven."}
+REMEDIES: dict[str, dict[str, Any]] = {
+    **{name: value for name, (value, _) in REFUSED.items()},
+    "a flag of turns": {"messages": [*ASKED, SAID[1] | {"ok": False}, *ASKED, SAID[1] | {"content": "x", "ok": True}]},
+    "a mask of turns": {"messages": [*ASKED, SAID[1] | {"step_loss_mask": True}]},
+    "calls in a field of their own": {"messages": [*ASKED, SAID[1] | {"tool_code": "Look."}]},
+    "two answers of a question": {"question": "Bolts?", "response": "Seven.", "answer": "Eight."},
+    "a prompt beside a trajectory": {"prompt": "Bolts?", "trajectory": SAID},
+    "a content under another name": {"messages": [{"role": "user", "utterance": "Bolts?"}, SAID[1]]},
+    "names of tools": {"messages": SAID, "tools": "stock, count"},
+    "unknown names": {"ask": "Bolts?", "said": "Seven."},
+    "unknown roles": {"messages": [{"role": "clerk", "content": "Seven."}, *SAID]},
+    "other roles": {"thread": [{"who": "customer", "said": "Bolts?"}, {"who": "clerk", "said": "Seven."}]},
+    "several rewards": {"messages": SAID, "reward": {"accuracy": 1, "format": 0}},
+}
+
+
+@pytest.mark.parametrize("value", REMEDIES.values(), ids=REMEDIES)
+def test_a_remedy_that_is_followed_ends_in_no_other_refusal(tmp_path: Path, value: dict[str, Any]) -> None:
+    path = tmp_path / "r.jsonl"
+    path.write_text(json.dumps(value) + "\n")
+    refusal = law.read_path(path).refusal
+    for line in re.findall(r"--columns '?([^\s;',]\S*[^\s;',])", refusal):
+        after = law.read_path(path, line)
+        assert not after.refusal or "FIELD" in line, line
+    if "rename '" in refusal:
+        old, new = re.findall(r"'([^']+)'", refusal)[:2]
+        path.write_text(json.dumps({new if key == old else key: each for key, each in value.items()}) + "\n")
+        assert not law.read_path(path).refusal
 
 
 # A session by its id: each line of the model has an id or a time that a copy keeps.

@@ -30,7 +30,7 @@ from treepack.ingest.column_map import column_map
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.unread import is_prose
 from treepack.ingest.readers.format import Format
-from treepack.ingest.readers.reading import UnreadPart, detect_format
+from treepack.ingest.readers.reading import UnreadPart, detect_format, read_parts
 from treepack.ingest.readers.registry import formats_by_name
 from treepack.trajectory import Chat, PromptCompletion, Skipped, Tokens, Trajectory
 
@@ -150,6 +150,15 @@ def read_edited(records: Sequence[Record], form: Format, columns: str) -> Readin
         return Reading(tuple(UnreadPart(Block(), form.name, options).trajectories()), form=form)  # type: ignore[arg-type]
     except TreepackError as error:
         return Reading(refusal=str(error), form=form)
+
+
+def read_path(path: Any, columns: str | None = None) -> Reading:
+    """Read the file at `path` as a command does, with `columns` if there are some."""
+    options = ReadOptions(shapes=True, columns=None if columns is None else column_map(columns))
+    try:
+        return Reading(tuple(item for part in read_parts([path], options) for item in part.trajectories()))
+    except TreepackError as error:
+        return Reading(refusal=str(error))
 
 
 def leaves(value: Any, path: Path = ()) -> Iterator[Path]:

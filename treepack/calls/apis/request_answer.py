@@ -88,8 +88,8 @@ def dialogue(value: Message, source: str) -> ChatDialogue:
     messages = mark_prefills(messages, value, model=value.get("model"))
     if messages and _role(messages[-1]) in ("assistant", "model") and not is_prefill(messages[-1]):
         raise TreepackError(
-            f"{source}: messages end with an answer, and {name} is another one; say which one was sampled with "
-            f"--columns answer={name}, or leave it out with --columns ignore={name}"
+            f"{source}: messages end with an answer, and {name} is another one; leave it out with --columns "
+            f"ignore={name} if the messages were sampled, or add --columns prompt=messages,answer={name}"
         )
     beside = [each for each in (*_CALLS, "reasoning_content") if not is_empty(value.get(each))]
     if len(answer) == 1 and beside and answer[0].keys().isdisjoint(beside):
@@ -177,8 +177,8 @@ def _answers(value: Message, messages: list[Any], source: str) -> dict[str, list
         first = next(iter(answers), None)
         if first is not None and not _same(answers[first], answer):
             raise TreepackError(
-                f"{source}: {first} and {name} are different answers; say which one was sampled with --columns "
-                f"answer={name}, and leave the other out with --columns ignore={first}"
+                f"{source}: {first} and {name} are different answers; leave the one out that was not sampled with "
+                f"--columns ignore={first} or --columns ignore={name}"
             )
         answers[name] = answer
     return answers

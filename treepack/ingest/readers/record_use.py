@@ -33,27 +33,24 @@ from treepack.ingest.readers.format import Format
 from treepack.ingest.readers.messages.containers import with_containers
 from treepack.ingest.readers.reading import recognised_file
 from treepack.ingest.readers.registry import all_formats
-from treepack.ingest.readers.turn_flags import TurnWeights
-from treepack.trajectory import Chat, Outcome, PromptCompletion, Skipped, Tokens, Trajectory
+from treepack.ingest.readers.turn_flags import TurnWeights, keys_of, lines_of, said_turns
+from treepack.trajectory import Chat, Outcome, PromptCompletion, Tokens, Trajectory
 
 _MAX_TRIED = 20  # values of one field, in elements of lists, that are changed
 _MAX_READ = 64  # records of a file that are read: all of a session, or those before the first with an answer
 _MAX_TRIALS = 600  # readings of changed records
 _TRAINED, _PROMPT, _MASK, _STRUCTURE, _METADATA = "trained prompt mask structure metadata".split()
-_UNUSED = "not used"
-# Facts of a trajectory that a field may set.
-_FACTS = tuple("trajectory_id group_id step weight reward advantage temperature rollout_id".split())
-# Values of trained tokens, and the names of their fields in `Tokens`.
+_KINDS = {Chat: "conversation", PromptCompletion: "prompt and completion as text", Tokens: "token ids"}
+# Facts of a trajectory that a field may set, and values of trained tokens with the names of their fields in `Tokens`.
+_FACTS = {name: name for name in "step weight reward advantage temperature".split()}
+_FACTS |= {"id": "trajectory_id", "group": "group_id", "rollout": "rollout_id"}
 _LISTS = {
     column.stored.replace("_", " "): column.name
     for column in COLUMNS
     if column.stored is not None and isinstance(column.kind, Numbers)
 }
-_SHORT = {"trajectory_id": "id", "group_id": "group", "rollout_id": "rollout"}
 
-_Steps = tuple[str | int, ...]
-_Items = list[Outcome]
-_Leaf = tuple[_Steps, Any]
+_Leaf = tuple[tuple[str | int, ...], Any]  # the steps to a value of a record, and the value
 _Trial = Callable[[list[_Leaf]], set[str]]  # the uses of several values that are changed together
 
 
@@ -79,7 +76,7 @@ class RecordUse:
     error: str | None
     notes: list[str] = field(default_factory=list)
     others: dict[str, str] = field(default_factory=dict)
-    close: dict[str, int] = field(default_factory=dict)  # required fields that the record has, of `others` with some
+    close: list[str] = field(default_factory=list)  # `others` of which the record has required fields, most first
 
 
 def explain(path: str, options: ReadOptions) -> RecordUse:
@@ -88,8 +85,8 @@ def explain(path: str, options: ReadOptions) -> RecordUse:
     Raises:
         TreepackError: the file cannot be read, or is not a file of records.
     """
-    error = columns = found = None
-    items: _Items = []
+    error = columns = found = trial = None
+    items: list[Outcome] = []
     kept: list[Record] = []
     edits = options.columns if options.columns and options.columns.is_edit else None
     try:
@@ -97,13 +94,13 @@ def explain(path: str, options: ReadOptions) -> RecordUse:
         found = recognised.format
         assert found is not None  # only damaged records that were skipped have no format
         options = replace(options, columns=None) if edits else options
-        stream = islice((record for block in recognised.blocks for record in block.records()), _MAX_READ)
-        edit = (edited(each, edits, TurnWeights())[0] if edits else each for each in stream)
-        records = (with_containers(each.with_lists()) for each in edit)
+        stream = (record.with_lists() for block in recognised.blocks for record in block.records())
+        edit = (edited(each, edits, TurnWeights())[0] if edits else with_containers(each) for each in stream)
+        records = islice(edit, _MAX_READ)
         for together in [list(records)] if found.read_file else ([each] for each in records):
             kept = kept or together
             items = list(found.trajectories(together, options))
-            if any(map(_answers, items)):
+            if any(isinstance(item, Trajectory) and any(said_turns(item)) for item in items):
                 kept = together
                 break
         if found.name == "columns":
@@ -111,43 +108,32 @@ def explain(path: str, options: ReadOptions) -> RecordUse:
     except TreepackError as refusal:
         error = str(refusal)
         kept = kept or [with_containers(each.with_lists()) for each in islice(read_records(path), 1)]
-    # The first record that contains a whole text that is trained.
-    answers = {text for item in items for text in _answers(item)} - {"", "None"}
-    texts = ({each.strip() for _, each in _leaves(record.value, ()) if isinstance(each, str)} for record in kept)
-    place = next((place for place, inside in enumerate(texts) if inside & answers), 0)
-    others = [each for each in all_formats() if each is not found]
-    trial = None if found is None or error is not None else _trial(found, kept, place, options, items)
-    metadata = {name for item in items if isinstance(item, Trajectory) for name in item.metadata}
+    made = [item for item in items if isinstance(item, Trajectory)]
+    # The first record that contains a line that is trained.
+    keys = {key for item in made for _, said in said_turns(item) for key in keys_of(said)}
+    place = next((place for place, record in enumerate(kept) if lines_of(record.value) & keys), 0)
+    if found is not None and error is None:
+        trial = _trial(found, kept, place, options, items)
+    value = kept[place].value
+    others = {each.name: each for each in all_formats() if each is not found}
+    present = {name: each.num_present(value) for name, each in others.items()}
+    kinds = (
+        _KINDS[type(each.content)] if isinstance(each, Trajectory) else f"skipped: {each.reason}" for each in items
+    )
     return RecordUse(
         source=kept[place].source,
         format=None if found is None else found.name,
         columns=columns,
-        fields=list(_fields(kept[place].value, trial, metadata)),
-        outcome=[f"{kind}: {number}" for kind, number in Counter(map(_kind, items)).items()],
+        fields=list(_fields(value, trial, {name for item in made for name in item.metadata})),
+        outcome=[f"{kind}: {number}" for kind, number in Counter(kinds).items()],
         error=error,
-        notes=sorted({note for item in items if isinstance(item, Trajectory) for note in item.notes}),
-        others={each.name: each.why_not(kept[place].value) for each in others},
-        close={each.name: number for each in others if (number := each.num_present(kept[place].value))},
+        notes=sorted({note for item in made for note in item.notes}),
+        others={name: each.why_not(value) for name, each in others.items()},
+        close=sorted((name for name in others if present[name]), key=lambda name: -present[name]),
     )
 
 
-def _answers(item: Outcome) -> set[str]:
-    """Return the trained texts of a conversation, and "" for other rollouts, which are one answer."""
-    content = item.content if isinstance(item, Trajectory) else None
-    if not isinstance(content, Chat):
-        return {""} if content else set()
-    trained = [each for each, weight in zip(content.messages, content.message_weights, strict=True) if weight]
-    return {str(each.get(name)).strip() for each in trained for name in ("content", "reasoning_content")}
-
-
-def _kind(item: Outcome) -> str:
-    if isinstance(item, Skipped):
-        return f"skipped: {item.reason}"
-    names = {Chat: "conversation", PromptCompletion: "prompt and completion as text", Tokens: "token ids"}
-    return names[type(item.content)]
-
-
-def _trial(found: Format, records: Sequence[Record], place: int, options: ReadOptions, before: _Items) -> _Trial:
+def _trial(found: Format, records: Sequence[Record], place: int, options: ReadOptions, before: list[Outcome]) -> _Trial:
     """Return the function that finds the uses of values of the record at `place` by reading changed records."""
 
     def trial(leaves: list[_Leaf]) -> set[str]:
@@ -182,7 +168,7 @@ def _uses(leaves: list[_Leaf], trial: _Trial, metadata: set[str]) -> list[set[st
         is_metadata = found == {_METADATA} and all(leaves[number][0][0] in metadata for number in group)
         if not found or is_metadata or len(group) == 1:
             for number in group:
-                uses[number] = found or {_UNUSED}
+                uses[number] = found or {"not used"}
         else:
             half = len(group) // 2
             groups += [group[half:], group[:half]]
@@ -203,12 +189,12 @@ def _changes(value: Any) -> list[Any]:
     return [[each if each is None else each + 1 for each in numbers]]
 
 
-def _differences(before: _Items, after: _Items) -> set[str]:
+def _differences(before: list[Outcome], after: list[Outcome]) -> set[str]:
     """Return the uses of values by which the reading changed from `before` to `after`."""
     uses: set[str] = set()
     for old, new in zip_longest(before, after):
         ways = _ways(old, old), _ways(new, old)
-        names = {name for name in ways[0] | ways[1] if not _is_equal(ways[0].get(name), ways[1].get(name))}
+        names = {name for name in ways[0] | ways[1] if ways[0].get(name) != ways[1].get(name)}
         if _STRUCTURE in names:
             names = {_STRUCTURE}
         elif _MASK in names:  # other marks are other trained tokens, and other values of them
@@ -222,7 +208,7 @@ def _ways(item: Outcome | None, old: Outcome | None) -> JsonObject:
     if not isinstance(item, Trajectory) or not isinstance(old, Trajectory):
         return {_STRUCTURE: item}
     one, marks = item.content, old.content
-    ways = {_SHORT.get(name, name): getattr(item, name) for name in _FACTS} | {_METADATA: item.metadata}
+    ways: JsonObject = {way: getattr(item, name) for way, name in _FACTS.items()} | {_METADATA: item.metadata}
     if isinstance(one, PromptCompletion):
         return ways | {_TRAINED: one.completion, _PROMPT: one.prompt, _STRUCTURE: type(one)}
     if isinstance(one, Chat) and isinstance(marks, Chat):
@@ -234,15 +220,12 @@ def _ways(item: Outcome | None, old: Outcome | None) -> JsonObject:
         trained = np.zeros(len(one.tokens), np.bool_)
         for start, end in zip(marks.starts, marks.ends, strict=True):
             trained[start:end] = True
-        mask = [np.asarray(each).tolist() for each in (one.starts, one.ends, one.span_weights)]
-        ways |= {_TRAINED: one.tokens[trained], _PROMPT: one.tokens[~trained], _MASK: mask}
-        return ways | {name: getattr(one, field) for name, field in _LISTS.items()}
+        lists = {_TRAINED: one.tokens[trained], _PROMPT: one.tokens[~trained]}
+        lists |= {name: getattr(one, column) for name, column in _LISTS.items()}
+        ways[_MASK] = [each.tobytes() for each in (one.starts, one.ends, one.span_weights)]
+        # As bytes, two NaN are equal.
+        return ways | {name: None if each is None else np.asarray(each).tobytes() for name, each in lists.items()}
     return {_STRUCTURE: item is old}
-
-
-def _is_equal(old: Any, new: Any) -> bool:
-    is_array = isinstance(old, np.ndarray) and isinstance(new, np.ndarray)
-    return bool(np.array_equal(old, new, equal_nan=True)) if is_array else old is new or bool(np.all(old == new))
 
 
 def _fields(value: JsonObject, trial: _Trial | None, metadata: set[str]) -> Iterator[FieldUse]:
@@ -267,7 +250,7 @@ def _fields(value: JsonObject, trial: _Trial | None, metadata: set[str]) -> Iter
         yield FieldUse(path, shown(plain), dict(counts) or {without: len(leaves)}, len(leaves))
 
 
-def _leaves(value: Any, steps: _Steps) -> Iterator[tuple[_Steps, Any]]:
+def _leaves(value: Any, steps: tuple[str | int, ...]) -> Iterator[tuple[tuple[str | int, ...], Any]]:
     """Yield the steps and value of each text, number, flag, null, empty list, and list of numbers."""
     if isinstance(value, dict) and value:
         for name, inner in value.items():

@@ -28,7 +28,8 @@ from treepack.ingest.readers.fields.values import JsonObject
 from treepack.ingest.readers.kinds import IDS
 from treepack.ingest.readers.messages.conversation_settings import TOOLS
 from treepack.ingest.readers.messages.normal_form import RENAMED_ROLES, ROLES
-from treepack.trajectory import Chat, PromptCompletion, Trajectory
+from treepack.ingest.readers.turn_flags import said_turns
+from treepack.trajectory import Trajectory
 
 _DEPTH, _MAX_FIELDS = 4, 500  # of fields that are searched: inside of each other, and in total
 _PLAIN = re.compile(r"[^,=+\[\]?]+")  # names that a line of --columns can contain
@@ -50,10 +51,10 @@ _OF_TURNS = _PROMPTS | set("turn step observation action role from speaker".spli
 _REWARD, _MASK = re.compile(r"reward|score|return|correct|pass", re.I), re.compile(r"mask|train|loss|flag", re.I)
 # In this order: a tool_response is not an answer of the model.
 _KINDS = {
-    "": re.compile(r"call|action|thought|plan", re.I),
-    "tool": re.compile(r"tool|env|observ|function|result", re.I),
-    "user": re.compile(r"user|human|customer|client|student|patient|caller", re.I),
-    "assistant": re.compile(r"assist|agent|bot|\bai\b|gpt|llm|clerk", re.I),
+    "": re.compile(r"call|action|thought|plan"),
+    "tool": re.compile(r"tool|env|observ|function|result"),
+    "user": re.compile(r"user|human|customer|client|student|patient|caller"),
+    "assistant": re.compile(r"assist|agent|bot|\bai\b|gpt|llm|clerk"),
 }
 _FLAG = re.compile(r"(?:is|from|by)_?(?:(user|human)|bot|assistant|agent|model|ai)", re.I)
 
@@ -63,9 +64,12 @@ def suggested_columns(records: Sequence[Record], options: ReadOptions) -> str | 
     fields = dict(islice(_fields(records[-1].with_lists().value, "", _DEPTH), _MAX_FIELDS))
     rewards = [path for path, each in fields.items() if type(each) in (int, float) and "reward" in path.lower()]
     reward = f",reward={rewards[0]}" if len(rewards) == 1 and not fields.keys() & set(REWARDS) else ""
+    # Several objects that no column reads may be turns of the same conversation.
+    talks = {path for path, field in fields.items() if len(as_messages(field) or ()) > 1} - TOOLS
     for line in chain(_conversations(fields), _ids(fields), _answers(fields)):
         line += "" if "reward=" in line else reward
-        if all(_is_right(record, line, options) for record in records):
+        read = {part.partition("=")[2].partition("[].")[0] for part in line.split(",")}
+        if talks <= read and all(_is_right(record, line, options) for record in records):
             return f"'{line}'" if " " in line else line
     return None
 
@@ -76,14 +80,8 @@ def _is_right(record: Record, line: str, options: ReadOptions) -> bool:
         items = list(read_columns(record.with_lists(), replace(options, columns=column_map(line))))
     except TreepackError:
         return False
-    trained: list[Any] = []
-    for content in (item.content for item in items if isinstance(item, Trajectory)):
-        if isinstance(content, Chat):
-            turns = zip(content.messages, content.message_weights, strict=True)
-            trained += [message["content"] for message, weight in turns if weight]
-        else:
-            trained.append(content.completion if isinstance(content, PromptCompletion) else "ids")
-    return bool(trained) and all(parsed_json(text) is None for text in trained)
+    said = [turn for item in items if isinstance(item, Trajectory) for _, turn in said_turns(item)]
+    return bool(said) and all(parsed_json(turn["content"]) is None for turn in said if isinstance(turn, dict))
 
 
 def _fields(value: JsonObject, before: str, depth: int) -> Iterator[tuple[str, Any]]:
@@ -100,46 +98,43 @@ def _fields(value: JsonObject, before: str, depth: int) -> Iterator[tuple[str, A
         yield f"{before}{name}", opened
         objects = as_messages(opened)
         if isinstance(opened, dict) and depth > 1:
-            inner.append((opened, f"{before}{name}."))
+            inner.append((opened, f"{before}{name}.", depth - 1))
         elif objects and _words(name) & _LISTS and not objects[0].keys() & _OF_TURNS:
             first = {key: each for key, each in objects[0].items() if all(key in other for other in objects)}
-            inner.append((first, f"{before}{name}[]."))
-    for opened, path in inner:
-        yield from _fields(opened, path, 1 if path.endswith("[].") else depth - 1)
+            inner.append((first, f"{before}{name}[].", 1))
+    for each in inner:
+        yield from _fields(*each)
 
 
 def _conversations(fields: JsonObject) -> Iterator[str]:
-    for path, messages in ((path, as_messages(field)) for path, field in fields.items()):
-        if not messages or "[]" in path:
-            continue
-        texts = sorted({*_SPEECH}.intersection(messages[0]), key=_SPEECH.index)
-        flags = [name for name, each in messages[0].items() if _FLAG.fullmatch(name) and isinstance(each, bool)]
+    for path, messages in ((path, as_messages(field)) for path, field in fields.items() if "[]" not in path):
+        first = messages[0] if messages else {}
+        flags = [name for name, each in first.items() if _FLAG.fullmatch(name) and isinstance(each, bool)]
         for role in (*_SPEAKERS, *flags):
-            said = [name for name in texts if name != role and isinstance(messages[0][name], str | list)]
-            names: list[Any] = [True, False] if role in flags else [each.get(role) for each in messages]
-            if said and all(isinstance(name, str | bool) for name in names) and (roles := _roles(role, names)):
+            said = next((name for name in _SPEECH if name != role and isinstance(first.get(name), str | list)), None)
+            roles = _roles(role, [True, False] if role in flags else [each.get(role) for each in messages or ()])
+            if said and roles:
                 # The usual names need no column: content=content.
-                parts = (f"{key}={name}" for key, name in (("role", role), ("content", said[0]), *roles) if key != name)
+                parts = (f"{key}={name}" for key, name in (("role", role), ("content", said), *roles) if key != name)
                 yield ",".join((f"messages={path}", *parts))
                 break
 
 
-def _roles(field: str, names: list[str | bool]) -> list[tuple[str, str]]:
+def _roles(field: str, names: list[Any]) -> list[tuple[str, str]]:
     """Return each role with its names in the field `field`, as (user, customer); none if one of them is not clear."""
     found: dict[str, list[str]] = {}
+    flag = _FLAG.fullmatch(field)
     is_known = False  # the role assistant
-    for name in dict.fromkeys(names):
-        text = str(name).lower()
-        role = ROLE_NAMES.get(text) or RENAMED_ROLES.get(text) or (text if text in ROLES else None)
+    for name in dict.fromkeys(map(str, names)) if all(isinstance(name, str | bool) for name in names) else ():
+        text = name.lower()
+        known = ROLE_NAMES.get(text) or RENAMED_ROLES.get(text) or (text if text in ROLES else "")
         # is_bot: true -> assistant; is_user: false -> assistant
-        of_user = _FLAG.fullmatch(field)
-        by_flag = "user" if name == bool(of_user and of_user[1]) else "assistant"
-        by_word = next((kind for kind, words in _KINDS.items() if words.search(text)), "")
-        guess = role or (by_flag if isinstance(name, bool) else by_word)
-        if not guess or not _PLAIN.fullmatch(text):
+        by_flag = flag and ("user" if (text == "true") == bool(flag[1]) else "assistant")
+        role = known or by_flag or next((kind for kind, words in _KINDS.items() if words.search(text)), "")
+        if not role or not _PLAIN.fullmatch(text):
             return []
-        is_known |= role == "assistant"
-        found.setdefault(guess, []).extend([] if role else [text if isinstance(name, bool) else name])
+        is_known |= known == "assistant"
+        found.setdefault(role, []).extend([] if known else [text if flag else name])
     # Beside the role assistant, another name of the model may be anybody.
     is_clear = "assistant" in found and not (is_known and found["assistant"])
     return [(role, "+".join(each) or role) for role, each in found.items()] if is_clear else []
@@ -153,8 +148,7 @@ def _ids(fields: JsonObject) -> Iterator[str]:
     for prompt in (path for path in plain if _words(path) & _PROMPTS):
         answers = [path for path in plain if path != prompt and (_is_answer(path) or len(plain) == 2)]
         yield from (f"prompt_ids={prompt},answer_ids={path}" for path in answers[:1])
-    for path in plain:
-        yield from (f"ids={path},mask={mask}" for mask in masks if len(ids[mask]) == len(ids[path]))
+    yield from (f"ids={path},mask={mask}" for path in plain for mask in masks if len(ids[mask]) == len(ids[path]))
 
 
 def _answers(fields: JsonObject) -> Iterator[str]:
@@ -163,20 +157,19 @@ def _answers(fields: JsonObject) -> Iterator[str]:
     systems = [path for path in talks if "system" in _words(path) and isinstance(fields[path], str)]
     prompts = [path for path in talks if _words(path) & _PROMPTS and "[]" not in path and path not in systems]
     answers = [path for path, field in fields.items() if _is_answer(path) and _is_said(field)]
-    answers.sort(key=lambda path: (path.count("."), min(map(_rank, _words(path)))))
-    # Several objects that no column reads may be the turns between the prompt and the answer.
-    turns = {path for path in fields if len(as_messages(fields[path]) or ()) > 1 and path not in TOOLS}
+    ranks = {word: rank for rank, word in enumerate(_ANSWERS)}
+    answers.sort(key=lambda path: (path.count("."), min(ranks.get(word, len(ranks)) for word in _words(path))))
     # "prompt" before "task"
     for prompt in sorted(prompts, key=lambda path: "prompt" not in _words(path)):
         for path in answers:
-            whole, _, inner = path.rpartition("[].")
-            if path == prompt or not turns <= {prompt, path, whole}:
+            if path == prompt:
                 continue
-            line = f"{'prompt' if 'prompt' in _words(prompt) else 'question'}={prompt},answer={path}"
+            whole, _, inner = path.rpartition("[].")
             scores = (each for each in fields if inner and each.startswith(f"{whole}[].") and _REWARD.search(each))
-            numbers = [each for each in scores if isinstance(fields[each], int | float)]
-            line += f",reward={numbers[0]}" if numbers else ""
-            yield line + (f",system_prompt={systems[0]}" if systems else "")
+            numbers = [f",reward={each}" for each in scores if isinstance(fields[each], int | float)]
+            key = "prompt" if "prompt" in _words(prompt) else "question"
+            system = f",system_prompt={systems[0]}" if systems else ""
+            yield f"{key}={prompt},answer={path}{''.join(numbers[:1])}{system}"
 
 
 def _is_said(field: Any) -> bool:
@@ -187,12 +180,9 @@ def _is_said(field: Any) -> bool:
 
 def _is_answer(path: str) -> bool:
     words = _words(path)
-    is_text = "[]" in path and bool(words & {"content", "text"})  # of one of several answers
+    # The text of one of several answers: tries[].text
+    is_text = "[]" in path and bool(words & {"content", "text"})
     return (is_text or bool(words.intersection(_ANSWERS))) and not words & _NO_ANSWERS
-
-
-def _rank(word: str) -> int:
-    return _ANSWERS.index(word) if word in _ANSWERS else len(_ANSWERS)
 
 
 def _words(path: str) -> set[str]:

@@ -83,14 +83,14 @@ class TurnFlags:
         """
         for item in items:
             # Without flags, nothing is compared.
-            for _, said in _said(item) if self._values and isinstance(item, Trajectory) else ():
-                self._keys.update(_keys(said))
+            for _, said in said_turns(item) if self._values and isinstance(item, Trajectory) else ():
+                self._keys.update(keys_of(said))
                 self._arguments.update(_arguments(said))
             yield item
         for path, turns in self._values.items():
             if {flag for flag, *_ in turns} != {True, False}:
                 continue
-            sources = {flag: source for flag, turn, source in turns if not self._keys.isdisjoint(_lines(turn))}
+            sources = {flag: source for flag, turn, source in turns if not self._keys.isdisjoint(lines_of(turn))}
             if sources.keys() == {True, False} and path.rpartition(".")[2] not in self._arguments:
                 raise TreepackError(
                     f"{sources[False]}: the field '{path}' is true for some turns of the model and false for others, "
@@ -126,7 +126,7 @@ class TurnWeights:
     def add(self, turn: _Turn, weight: float, *, is_marked: bool) -> None:
         """Add a turn of a record."""
         self.is_used = True
-        lines = _lines(turn)
+        lines = lines_of(turn)
         for line in lines:
             self._turns.setdefault(line, []).append(_WeightedTurn(weight, len(lines), is_marked))
 
@@ -138,7 +138,7 @@ class TurnWeights:
         """
         if not self._turns or isinstance(item, Skipped):
             return item
-        keys = {place: self._key(said) for place, said in _said(item)}
+        keys = {place: self._key(said) for place, said in said_turns(item)}
         counts = Counter(keys.values())
         weights = {at: 1.0 if key is None else self._weight(key, counts[key], item.source) for at, key in keys.items()}
         content = item.content
@@ -157,7 +157,7 @@ class TurnWeights:
 
     def _key(self, said: Any) -> _Key | None:
         """Return the rarest line of a trained turn, None if no turn has one of its lines."""
-        found = [line for part in _parts(said) for line in _lines(part) if line in self._turns]
+        found = [line for part in _parts(said) for line in lines_of(part) if line in self._turns]
         return min(found, key=lambda line: (len(self._turns[line]), -len(line), line), default=None)
 
     def _weight(self, key: _Key, num_said: int, source: str) -> float:
@@ -237,7 +237,7 @@ def _flags(turn: _Turn, known: AbstractSet[str], before: str = "", depth: int = 
             yield f"{before}{name}", None if is_number else as_flag(field)
 
 
-def _said(item: Trajectory) -> Iterator[tuple[int, Any]]:
+def said_turns(item: Trajectory) -> Iterator[tuple[int, Any]]:
     """Yield each trained turn of `item` with its place: text and calls, or token ids."""
     content = item.content
     if isinstance(content, Tokens):
@@ -249,10 +249,10 @@ def _said(item: Trajectory) -> Iterator[tuple[int, Any]]:
         yield from ((i, content.messages[i]) for i, weight in enumerate(content.message_weights) if weight)
 
 
-def _keys(said: Any) -> Iterator[_Key]:
+def keys_of(said: Any) -> Iterator[_Key]:
     """Yield the longest line of each part of a trained turn, or its ids."""
     for part in _parts(said):
-        if lines := _lines(part):
+        if lines := lines_of(part):
             yield max(lines, key=lambda line: (len(line), line))
 
 
@@ -262,7 +262,7 @@ def _parts(said: Any) -> list[Any]:
         return [list(said)]
     calls = [call["function"] for call in said.get("tool_calls") or ()]
     parts = [said["content"], said.get("reasoning_content"), [call["arguments"] for call in calls]]
-    return parts if any(map(_lines, parts)) else [[call["name"] for call in calls]]
+    return parts if any(map(lines_of, parts)) else [[call["name"] for call in calls]]
 
 
 def _arguments(said: Any) -> Iterator[str]:
@@ -279,15 +279,15 @@ def _object_names(value: Any) -> Iterator[str]:
         yield from _object_names(each)
 
 
-def _lines(value: Any) -> set[Any]:
+def lines_of(value: Any) -> set[Any]:
     """Return the lines of all texts in `value`, also inside of JSON text, and its lists of ids."""
     if isinstance(value, str):
         lines = {line for each in value.splitlines() if (line := each.strip())}
         opened = parsed_json(value)
-        return lines | _lines(opened) if isinstance(opened, dict | list) else lines
+        return lines | lines_of(opened) if isinstance(opened, dict | list) else lines
     if isinstance(value, np.ndarray):
         value = value.tolist()
     if isinstance(value, list) and value and isinstance(value[0], int):
         return {tuple(value)}
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return set().union(*map(_lines, inner))
+    return set().union(*map(lines_of, inner))

@@ -278,6 +278,23 @@ def test_an_unknown_layout_is_refused_with_the_columns_that_read_it(
     assert len(made) > 0
 
 
+THREAD = [{"who": "customer", "said": "Bolts?"}, {"who": "clerk", "said": "Seven."}]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"thread": THREAD, "earlier": THREAD[::-1]},
+        {"thread": THREAD, "log": {"steps": [{"note": "a"}, {"note": "b"}]}},
+        {"ask": "Bolts?", "said": "Seven.", "rounds": [{"note": "a"}, {"note": "b"}]},
+        {"thread": THREAD, "earlier": json.dumps(THREAD)},
+    ],
+)
+def test_no_hint_leaves_out_a_second_list_of_turns(tmp_path: Path, value: dict[str, Any]) -> None:
+    assert "--columns m" not in refusal(tmp_path, value)
+    assert "--columns question" not in refusal(tmp_path, value)
+
+
 @pytest.mark.parametrize(
     "value",
     [
