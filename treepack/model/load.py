@@ -42,7 +42,6 @@ from treepack.model.foreign_errors import translate_errors
 from treepack.model.head.value_head import add_value_head, named_weights
 from treepack.model.loaded import LoadedModel
 from treepack.model.stored_weights import (
-    cast_read_weights,
     check_stored,
     prepare_products,
     stored_arguments,
@@ -296,7 +295,7 @@ def build_model(
                 f"expected a whole checkpoint of {type(model).__name__}"
             )
     if stored:
-        cast_read_weights(model, dtype)
+        _cast_read_weights(model, dtype)
     if stored and dequantize:
         model = whole_model(model, dtype)
     elif is_text_half(model) and not stored:  # only an adapter over stored weights is trained and saved
@@ -358,3 +357,10 @@ def _cast_routers(model: Any, dtype: torch.dtype) -> Any:
         for parameter in model.parameters():
             parameter.data = parameter.data.to(dtype)
     return model
+
+
+def _cast_read_weights(model: Any, dtype: Any) -> None:
+    """Turn weights that were dequantised to bfloat16 while they were read, as transformers 5.10 does, into `dtype`."""
+    for parameter in model.parameters():
+        if parameter.dtype is torch.bfloat16:
+            parameter.data = parameter.data.to(dtype)

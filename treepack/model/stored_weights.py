@@ -155,15 +155,6 @@ def _only_dequantizes(step: Any) -> bool:
     return bool(operations) and all(hasattr(operation, "hf_quantizer") for operation in operations)
 
 
-def cast_read_weights(model: Any, dtype: Any) -> None:
-    """Turn weights that were dequantised to bfloat16 while they were read, as transformers 5.10 does, into `dtype`."""
-    import torch
-
-    for parameter in model.parameters():
-        if parameter.dtype is torch.bfloat16:
-            parameter.data = parameter.data.to(dtype)
-
-
 def prepare_products(model: Any, dtype: Any = None) -> None:
     """Let all layers of 4 bits of bitsandbytes compute in a way that has gradients, and in `dtype` unless it is None.
 
