@@ -33,7 +33,7 @@ from treepack.ingest.readers.format import Format
 from treepack.ingest.readers.messages.containers import with_containers
 from treepack.ingest.readers.reading import recognised_file
 from treepack.ingest.readers.registry import all_formats
-from treepack.ingest.readers.turn_flags import TurnWeights, keys_of, lines_of, said_turns
+from treepack.ingest.readers.turn_flags import TurnWeights, keys_of_turn, lines_of_texts, said_turns
 from treepack.trajectory import Chat, Outcome, PromptCompletion, Tokens, Trajectory
 
 _MAX_TRIED = 20  # values of one field, in elements of lists, that are changed
@@ -110,8 +110,8 @@ def explain(path: str, options: ReadOptions) -> RecordUse:
         kept = kept or [with_containers(each.with_lists()) for each in islice(read_records(path), 1)]
     made = [item for item in items if isinstance(item, Trajectory)]
     # The first record that contains a line that is trained.
-    keys = {key for item in made for _, said in said_turns(item) for key in keys_of(said)}
-    place = next((place for place, record in enumerate(kept) if lines_of(record.value) & keys), 0)
+    keys = {key for item in made for _, said in said_turns(item) for key in keys_of_turn(said)}
+    place = next((place for place, record in enumerate(kept) if lines_of_texts(record.value) & keys), 0)
     if found is not None and error is None:
         trial = _trial(found, kept, place, options, items)
     value = kept[place].value

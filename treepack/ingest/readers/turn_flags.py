@@ -84,13 +84,13 @@ class TurnFlags:
         for item in items:
             # Without flags, nothing is compared.
             for _, said in said_turns(item) if self._values and isinstance(item, Trajectory) else ():
-                self._keys.update(keys_of(said))
+                self._keys.update(keys_of_turn(said))
                 self._arguments.update(_arguments(said))
             yield item
         for path, turns in self._values.items():
             if {flag for flag, *_ in turns} != {True, False}:
                 continue
-            sources = {flag: source for flag, turn, source in turns if not self._keys.isdisjoint(lines_of(turn))}
+            sources = {flag: source for flag, turn, source in turns if not self._keys.isdisjoint(lines_of_texts(turn))}
             if sources.keys() == {True, False} and path.rpartition(".")[2] not in self._arguments:
                 raise TreepackError(
                     f"{sources[False]}: the field '{path}' is true for some turns of the model and false for others, "
@@ -126,7 +126,7 @@ class TurnWeights:
     def add(self, turn: _Turn, weight: float, *, is_marked: bool) -> None:
         """Add a turn of a record."""
         self.is_used = True
-        lines = lines_of(turn)
+        lines = lines_of_texts(turn)
         for line in lines:
             self._turns.setdefault(line, []).append(_WeightedTurn(weight, len(lines), is_marked))
 
@@ -157,7 +157,7 @@ class TurnWeights:
 
     def _key(self, said: Any) -> _Key | None:
         """Return the rarest line of a trained turn, None if no turn has one of its lines."""
-        found = [line for part in _parts(said) for line in lines_of(part) if line in self._turns]
+        found = [line for part in _parts(said) for line in lines_of_texts(part) if line in self._turns]
         return min(found, key=lambda line: (len(self._turns[line]), -len(line), line), default=None)
 
     def _weight(self, key: _Key, num_said: int, source: str) -> float:
@@ -249,10 +249,10 @@ def said_turns(item: Trajectory) -> Iterator[tuple[int, Any]]:
         yield from ((i, content.messages[i]) for i, weight in enumerate(content.message_weights) if weight)
 
 
-def keys_of(said: Any) -> Iterator[_Key]:
+def keys_of_turn(said: Any) -> Iterator[_Key]:
     """Yield the longest line of each part of a trained turn, or its ids."""
     for part in _parts(said):
-        if lines := lines_of(part):
+        if lines := lines_of_texts(part):
             yield max(lines, key=lambda line: (len(line), line))
 
 
@@ -262,7 +262,7 @@ def _parts(said: Any) -> list[Any]:
         return [list(said)]
     calls = [call["function"] for call in said.get("tool_calls") or ()]
     parts = [said["content"], said.get("reasoning_content"), [call["arguments"] for call in calls]]
-    return parts if any(map(lines_of, parts)) else [[call["name"] for call in calls]]
+    return parts if any(map(lines_of_texts, parts)) else [[call["name"] for call in calls]]
 
 
 def _arguments(said: Any) -> Iterator[str]:
@@ -279,15 +279,15 @@ def _object_names(value: Any) -> Iterator[str]:
         yield from _object_names(each)
 
 
-def lines_of(value: Any) -> set[Any]:
+def lines_of_texts(value: Any) -> set[Any]:
     """Return the lines of all texts in `value`, also inside of JSON text, and its lists of ids."""
     if isinstance(value, str):
         lines = {line for each in value.splitlines() if (line := each.strip())}
         opened = parsed_json(value)
-        return lines | lines_of(opened) if isinstance(opened, dict | list) else lines
+        return lines | lines_of_texts(opened) if isinstance(opened, dict | list) else lines
     if isinstance(value, np.ndarray):
         value = value.tolist()
     if isinstance(value, list) and value and isinstance(value[0], int):
         return {tuple(value)}
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return set().union(*map(lines_of, inner))
+    return set().union(*map(lines_of_texts, inner))
