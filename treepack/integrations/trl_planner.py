@@ -30,7 +30,7 @@ from treepack.errors import TreepackError
 from treepack.integrations.versions import check_program, installed_version
 from treepack.pack.plan.cuts import best_starts, costs_in_order, range_measure, ranges_of
 from treepack.pack.plan.problem import path_pairs
-from treepack.trie.nodes import shared_with_previous, sorted_by_tokens
+from treepack.trie.nodes import sort_sequences
 
 Sample = dict[str, Any]
 _log = logging.getLogger("treepack")
@@ -198,9 +198,8 @@ def sort_samples(samples: Sequence[Sample]) -> tuple[list[Sample], list[int]]:
     """Return the samples sorted by their tokens, and the number of tokens that each shares with the one before it."""
     sequences = [_tokens(sample) for sample in samples]
     tokens = np.concatenate([np.zeros(0, np.int32), *sequences]).astype(np.int32)
-    offsets, partition = np.cumsum([0, *map(len, sequences)]), np.zeros(len(sequences), np.int64)
-    order = sorted_by_tokens(tokens, offsets, partition, range(len(sequences)))
-    shared = list(shared_with_previous(tokens, offsets, partition, order))
+    order, shared_tokens = sort_sequences(tokens, np.cumsum([0, *map(len, sequences)]))
+    shared = list(shared_tokens)
     for k in range(1, len(order)):
         # Samples 1 2 3 and 1 2 4 have 2 tokens in common and share 1, because the second is followed by another token.
         if not shared[k] == len(sequences[order[k - 1]]) == len(sequences[order[k]]):

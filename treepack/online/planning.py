@@ -22,7 +22,7 @@ from treepack.pack.plan.problem import RowLimits, SearchOptions, path_pairs
 from treepack.pack.plan.unions import RowSizes, row_tokens
 from treepack.trajectory import Int32, Int64, Routes
 from treepack.trie.builders.route_order import RoutedTokens, routed_order
-from treepack.trie.nodes import NodeArrays, forest_of, shared_with_previous, sorted_by_tokens
+from treepack.trie.nodes import NodeArrays, forest_of, sort_sequences
 from treepack.trie.route_symbols import shared_routes
 from treepack.trie.storage import ArrayStorage
 
@@ -63,13 +63,13 @@ class SortedForest:
 def sort_forest(sequences: FlatSequences, *, route_conflicts: str = "split") -> SortedForest:
     """Build the trie of the sequences, which may be empty. O(N_flat), plus the comparisons of the sort."""
     tokens, offsets, routes = sequences.tokens, sequences.offsets, sequences.routes
-    partition = np.zeros(len(offsets) - 1, np.int64)
     filled = np.flatnonzero(np.diff(offsets)).tolist()
     if routes is None or route_conflicts == "first":
-        order = sorted_by_tokens(tokens, offsets, partition, filled)
-        shared = shared_with_previous(tokens, offsets, partition, order)
+        order, shared = sort_sequences(tokens, offsets, chosen=filled)
     else:
-        order, shared = routed_order(RoutedTokens(tokens, offsets, routes, partition), filled)
+        order, shared = routed_order(
+            RoutedTokens(tokens, offsets, routes, np.zeros(len(offsets) - 1, np.int64)), filled
+        )
     starts = offsets.tolist()
     parts = [tokens[starts[i] + shared[k] : starts[i + 1]] for k, i in enumerate(order)]
     ranks = np.array(order, np.int64)

@@ -27,7 +27,7 @@ from treepack.errors import TreepackError
 from treepack.pack.plan.cuts import RangeMeasure, best_starts, costs_in_order, range_measure, ranges_of
 from treepack.pack.plan.problem import path_pairs
 from treepack.trajectory import Int32, Int64
-from treepack.trie.nodes import shared_with_previous, sorted_by_tokens
+from treepack.trie.nodes import sort_sequences
 
 _LIMITS_TO_TRY = 16  # limits on the work of a micro-batch, if there are several ranks
 _HIDDEN_SIZE = 4096  # of a model of 7 to 8 billion parameters
@@ -112,12 +112,9 @@ def _flatten(sequences: Sequences) -> tuple[Int32, Int64]:
 
 
 def _sort(tokens: Int32, offsets: Int64, *, flat: bool, pair_weight: int, capacity: int) -> _SortedSequences:
-    num = len(offsets) - 1
-    one = np.zeros(num, np.int64)  # all sequences may share prefixes
-    order = sorted_by_tokens(tokens, offsets, one, range(num))
-    shared = np.array(shared_with_previous(tokens, offsets, one, order), np.int64)
+    order, shared = sort_sequences(tokens, offsets)
     lengths = np.diff(offsets)[order]
-    again = np.zeros_like(lengths) if flat else shared
+    again = np.zeros_like(lengths) if flat else np.array(shared, np.int64)
 
     def work(length: Int64) -> Int64:
         return pair_weight * length + path_pairs(length)

@@ -46,36 +46,24 @@ def plan_passes(rows: Sequence[int], costs: Float64, joining: Joining, *, ranks:
     """
     order = np.array(sorted(rows, key=lambda row: -costs[row]), np.int64)
     groups = [order[joining.kinds[order] == kind] for kind in np.unique(joining.kinds[order])]
-    first = [_first_fit(group, joining) for group in groups]
+    # Without costs each row, the longest first, joins the first pass that has room, so few passes are enough.
+    free = np.zeros_like(costs)
+    first = [
+        _join(group[np.argsort(-joining.tokens[group], kind="stable")], free, joining, len(group)) for group in groups
+    ]
     extra = -sum(map(len, first)) % ranks
     passes: list[Pass] = []
     for group, fitted in zip(groups, first, strict=True):
         more = min(extra, len(group) - len(fitted))
         extra -= more
-        passes += _balanced(group, costs, joining, len(fitted) + more) or fitted
+        passes += _join(group, costs, joining, len(fitted) + more) or fitted
     return passes
 
 
-def _first_fit(rows: Int64, joining: Joining) -> list[Pass]:
-    """Return passes with few rows left over: each row, the longest first, joins the first pass that has room."""
-    passes: list[list[int]] = []
-    room = np.zeros(len(rows), np.int64)  # of each pass; a row that is longer than the limit leaves none
-    for row in sorted(rows.tolist(), key=lambda row: -joining.tokens[row]):
-        size = int(joining.tokens[row])
-        fits = np.flatnonzero(room[: len(passes)] >= size)
-        place = int(fits[0]) if len(fits) else len(passes)
-        if place == len(passes):
-            passes.append([])
-            room[place] = joining.limit
-        passes[place].append(row)
-        room[place] -= size
-    return [tuple(each) for each in passes]
+def _join(rows: Int64, costs: Float64, joining: Joining, count: int) -> list[Pass]:
+    """Return at most `count` passes of about equal cost, none if the rows do not fit in this way.
 
-
-def _balanced(rows: Int64, costs: Float64, joining: Joining, count: int) -> list[Pass] | None:
-    """Return `count` passes of about equal cost, or None if the rows do not fit in this way.
-
-    Each row, the most expensive first, joins the cheapest pass that has room.
+    Each row, in the order given, joins the cheapest pass that has room, and of several the first one.
     """
     passes: list[list[int]] = [[] for _ in range(count)]
     loads, room = np.zeros(count), np.full(count, joining.limit, np.int64)
@@ -84,7 +72,7 @@ def _balanced(rows: Int64, costs: Float64, joining: Joining, count: int) -> list
         size = int(joining.tokens[row])
         fits = (room >= size) | is_empty  # an empty pass takes any row
         if not fits.any():
-            return None
+            return []
         place = int(np.argmin(np.where(fits, loads, np.inf)))
         passes[place].append(row)
         loads[place] += costs[row]

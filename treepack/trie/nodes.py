@@ -1,6 +1,6 @@
 """The nodes of a forest of prefix tries, from sorted sequences; numpy only, no table of trajectories.
 
-    tokens, offsets --sorted_by_tokens--> order --shared_with_previous--> shared --forest_of--> NodeArrays
+    tokens, offsets --sort_sequences--> order, shared --forest_of--> NodeArrays
 
 `builders.in_memory` explains the method, and `trie` the arrays.
 """
@@ -18,9 +18,20 @@ from numpy.typing import NDArray
 from treepack.trajectory import Int32, Int64
 
 
-def sorted_by_tokens(tokens: Int32, offsets: Int64, partition: Int64, order: Iterable[int]) -> list[int]:
-    """Sort `order` by partition and tokens; equal sequences keep their order."""
+def sort_sequences(
+    tokens: Int32, offsets: Int64, partition: Int64 | None = None, chosen: Iterable[int] | None = None
+) -> tuple[list[int], array[int]]:
+    """Sort sequences by partition and tokens, and count the tokens that each shares with the one before it.
+
+    Args:
+        tokens: of all sequences.
+        offsets: int64 [num_sequences + 1], where each begins.
+        partition: int64 [num_sequences], which share nothing with each other; None for one.
+        chosen: the sequences to sort, None for all; equal ones keep their order.
+    """
     starts = offsets.tolist()
+    if partition is None:
+        partition = np.zeros(len(starts) - 1, np.int64)
     # Big-endian bytes compare as the numbers do: 1 -> 00 00 00 01 < 256 -> 00 00 01 00. An array keeps the order of its
     # bytes; a number that is taken out of it does not.
     prefixes = partition.astype(">i8")
@@ -28,7 +39,8 @@ def sorted_by_tokens(tokens: Int32, offsets: Int64, partition: Int64, order: Ite
         prefixes[i : i + 1].tobytes() + tokens[starts[i] : starts[i + 1]].astype(">i4").tobytes()
         for i in range(len(starts) - 1)
     ]
-    return sorted(order, key=keys.__getitem__)
+    order = sorted(range(len(keys)) if chosen is None else chosen, key=keys.__getitem__)
+    return order, shared_with_previous(tokens, offsets, partition, order)
 
 
 def common_prefix(a: Int32, b: Int32) -> int:

@@ -29,7 +29,7 @@ from treepack.ingest.options import ROUTE_CONFLICTS, SHARES
 from treepack.sequences import Sequences, collect, take_rows
 from treepack.trajectory import Int32, Int64, Trajectory, is_recorded
 from treepack.trie.builders.route_order import ROWS_AT_ONCE, RoutedTokens, routed_order
-from treepack.trie.nodes import NodeArrays, forest_of, shared_with_previous, sorted_by_tokens
+from treepack.trie.nodes import NodeArrays, forest_of, sort_sequences
 from treepack.trie.route_symbols import RouteCosts, new_positions, shared_routes
 from treepack.trie.storage import ArrayStorage
 from treepack.trie.trie import Trie, trie_of_nodes
@@ -104,8 +104,7 @@ def _forest(sequences: Sequences, share: str, *, splits: bool = False) -> tuple[
         given = RoutedTokens(sequences.tokens, sequences.offsets, sequences.routes, partition)
         order, shared = routed_order(given, by_id, shares_last=share != "none")
     else:
-        order = sorted_by_tokens(sequences.tokens, sequences.offsets, partition, by_id)
-        shared = shared_with_previous(sequences.tokens, sequences.offsets, partition, order)
+        order, shared = sort_sequences(sequences.tokens, sequences.offsets, partition, by_id)
     if share == "none":
         shared = array("q", [0]) * len(order)
     return order, shared, forest_of(shared, array("q", np.diff(sequences.offsets)[order].tobytes()))

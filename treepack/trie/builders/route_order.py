@@ -25,7 +25,7 @@ from itertools import groupby
 import numpy as np
 
 from treepack.trajectory import Int32, Int64, Routes, missing_route
-from treepack.trie.nodes import NodeArrays, forest_of, shared_with_previous, sorted_by_tokens
+from treepack.trie.nodes import NodeArrays, forest_of, sort_sequences
 
 ROWS_AT_ONCE = 1 << 14  # rows that are copied at a time, some MB
 
@@ -59,8 +59,7 @@ def routed_order(
         shares_last: share last tokens that were not recorded, see above.
     """
     letters = _route_letters(given.tokens, given.routes)
-    order = sorted_by_tokens(letters, given.offsets, given.partition, list(by_id))
-    shared = shared_with_previous(letters, given.offsets, given.partition, order)
+    order, shared = sort_sequences(letters, given.offsets, given.partition, by_id)
     lengths = np.diff(given.offsets)[order]
     forest = forest_of(shared, array("q", lengths.tobytes()))
     firsts = _first_positions(given, order, forest)

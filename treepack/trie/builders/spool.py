@@ -29,7 +29,7 @@ from treepack.errors import TreepackError
 from treepack.sequences import Sequences, join
 from treepack.trajectory import Int32, Int64
 from treepack.trie.builders.in_memory import Partition, partitions
-from treepack.trie.nodes import shared_with_previous, sorted_by_tokens
+from treepack.trie.nodes import sort_sequences
 from treepack.trie.store.table_stream import pad, write_table
 
 
@@ -202,8 +202,8 @@ def _write_run(
     sequences: Sequences, spool: SpoolFiles, pieces: list[tuple[int, int]], *, share: str, number: int
 ) -> StoredRun:
     partition, distinct = partitions(sequences.table, share=share)
-    order = sorted_by_tokens(sequences.tokens, sequences.offsets, partition, range(len(partition)))
-    shared = np.array(shared_with_previous(sequences.tokens, sequences.offsets, partition, order), np.int64)
+    order, shared_tokens = sort_sequences(sequences.tokens, sequences.offsets, partition)
+    shared = np.array(shared_tokens, np.int64)
     # The new tokens of each: offsets [0, 4, 9], order [1, 0], shared [0, 3] -> [4, 9) and [0 + 3, 4).
     begins, ends = sequences.offsets[:-1][order], sequences.offsets[1:][order]
     stored_from = begins + (shared if share != "none" else 0)
