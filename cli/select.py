@@ -174,11 +174,7 @@ def update(
     trie = None if rollouts is None else read_trie(rollouts)
     groups = [] if trie is None else _groups(trie)
     if add_groups:
-        known = {*read.query_id.to_pylist(), *(name for name, _ in added)}
-        added += [(name, parent) for name, parent in groups if name not in known]
-        # A parent without rollouts in this trie is an original query that was not added yet.
-        parents = {parent for _, parent in added if parent is not None} - known - {name for name, _ in added}
-        added += [(parent, None) for parent in sorted(parents)]
+        added = _with_groups(added, groups, known={*read.query_id.to_pylist(), *(name for name, _ in added)})
     read, num_added = selection.with_queries(read, [name for name, _ in added], [parent for _, parent in added])
     counts: dict[str, Any] = {}
     if trie is not None:
@@ -252,6 +248,16 @@ def _groups(trie: Trie) -> list[tuple[str, str | None]]:
     for i, marks in marks_of(trie).items():
         queries[i] = marks.query_id, marks.parent_group
     return queries
+
+
+def _with_groups(
+    added: list[tuple[str, str | None]], groups: list[tuple[str, str | None]], *, known: set[str]
+) -> list[tuple[str, str | None]]:
+    """Return the queries `added`, those of `groups` that are not `known`, and their parents."""
+    added = [*added, *((name, parent) for name, parent in groups if name not in known)]
+    # A parent without rollouts in this trie is an original query that was not added yet.
+    parents = {parent for _, parent in added if parent is not None} - known - {name for name, _ in added}
+    return [*added, *((parent, None) for parent in sorted(parents))]
 
 
 def _count_rollouts(

@@ -8,7 +8,7 @@ Commands compute with these values before they read a part, so a total that is a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from treepack.errors import TreepackError, quoted_value
@@ -24,43 +24,56 @@ def check_values(manifest: Mapping[str, Any], path: str) -> None:
     Raises:
         TreepackError: naming the entry.
     """
+    for check in (_check_numbers, _check_texts, _check_lists, _check_others):
+        for name, value, is_good in check(manifest):
+            if not is_good:
+                name = name if len(name) <= _MAX_ENTRY else f"{name[:_MAX_ENTRY]}..."
+                raise TreepackError(f"{path}: is damaged ({name} is {quoted_value(value)}); write the directory again")
+
+
+_Checks = Iterator[tuple[str, Any, bool]]  # the name of an entry, its value, and whether it is good
+
+
+def _check_numbers(manifest: Mapping[str, Any]) -> _Checks:
     for name, value in manifest["totals"].items():
-        is_good = _is_count(value) if name.startswith(_COUNTED) else _is_number(value)
-        _require(is_good, path, f"totals.{name}", value)
+        yield f"totals.{name}", value, _is_count(value) if name.startswith(_COUNTED) else _is_number(value)
     for name, value in manifest["counts"].items():
-        _require(_is_count(value), path, f"counts.{name}", value)
+        yield f"counts.{name}", value, _is_count(value)
     for name, check in _VALUES.items():
         if name in manifest:
-            _require(check(manifest[name]), path, name, manifest[name])
+            yield name, manifest[name], check(manifest[name])
     for name, check in _OPTIONS.items():
-        if manifest["options"].get(name) is not None:
-            _require(check(manifest["options"][name]), path, f"options.{name}", manifest["options"][name])
+        if (value := manifest["options"].get(name)) is not None:
+            yield f"options.{name}", value, check(value)
+
+
+def _check_texts(manifest: Mapping[str, Any]) -> _Checks:
     for name, entry in manifest.items():
         if isinstance(entry, dict) and name in _TEXTS:
             for key in _TEXTS[name]:
-                _require(_is_text(entry.get(key, "")), path, f"{name}.{key}", entry.get(key))
+                yield f"{name}.{key}", entry.get(key), _is_text(entry.get(key, ""))
     for number, part in enumerate(manifest["files"]):
         for key in ("rows", "bytes"):
-            _require(_is_count(part[key]), path, f"files[{number}].{key}", part[key])
+            yield f"files[{number}].{key}", part[key], _is_count(part[key])
+
+
+def _check_lists(manifest: Mapping[str, Any]) -> _Checks:
     for name, keys in _LISTS.items():
         for key, fields in keys.items():
             for number, item in enumerate((manifest.get(name) or {}).get(key, ())):
-                good = isinstance(item, dict) and all(isinstance(item.get(field), str) for field in fields)
-                _require(good if fields else isinstance(item, str), path, f"{name}.{key}[{number}]", item)
+                is_good = isinstance(item, dict) and all(isinstance(item.get(field), str) for field in fields)
+                yield f"{name}.{key}[{number}]", item, is_good if fields else isinstance(item, str)
+
+
+def _check_others(manifest: Mapping[str, Any]) -> _Checks:
+    """Check the template, whose text may be several by name, and the temperatures of recorded log-probabilities."""
     text = (manifest.get("chat_template") or {"text": ""}).get("text")
     named = text if isinstance(text, dict) else {"default": text}
-    good = named.keys() <= {"default", "tool_use"} and all(isinstance(each, str) for each in named.values())
-    _require(good and "default" in named, path, "chat_template.text", text)
+    is_good = named.keys() <= {"default", "tool_use"} and all(isinstance(each, str) for each in named.values())
+    yield "chat_template.text", text, is_good and "default" in named
     for name, entry in (manifest.get("logprobs") or {}).items():
         temperature = entry.get("temperature", 1.0) if isinstance(entry, dict) else None
-        good = _is_number(temperature) or isinstance(temperature, str)
-        _require(isinstance(entry, dict) and good, path, f"logprobs.{name}", entry)
-
-
-def _require(is_good: bool, path: str, name: str, value: Any) -> None:
-    if not is_good:
-        name = name if len(name) <= _MAX_ENTRY else f"{name[:_MAX_ENTRY]}..."
-        raise TreepackError(f"{path}: is damaged ({name} is {quoted_value(value)}); write the directory again")
+        yield f"logprobs.{name}", entry, _is_number(temperature) or isinstance(temperature, str)
 
 
 def _is_count(value: Any) -> bool:
