@@ -221,6 +221,14 @@ def test_stats_and_the_page_have_the_sentence_about_memory(treepack: Run) -> Non
     assert not [line for line in report_summary(subject, measure(subject, SHAPE)) if line.startswith("Memory")]
 
 
+@pytest.mark.parametrize("model", [(), ("--model", "qwen3-1.7b")])
+def test_the_page_has_memory_of_a_model_that_the_user_named_only(
+    treepack: Run, tmp_path: Path, model: tuple[str, ...]
+) -> None:
+    treepack("report", SAMPLE_DATA / "tokens.jsonl", *model, "--out", tmp_path / "r.html")
+    assert ("Memory: " in (tmp_path / "r.html").read_text()) == bool(model)
+
+
 def test_whole_groups_fit_every_candidate(trie: Trie) -> None:
     options = quick(PackOptions(method="groups"))
     sizes = candidate_capacities(trie, options.method)

@@ -54,7 +54,11 @@ class ReportOptions:
     )
     # Method, effort and time limit of the plans; its other fields are not used.
     pack: PackOptions = field(default_factory=lambda: PackOptions(effort="low"))
-    model: str = option("qwen3-8b", "Forecast for this model: a preset or a config.json; see docs/forecast.md.")
+    model: str | None = option(
+        None,
+        "Forecast of compute and memory for this model: a preset or a config.json; see docs/forecast.md. Without one, "
+        "compute is that of qwen3-8b.",
+    )
     no_text: bool = option(False, "Leave the text of the rollouts out of the page.")
     text_limit: int = option(
         8_000_000,

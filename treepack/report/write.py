@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from treepack.analysis.describe import describe_rows
-from treepack.analysis.forecast import RowCounter
+from treepack.analysis.forecast import DEFAULT_MODEL, RowCounter
 from treepack.analysis.options import ReportOptions
 from treepack.analysis.origin import local_paths, manifest_of, origin_of, read_origin, refuse_reading
 from treepack.costs.model_cost import read_shape
@@ -103,7 +103,9 @@ def write_report(
         for output, option in ((page, "--out"), (pictures, "--png")):
             if output is not None:  # before the long work: a second command for the same output is refused at once
                 stack.enter_context(lock(output, option=option))
-        shape, memory = read_shape(options.model), read_memory(options.model)
+        shape = read_shape(options.model or DEFAULT_MODEL)
+        # Memory of a model that the user did not name is no news.
+        memory = read_memory(options.model) if options.model else None
         subject, tokenizer = _read(paths, options, progress, note or (lambda _: None))
         search = SearchOptions(options.pack.effort, options.pack.time_limit)
         capacities = list(options.capacities) or None
