@@ -56,12 +56,6 @@ def remove_stored(path: AnyPath) -> None:
         object_store.delete([path])
 
 
-def make_folder(path: AnyPath) -> None:
-    """Make a new folder on this machine; a store needs none."""
-    if isinstance(path, Path):
-        path.mkdir(parents=True)
-
-
 def remove_folder(path: AnyPath) -> None:
     """Remove a folder and everything in it; ignore files of this machine that cannot be removed."""
     if isinstance(path, Path):
