@@ -120,13 +120,6 @@ def as_path(value: OnePath) -> Path | RemotePath:
     return RemotePath(scheme, path)
 
 
-def as_remote_path(address: str) -> RemotePath:
-    """Return the address of an object in a store; `address` must be one."""
-    path = as_path(address)
-    assert isinstance(path, RemotePath)
-    return path
-
-
 def is_address(value: str) -> bool:
     """Return True if `value` has a scheme, accepted or not."""
     return _SCHEME.fullmatch(value) is not None
