@@ -312,12 +312,21 @@ def test_a_failed_task_leaves_no_output_but_finished_shares(
     same_bytes(tmp_path / "on", tmp_path / "one")
 
 
-def test_shares_of_a_stopped_command_are_no_input(tmp_path: Path, inputs: Path) -> None:
-    build_trie_directory([inputs], tmp_path / "one")
-    with pytest.raises(KeyboardInterrupt):
-        build_trie_on(Stopped(4), [inputs], tmp_path / "inputs" / "on", share_bytes=1)
-    build_trie_on(PickledScheduler(), [inputs], tmp_path / "on", share_bytes=1)
-    same_bytes(tmp_path / "on", tmp_path / "one")
+@pytest.mark.parametrize("pattern", ["in", "in/*", "in/**/*.jsonl"])
+def test_hidden_outputs_are_no_input(tmp_path: Path, pattern: str, store: Any) -> None:
+    (tmp_path / "in").mkdir()
+    for number in range(3):
+        (tmp_path / "in" / f"{number}.jsonl").write_bytes(as_lines(rollouts(30, seed=number)))
+    store.put(str(tmp_path / "in"), "/bucket/in", recursive=True)
+    for place in (str(tmp_path), "memory://bucket"):
+        inputs, out = [f"{place}/{pattern}"], f"{place}/in/out"
+        with pytest.raises(KeyboardInterrupt):
+            build_trie_on(Stopped(1), inputs, out, share_bytes=1)
+        # Its own unfinished output, and the shares of the command before.
+        one = build_trie_directory(inputs, f"{place}/one")
+        on = build_trie_on(PickledScheduler(), inputs, out, share_bytes=1)
+        assert on.manifest == one.manifest
+        assert on.num_files == 3
 
 
 @pytest.mark.parametrize(

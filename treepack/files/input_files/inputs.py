@@ -233,7 +233,12 @@ def _expand_glob(name: str) -> list[str]:
             return [name]
     except OSError as error:
         raise TreepackError(f"{displayed(name)}: cannot be read ({error.strerror}); check the path") from error
-    paths = sorted(glob.glob(name, recursive=True, include_hidden=True))  # noqa: PTH207 (Path.glob would drop a leading "./")
+    found = glob.glob(name, recursive=True, include_hidden=True)  # noqa: PTH207 (Path.glob would drop a leading "./")
+    given = PurePath(name).parts
+    # Hidden outputs that the pattern does not name, as in a search of a folder.
+    paths = sorted(
+        path for path in found if not any(is_hidden_output(part) for part in PurePath(path).parts if part not in given)
+    )
     if not paths:
         raise TreepackError(f"{displayed(name)}: no such file or folder, and no glob that matches one; check the path")
     return paths

@@ -43,6 +43,8 @@ def expand_address(
         return [str(path)], [], []  # of file://, which no glob follows
     files, skipped, searched = list[str](), list[Skipped](), list[str]()
     for match, objects in object_store.find_objects(path):
+        if any(is_hidden_output(part) for part in match.path.split("/") if part not in path.path.split("/")):
+            continue
         if objects is None:
             files.append(str(match))
             continue
