@@ -25,6 +25,7 @@ from support.oracle_model import (
 from support.strategies import make
 from treepack import TreepackError
 from treepack.data.batch import Batch, make_batch
+from treepack.model.accept.vocabulary import find_config
 from treepack.model.adapters.adapter import (
     assign,
     find_adapter,
@@ -394,3 +395,23 @@ def test_a_missing_package_is_refused_before_torch_is_imported(
     monkeypatch.setattr("treepack.model.adapters.lora_options.find_spec", lambda name: None)
     with pytest.raises(TreepackError, match="LoRA needs peft, which is not installed"):
         check_training([packed], str(base), TrainOptions(lora=LoraOptions(rank=2)))
+
+
+@pytest.mark.parametrize("place", ["runs/adapter/models/base", "runs/models/base", "models/base"])
+def test_a_relative_base_is_found_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    adapter, base, other = tmp_path / "runs" / "adapter", tmp_path / place, tmp_path / "other"
+    for folder in (adapter, base, other):
+        folder.mkdir(parents=True, exist_ok=True)
+    (base / "config.json").write_text(json.dumps({"model_type": "qwen3", "vocab_size": 7}))
+    config = {"peft_type": "LORA", "base_model_name_or_path": "models/base"}
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    monkeypatch.chdir(other)
+    for source in (adapter, Path("../runs/adapter")):
+        found = find_adapter(source)
+        assert found is not None
+        assert Path(found.base).resolve() == base
+        assert (find_config(str(source)) or {})["vocab_size"] == 7
+    (base / "config.json").unlink()
+    missing = find_adapter(adapter)
+    assert missing is not None
+    assert missing.base == "models/base"

@@ -36,3 +36,14 @@ def local_source(source: str | Path) -> str:
     if not files:
         raise TreepackError(f"{path}: contains no model; give the address of a folder with config.json and weights")
     return str(next(iter(copies_below(path, files).values())).parent)
+
+
+def base_beside(folder: Path, name: str) -> str:
+    """Return the base model `name` of the adapter in `folder`, whatever folder its relative path was written in.
+
+    A path that leads to nothing from here is tried below the adapter's folder, and below each folder above that.
+    """
+    # models/base of proj/runs/adapter -> proj/models/base
+    places = (each / name for each in (folder.resolve(), *folder.resolve().parents))
+    is_found = Path(name).exists() or Path(name).is_absolute()
+    return name if is_found else next((str(each) for each in places if (each / "config.json").is_file()), name)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from treepack.errors import TreepackError
-from treepack.files.model_source import VALUE_FILE
+from treepack.files.model_source import VALUE_FILE, base_beside
 from treepack.files.remote.address import is_address
 from treepack.files.remote.hub import download_snapshot, refuse_missing, snapshot
 
@@ -56,7 +56,7 @@ def find_config(source: str) -> dict[str, Any] | None:
     path = _find(source)
     base = {} if path is None else _read_fields(path / ADAPTER_FILE)
     if path is not None and isinstance(name := base.get("base_model_name_or_path"), str):
-        path = _find(name)
+        path = _find(base_beside(path, name))
     fields = {} if path is None else _read_fields(path / CONFIG_FILE if path.is_dir() else path)
     if (fields or (path and path.is_file())) and not isinstance(fields.get("model_type"), str):
         raise TreepackError(f"{source}: has no model_type; expected the config.json of a causal language model")

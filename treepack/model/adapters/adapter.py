@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from treepack.errors import TreepackError
-from treepack.files.model_source import local_source
+from treepack.files.model_source import base_beside, local_source
 from treepack.files.remote.hub import is_offline
 from treepack.model.adapters.adapter_targets import conv1d_class, find_targets
 from treepack.model.adapters.lora_options import LoraOptions, require_packages
@@ -72,7 +72,7 @@ def find_adapter(source: str | Path) -> LocalAdapter | None:
         raise TreepackError(f"{source}: its {CONFIG_FILE} cannot be read ({error}); save the adapter again") from error
     if not base:
         raise TreepackError(f"{source}: its {CONFIG_FILE} names no base model; set base_model_name_or_path in it")
-    return LocalAdapter(str(file.parent), str(base))
+    return LocalAdapter(str(file.parent), base_beside(file.parent, str(base)))
 
 
 def _hub_file(name: str) -> Path | None:
