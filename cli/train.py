@@ -280,5 +280,5 @@ def _none_cut(limit: int, rows: str, longest: int) -> TreepackError:
 
 
 def _part(count: int, total: int) -> str:
-    # 7 of 16 -> "7 of 16, limited by memory and some minutes"; 16 of 16 -> "16"
-    return f"{count:,}" if count == total else f"{count:,} of {total:,}, limited by memory and some minutes"
+    # 7 of 16 -> "7 of 16, limited by tokens of a row"; 16 of 16 -> "16"
+    return f"{count:,}" if count == total else f"{count:,} of {total:,}, limited by tokens of a row"
