@@ -265,4 +265,18 @@ UNREAD_FROM_OLDER = frozenset({"DeepSeek-V3, R1, Kimi K2", "Gemma 3n"})
 # The source, untrained, gives other log-probabilities in 4.57 than in 5.24.
 CHANGED_SINCE_OLDER = frozenset({"Apertus", "Bamba", "OLMo 3"})
 # Families that vLLM's CPU build reads in tests/train/test_vllm_copies.py.
-READ_BY_VLLM = ("Qwen 3", "Llama 3")
+READ_BY_VLLM = (
+    "Qwen 2.5",
+    "Qwen 3",
+    "Qwen 3 MoE",
+    "Llama 3",
+    "Mistral",
+    "Mixtral",
+    "Phi 3 mini",
+    "Gemma 2",
+    "Gemma 3",
+    "OLMo 2",
+    "GLM-4",
+    "Granite 3",
+    "SmolLM 3",
+)

@@ -24,8 +24,9 @@ def read(folder: Path, ids: list[int]) -> list[float]:
     from vllm import LLM, SamplingParams
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
-    llm = LLM(str(folder), dtype="float32", skip_tokenizer_init=True, enforce_eager=True, max_model_len=64)
+    llm = None
     try:
+        llm = LLM(str(folder), dtype="float32", skip_tokenizer_init=True, enforce_eager=True, max_model_len=64)
         sampling = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
         (output,) = llm.generate([{"prompt_token_ids": ids}], sampling, use_tqdm=False)
         values = output.prompt_logprobs

@@ -52,7 +52,7 @@ def copies(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, to
     runs["rounded"] = (FAMILIES["qwen3"], torch.bfloat16, replace(OPTIONS, save_dtype="source"))
     values = {}
     for name, (family, dtype, options) in runs.items():
-        save_family(family.kind, folder / "sources" / name, dtype=dtype, **SHAPE, **family.options)
+        save_family(family.kind, folder / "sources" / name, dtype=dtype, **SHAPE | family.options)
         run = open_run(packed, folder / "sources" / name, options)
         for _ in train(run, folder / name):
             pass
