@@ -6,7 +6,7 @@
     packed, options        setup.run_data.open_data         rows, steps and blocks, also of held-out rows
     model, options         setup.run_model.load_run_model   the model, its layers as far as the options name them
     rows, model            setup.run_model.check_fit        refusals, tokenizer, notes
-    rows, model, options   setup.run_memory.choose_memory   one `smaller_plan.RunPlan`: compile, layers, pieces, passes
+    rows, model, options   setup.run_memory.choose_memory   one `rung.RunPlan`: compile, layers, pieces, passes
     all of these           setup.opening.open_run           `run.TrainingRun`, built once; no option is "auto" now
     run                    loop.train -> step.train_step    passes of rows to gradients, one update a step
     run, steps             saving, watch                    run.json, checkpoints, the model; metrics and trackers
