@@ -114,6 +114,6 @@ def _fault(chain: list[Record], agent: Any, number: int) -> str | None:
     return NO_TEXTS if agent is not None and answers and "text" not in _kinds(answers[-1]) else None
 
 
-def _kinds(value: JsonObject) -> set[Any]:
+def _kinds(value: JsonObject) -> list[Any]:
     content = value["message"].get("content")
-    return {part.get("type") for part in content} if is_messages(content) else {"text"} if content else set()
+    return [part.get("type") for part in content] if is_messages(content) else ["text"] if content else []
