@@ -25,6 +25,7 @@ from treepack.ingest.readers.unread_programs import unread_program
 NO_PROMPT = "lines of the model without the prompt before them"
 NO_SUMMARY = "lines after a compaction without its summary"
 NO_TEXTS = "lines of a sub-agent without its texts"
+NO_CONTENT = "lines of a session in which a message has no content"
 REMEDY = (
     "give the session file below ~/.claude/projects or ~/.qwen, or run claude -p with --input-format stream-json "
     "--replay-user-messages"
@@ -52,6 +53,7 @@ def linked_sessions(rows: list[Record]) -> Iterator[tuple[list[Record], tuple[st
         yield rows, ()
         return
     chains: dict[tuple[Any, Any, int], list[Record]] = {}  # by session, sub-agent and number of compactions
+    damaged: set[tuple[Any, Any, int]] = set()
     compactions: Counter[tuple[Any, Any]] = Counter()
     # A session may have no uuids, or one for all lines; a later session may repeat the uuids of an earlier one.
     uuids = Counter(map(_name_of, rows))
@@ -63,6 +65,8 @@ def linked_sessions(rows: list[Record]) -> Iterator[tuple[list[Record], tuple[st
         compactions[name] += value.get("subtype") == "compact_boundary"
         chain = chains.setdefault((*name, compactions[name]), [])
         if value.get("type") in ("user", "assistant") and isinstance(value.get("message"), dict):
+            if "content" not in value["message"]:
+                damaged.add((*name, compactions[name]))
             uuid = value.get("uuid") if uuids[_name_of(row)] == 1 else None
             row = replace(row, value=value | {"uuid": uuid or row.source})
             chain.append(_linked(row, chain[-1] if chain else None))
@@ -73,7 +77,8 @@ def linked_sessions(rows: list[Record]) -> Iterator[tuple[list[Record], tuple[st
         used: list[Record] = []
         faults: dict[str, None] = {}
         for (name, agent, number), chain in chains.items():
-            if name == session and chain and (fault := _fault(chain, agent, number)) is not None:
+            fault = NO_CONTENT if (name, agent, number) in damaged else _fault(chain, agent, number) if chain else None
+            if name == session and fault is not None:
                 faults[fault] = None
             elif name == session:
                 used += chain
