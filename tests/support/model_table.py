@@ -277,6 +277,5 @@ READ_BY_VLLM = (
     "Gemma 3",
     "OLMo 2",
     "GLM-4",
-    "Granite 3",
     "SmolLM 3",
 )
