@@ -279,6 +279,10 @@ def streamed(kind: str, content: Any, *, agent: str | None = None, session: str 
     return {"type": kind, "message": message, "parent_tool_use_id": agent, "session_id": session, "uuid": "x"} | more
 
 
+def without_content(line: Line) -> Line:
+    return line | {"message": {name: field for name, field in line["message"].items() if name != "content"}}
+
+
 def call(name: str) -> dict[str, Any]:
     return {"type": "tool_use", "id": name, "name": "f", "input": {}}
 
@@ -341,9 +345,20 @@ def test_a_sub_agent_in_a_stream_is_a_conversation_of_its_own_if_its_texts_are_t
         ([streamed("assistant", [text("A")], id="m")], stream_lines.NO_PROMPT),
         ([streamed("user", [result("c")]), streamed("assistant", [text("A")], id="m")], stream_lines.NO_PROMPT),
         ([BOUNDARY, streamed("user", "u"), streamed("assistant", [text("A")], id="m")], stream_lines.NO_SUMMARY),
+        (
+            [
+                streamed("user", "u"),
+                without_content(streamed("assistant", None, id="m1")),
+                streamed("user", [result("c")]),
+                streamed("assistant", [text("A")], id="m2"),
+            ],
+            stream_lines.NO_CONTENT,
+        ),
+        # A type that is a list is no prompt of a known kind, and no fault of the reader.
+        ([streamed("user", [{"type": ["tool_result"]}, result("c")])], stream_lines.NO_PROMPT),
     ],
 )
-def test_a_stream_without_its_prompt_is_skipped_and_the_remedy_is_named(lines: list[Line], reason: str) -> None:
+def test_a_stream_with_missing_parts_is_skipped_and_the_remedy_is_named(lines: list[Line], reason: str) -> None:
     (item,) = read([INIT, *lines])
     assert isinstance(item, Skipped)
     assert (item.reason, item.is_rollout) == (reason, True)

@@ -77,11 +77,13 @@ def linked_sessions(rows: list[Record]) -> Iterator[tuple[list[Record], tuple[st
         used: list[Record] = []
         faults: dict[str, None] = {}
         for (name, agent, number), chain in chains.items():
-            fault = NO_CONTENT if (name, agent, number) in damaged else _fault(chain, agent, number) if chain else None
-            if name == session and fault is not None:
-                faults[fault] = None
-            elif name == session:
+            if name != session or not chain:
+                continue
+            fault = NO_CONTENT if (name, agent, number) in damaged else _fault(chain, agent, number)
+            if fault is None:
                 used += chain
+            else:
+                faults[fault] = None
         if used or faults or len(sessions) == 1:
             yield used, tuple(faults)
 
