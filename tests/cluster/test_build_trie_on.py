@@ -1,4 +1,4 @@
-"""Tries built by shares as tasks are those of one process, byte for byte; a command that starts again goes on."""
+"""Tries built by shares as tasks are those of one process, byte for byte; a command that starts again continues."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def agent_step(message: str, **more: Any) -> dict[str, Any]:
     return {"source": "agent", "message": message, **more}
 
 
-def told(message: Any, **more: Any) -> dict[str, Any]:
+def user_step(message: Any, **more: Any) -> dict[str, Any]:
     return {"source": "user", "message": message, **more}
 
 
@@ -62,10 +62,12 @@ def test_the_calls_of_a_linear_atif_run_are_its_tokens_with_one_span_each(
 
 def test_steps_after_a_summary_are_not_trained_behind_a_history_that_their_model_did_not_see() -> None:
     summary = {"source": "system", "message": "Summed up.", "observation": {"results": [{"content": "short"}]}}
-    ((trajectory, chat),) = chats(read_atif(told("Q"), agent_step("A"), summary, told("Go on."), agent_step("B")))
+    ((trajectory, chat),) = chats(
+        read_atif(user_step("Q"), agent_step("A"), summary, user_step("Go on."), agent_step("B"))
+    )
     assert trajectory.notes == (atif.CONTEXT_NOTE,)
     assert turns(chat) == [("user", "Q", 0.0), ("assistant", "A", 1.0)]
-    ((whole, same),) = chats(read_atif(summary, told("Q"), agent_step("A"), summary))
+    ((whole, same),) = chats(read_atif(summary, user_step("Q"), agent_step("A"), summary))
     assert (turns(same), whole.notes) == (turns(chat), ())
 
 
@@ -76,7 +78,7 @@ def event(*texts: Any, boundary: str = "replace", **more: Any) -> dict[str, Any]
 
 
 def test_a_context_that_replaces_the_old_one_is_the_prompt_of_the_next_steps() -> None:
-    steps = (told("Q"), agent_step("A"), event("short"), told("Go on."), agent_step("B"), event("shorter"))
+    steps = (user_step("Q"), agent_step("A"), event("short"), user_step("Go on."), agent_step("B"), event("shorter"))
     (first, old), (second, new), (third, last) = chats(read_atif(*steps, agent_step("C")))
     assert turns(old) == [("user", "Q", 0.0), ("assistant", "A", 1.0)]
     assert turns(new) == [("user", "short", 0.0), ("user", "Go on.", 0.0), ("assistant", "B", 1.0)]
@@ -88,15 +90,15 @@ def test_a_context_that_replaces_the_old_one_is_the_prompt_of_the_next_steps() -
 
 
 def test_a_copied_context_that_replaces_the_old_one_is_the_prompt_of_a_continuation() -> None:
-    copied = [step | {"is_copied_context": True} for step in (told("Q"), agent_step("A"), event("short"))]
-    ((trajectory, chat),) = chats(read_atif(*copied, told("Go on."), agent_step("B")))
+    copied = [step | {"is_copied_context": True} for step in (user_step("Q"), agent_step("A"), event("short"))]
+    ((trajectory, chat),) = chats(read_atif(*copied, user_step("Go on."), agent_step("B")))
     assert turns(chat) == [("user", "short", 0.0), ("user", "Go on.", 0.0), ("assistant", "B", 1.0)]
     assert (trajectory.trajectory_id, trajectory.notes) == ("s", ())
 
 
 @pytest.mark.parametrize("change", [event(), event("more", boundary="append"), event([{"type": "image"}])])
 def test_steps_after_a_context_that_is_not_known_are_not_trained(change: dict[str, Any]) -> None:
-    ((trajectory, chat),) = chats(read_atif(told("Q"), agent_step("A"), change, agent_step("B")))
+    ((trajectory, chat),) = chats(read_atif(user_step("Q"), agent_step("A"), change, agent_step("B")))
     assert turns(chat) == [("user", "Q", 0.0), ("assistant", "A", 1.0)]
     assert len(trajectory.notes) == 1
 
@@ -107,7 +109,7 @@ def test_atif_steps_without_token_ids_are_a_conversation() -> None:
     tools = [{"type": "function", "function": {"name": "ls"}}]
     looked = agent_step("I look.", reasoning_content="Hm.", tool_calls=[call], observation=results)
     last = agent_step("B")
-    steps = [{"source": "system", "message": "S"}, told("Q"), looked, {"source": "system", "message": ""}, last]
+    steps = [{"source": "system", "message": "S"}, user_step("Q"), looked, {"source": "system", "message": ""}, last]
     ((item, content),) = chats(read_atif(*steps, agent={"name": "a", "model_name": "m", "tool_definitions": tools}))
     assert (item.trajectory_id, item.group_id) == ("s", None)
     assert item.metadata == {"session_id": "s", "agent": "a", "model": "m"}
@@ -129,56 +131,66 @@ def test_atif_steps_without_token_ids_are_a_conversation() -> None:
 
 
 def test_atif_steps_that_were_copied_or_that_no_model_made_are_not_trained() -> None:
-    steps = [told("Q"), agent_step("A", is_copied_context=True), agent_step("B", llm_call_count=0), agent_step("C")]
+    steps = [
+        user_step("Q"),
+        agent_step("A", is_copied_context=True),
+        agent_step("B", llm_call_count=0),
+        agent_step("C"),
+    ]
     ((_, content),) = chats(read_atif(*steps))
     assert [weight for *_, weight in turns(content)] == [0.0, 0.0, 0.0, 1.0]
     assert reasons(read_atif(*steps[:3])) == ["no step of a model that can be trained"]
-    ((_, content),) = chats(read_atif(told("Q"), agent_step("A", is_copied_context="false")))
+    ((_, content),) = chats(read_atif(user_step("Q"), agent_step("A", is_copied_context="false")))
     assert content.message_weights == [0.0, 1.0]
 
 
 @pytest.mark.parametrize("odd", [{"llm_call_count": "0"}, {"llm_call_count": [0]}, {"metrics": [{}]}])
 def test_a_step_whose_calls_or_metrics_have_another_form_is_refused(odd: dict[str, Any]) -> None:
     with pytest.raises(TreepackError, match=rf"{next(iter(odd))} is .*; expected"):
-        read_atif(told("Q"), agent_step("A", **odd))
+        read_atif(user_step("Q"), agent_step("A", **odd))
 
 
 def test_atif_token_ids_of_some_steps_only_are_not_used() -> None:
     for other in (agent_step("B"), agent_step("B", llm_call_count=2, **ids([1], [2]))):
-        ((trajectory, content),) = chats(read_atif(told("Q"), agent_step("A", **ids([1, 2], [3])), other))
+        ((trajectory, content),) = chats(read_atif(user_step("Q"), agent_step("A", **ids([1, 2], [3])), other))
         assert [weight for *_, weight in turns(content)] == [0.0, 1.0, 1.0]
         assert trajectory.notes == ("token ids of some steps only, not used",)
 
 
 def test_copied_atif_steps_need_no_token_ids() -> None:
     trajectory = only(
-        read_atif(told("Q"), agent_step("A", is_copied_context=True), agent_step("B", **ids([1, 2], [3])))
+        read_atif(user_step("Q"), agent_step("A", is_copied_context=True), agent_step("B", **ids([1, 2], [3])))
     )
     assert isinstance(trajectory.content, Tokens)
 
 
 def test_atif_steps_from_an_image_on_are_left_out() -> None:
     parts = [{"type": "text", "text": "see"}, {"type": "image", "source": {"path": "x.png"}}]
-    ((trajectory, content),) = chats(read_atif(told("Q"), agent_step("A"), told(parts), agent_step("B")))
+    ((trajectory, content),) = chats(read_atif(user_step("Q"), agent_step("A"), user_step(parts), agent_step("B")))
     assert turns(content) == [("user", "Q", 0.0), ("assistant", "A", 1.0)]
     assert trajectory.notes == ("steps from the first image or sound to the end not used",)
 
 
 def test_embedded_agents_are_trajectories_of_their_own_in_one_rollout() -> None:
-    steps = [told("P"), agent_step("C")]
+    steps = [user_step("P"), agent_step("C")]
     inner = {"schema_version": "ATIF-v1.7", "trajectory_id": "t", "agent": {"name": "b"}, "steps": steps}
-    pairs = chats(read_atif(told("Q"), agent_step("A"), subagent_trajectories=[inner]))
+    pairs = chats(read_atif(user_step("Q"), agent_step("A"), subagent_trajectories=[inner]))
     assert [(item.trajectory_id, item.metadata["agent"]) for item, _ in pairs] == [("s", "a"), ("s/t", "b")]
     assert [(item.rollout_id, item.rollout_part) for item, _ in pairs] == [("s", 0), ("s", MAX_INSIDE)]
     assert len({(item.source, item.group_id) for item, _ in pairs}) == 1
     with pytest.raises(
         TreepackError, match=r"subagent_trajectories\[0\] is \{\}; expected a trajectory with schema_version ATIF"
     ):
-        read_atif(told("Q"), agent_step("A"), subagent_trajectories=[{}])
+        read_atif(user_step("Q"), agent_step("A"), subagent_trajectories=[{}])
 
 
 def trial(folder: Path, result: dict[str, Any], *files: str) -> Path:
-    document = {"schema_version": "ATIF-v1.6", "session_id": "s", "agent": {}, "steps": [told("Q"), agent_step("A")]}
+    document = {
+        "schema_version": "ATIF-v1.6",
+        "session_id": "s",
+        "agent": {},
+        "steps": [user_step("Q"), agent_step("A")],
+    }
     for name in files:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(json.dumps(document))
@@ -224,7 +236,7 @@ def test_a_trial_of_one_file_is_a_rollout_without_parts(tmp_path: Path) -> None:
 
 def test_files_of_a_trial_without_a_result_are_one_rollout_by_their_sessions(tmp_path: Path) -> None:
     def write(name: str, session: str, **fields: Any) -> None:
-        steps = [told("Q"), agent_step("A")]
+        steps = [user_step("Q"), agent_step("A")]
         document = {"schema_version": "ATIF-v1.6", "session_id": session, "agent": {}, "steps": steps}
         (tmp_path / name).write_text(json.dumps(document | fields))
 

@@ -6,10 +6,10 @@
 The plan gets smaller as in training (`fit.rung`): rows of fewer sequences, then rows in pieces, then smaller
 chunks of logits.
 
-A forward pass leaves nothing behind, so it may run again with a smaller row. A backward pass that fails has added the
-gradients of the row to some parameters and not to others. That is final: the error names a capacity that fits better.
-Pieces add to a parameter many times, so they start without gradients, to which the earlier ones are added at the end,
-and may run again. No pass runs again if other ranks wait for it.
+A forward pass adds nothing to the gradients, so it may run again with a smaller row. A backward pass that fails has
+added the gradients of the row to some parameters and not to others. That is final: the error names a capacity that fits
+better. Pieces add to a parameter many times, so they start without gradients, to which the earlier ones are added at
+the end, and may run again. No pass runs again if other ranks wait for it.
 
 On a GPU a first pass measures the bytes that its graph keeps for each token. Longer rows than fit are cut beforehand.
 """

@@ -7,8 +7,8 @@
     files of all ranks --read_layout--> for each tensor, the boxes of files it consists of
     layout, tensors of any sharding --fill_tensors--> the tensors, filled in place
 
-A part has the name of its tensor. The metadata of its file contain its start and the shape of the whole tensor, which
-`read_layout` checks: parts are at most trusted to have wrong numbers.
+A part has the name of its tensor. The metadata of its file contain its start and the shape of the whole tensor.
+`read_layout` checks that the parts are the whole of each tensor. Only the values in them are not checked.
 """
 
 from __future__ import annotations

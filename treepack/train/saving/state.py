@@ -268,7 +268,7 @@ def _check_random_states(path: Path, states: Mapping[str, Tensor]) -> None:
             torch.Generator().set_state(states["torch"])
             states["normal"]
     except (ValueError, KeyError, RuntimeError) as error:
-        raise TreepackError(f"{path}: its random states are of no generator; take another checkpoint") from error
+        raise TreepackError(f"{path}: its random states fit no generator; take another checkpoint") from error
 
 
 def _set_random_states(states: Mapping[str, Tensor]) -> None:

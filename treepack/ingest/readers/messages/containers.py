@@ -73,6 +73,7 @@ def _moved_tools(value: JsonObject) -> JsonObject:
 
     Only lists of schemas are moved: a name of tools in metadata stays there.
     """
+    # The nodes of a tree, the last of _TALKS, have no system message of their own.
     talks = [name for name in (*_TALKS[:2], "prompt") if is_messages(value.get(name)) and value[name]]
     if tools_of(value) is not None or not (talks or is_messages(value.get("completion"))):
         return {}
