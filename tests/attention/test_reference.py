@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from support.attention_trees import comb, random_tree
 from support.oracle import visible
@@ -135,6 +136,23 @@ def test_flex_is_the_reference_in_output_and_every_gradient(length: int, scale: 
     )
     for ours, theirs in pairs:
         assert (ours - theirs).norm() <= 1e-12 * max(theirs.norm(), 1e-3)
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_flex_has_the_same_gradients_when_it_is_computed_again_in_the_backward_pass(softcap: float | None) -> None:
+    end = random_tree(130, seed=1)
+
+    def gradients(recompute: bool) -> tuple[Tensor, ...]:
+        inputs = random_inputs(130)
+
+        def layer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return (flex_attention(q, k, v, end, softcap=softcap).tanh() ** 2).exp()
+
+        out = checkpoint(layer, *inputs, use_reentrant=False) if recompute else layer(*inputs)
+        return torch.autograd.grad(out.sum(), inputs)
+
+    for again, once in zip(gradients(True), gradients(False), strict=True):
+        assert torch.equal(again, once)
 
 
 def test_bfloat16_inputs_are_computed_in_float32() -> None:

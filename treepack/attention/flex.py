@@ -238,7 +238,7 @@ def fused_kernel(
 
 def _eager(softcap: float | None) -> Kernel:
     """Return the kernel for the CPU, float64 too."""
-    score_mod = torch_flex._identity if softcap is None else _capped_scores(softcap)
+    score_mod = torch_flex._identity if softcap is None else _traced_alone(_capped_scores(softcap))
 
     def run(query: Tensor, key: Tensor, value: Tensor, block_mask: BlockMask) -> tuple[Tensor, Tensor | None]:
         # The public function refuses gradients on the CPU; the operator that it calls computes them, in float64 too.
@@ -248,3 +248,21 @@ def _eager(softcap: float | None) -> Kernel:
         return out, lse * math.log(2)  # the operator counts in powers of two
 
     return run
+
+
+def _traced_alone(change: ScoreMap) -> ScoreMap:
+    """Return a change of scores whose saved tensors a checkpoint around the layer does not see.
+
+    The eager operator traces the change and its gradient while it runs. A checkpoint counts the tensors that the trace
+    saves among its own; it then gives the backward pass other tensors than the forward pass saved.
+    """
+
+    def run(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(_same, _same):
+            return change(score, batch, head, query, key)
+
+    return run
+
+
+def _same(saved: Tensor) -> Tensor:
+    return saved
