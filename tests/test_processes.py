@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from support.paths import TESTS
+from support.refusal import refusal
 from support.worker_jobs import Die, Divide, Echo, Modules, Process, Sum, add, value
 from treepack.errors import TreepackError
 from treepack.processes import WINDOW, ProcessTeam, in_order, unordered
@@ -54,8 +55,7 @@ def test_an_error_of_the_iterator_comes_after_the_results_before_it(workers: int
 
     results = in_order(Divide, 12, pieces(), workers=workers, min_tasks=min_tasks)
     assert [next(results), next(results)] == [2, 4]
-    with pytest.raises(TreepackError, match="no more"):
-        next(results)
+    assert "no more" in refusal(next, results)
 
 
 def test_no_piece_gives_no_result_and_needs_no_worker() -> None:
@@ -94,8 +94,7 @@ def test_workers_never_import_torch() -> None:
 
 
 def test_a_worker_that_died_is_named() -> None:
-    with pytest.raises(TreepackError, match="a worker process died"):
-        list(in_order(Die, None, [1], workers=2))
+    assert "a worker process died" in refusal(list, in_order(Die, None, [1], workers=2))
 
 
 @pytest.mark.parametrize("workers", [1, 2])

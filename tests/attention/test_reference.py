@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from support.attention_trees import comb, random_tree
 from support.oracle import visible
 from support.oracle_model import Sample, make_row, sample_sets, tiny_model
+from support.refusal import refusal
 from treepack.attention import build_block_mask, flex_attention, reference_attention, register, visible_pairs
 from treepack.attention.flex import BLOCK
 from treepack.attention.interface import check_request
@@ -169,17 +170,15 @@ def test_bfloat16_inputs_are_computed_in_float32() -> None:
 def test_shapes_that_do_not_fit_are_refused(attend: Any) -> None:
     q, k, v = random_inputs(12)
     end = torch.full((1, 12), 12)
-    with pytest.raises(TreepackError, match="one per token"):
-        attend(q, k, v, end[:, :11])
-    with pytest.raises(TreepackError, match="without a cache"):
-        attend(q[:, :, :3], k, v, end[:, :3])
-    with pytest.raises(TreepackError, match="not a multiple"):
-        attend(q[:, :3], k, v, end)
+    assert "one per token" in refusal(attend, q, k, v, end[:, :11])
+    assert "without a cache" in refusal(attend, q[:, :, :3], k, v, end[:, :3])
+    assert "not a multiple" in refusal(attend, q[:, :3], k, v, end)
 
 
 def test_a_block_mask_of_another_row_is_refused() -> None:
-    with pytest.raises(TreepackError, match="block mask of this row"):
-        flex_attention(*random_inputs(12), torch.full((1, 12), 12), block_mask=build_block_mask(torch.ones(1, 200)))
+    assert "block mask of this row" in refusal(
+        flex_attention, *random_inputs(12), torch.full((1, 12), 12), block_mask=build_block_mask(torch.ones(1, 200))
+    )
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -210,9 +209,7 @@ def test_models_refuse_a_row_without_subtree_end_and_a_mask(kind: str, attention
     register()
     model = tiny_model(kind, attention=attention)
     ids, end = torch.arange(5)[None], torch.full((1, 5), 5)
-    with pytest.raises(TreepackError, match="subtree_end did not reach this layer"):
-        model(input_ids=ids, use_cache=False)
+    assert "subtree_end did not reach this layer" in refusal(model, input_ids=ids, use_cache=False)
     for mask in (torch.tensor([[0, 1, 1, 1, 1]]), torch.zeros(1, 1, 5, 5)):
-        with pytest.raises(TreepackError, match="mask is given"):
-            model(input_ids=ids, attention_mask=mask, subtree_end=end, use_cache=False)
+        assert "mask is given" in refusal(model, input_ids=ids, attention_mask=mask, subtree_end=end, use_cache=False)
     assert model(input_ids=ids, subtree_end=end, use_cache=False).logits.isfinite().all()

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.pickled_scheduler import PickledScheduler
+from support.refusal import refusal
 from support.sampled_trees import rollouts_of_tree, sample_trees, three_tokens
 from support.strategies import make, trajectories
 from treepack import PackOptions, Progress, TreepackError, check, pack_trie
@@ -166,8 +167,9 @@ def test_a_slice_may_lose_all_its_trajectories_but_not_all_slices(tmp_path: Path
     summary = pack_trie_on(LocalScheduler(), trie, tmp_path / "packed", options, num_slices=4)
     assert summary.counts == {"dropped: longer than the capacity": 10}
     assert check(tmp_path / "packed")["against_trie"] is True
-    with pytest.raises(TreepackError, match="no trajectory fits the capacity of 2; raise the capacity"):
-        pack_trie_on(LocalScheduler(), trie, tmp_path / "none", replace(options, capacity=2), num_slices=4)
+    assert "no trajectory fits the capacity of 2; raise the capacity" in refusal(
+        pack_trie_on, LocalScheduler(), trie, tmp_path / "none", replace(options, capacity=2), num_slices=4
+    )
     assert not (tmp_path / "none").exists()
 
 
@@ -192,8 +194,9 @@ def test_rows_of_each_step_are_a_multiple_for_balance(tmp_path: Path) -> None:
     rows = Counter(row.step for row in read_rows(tmp_path / "packed"))
     assert all(number % 4 == 0 for number in rows.values())
     assert summary.totals["group_pairs_max_over_mean"] < 1.5
-    with pytest.raises(TreepackError, match="give --balance a smaller number, or fewer --partitions"):
-        pack_trie_on(LocalScheduler(), trie, tmp_path / "more", replace(options, balance=20), num_slices=9)
+    assert "give --balance a smaller number, or fewer --partitions" in refusal(
+        pack_trie_on, LocalScheduler(), trie, tmp_path / "more", replace(options, balance=20), num_slices=9
+    )
 
 
 def test_whole_groups_need_trees_of_one_group(tmp_path: Path) -> None:
@@ -205,8 +208,9 @@ def test_whole_groups_need_trees_of_one_group(tmp_path: Path) -> None:
         assert all(number == 10 for number in Counter(row.trajectory_groups).values())
     (tmp_path / "other").mkdir()
     mixed = trie_directory(branches(2), tmp_path / "other")
-    with pytest.raises(TreepackError, match="its trees mix groups, so it cannot be cut between groups"):
-        pack_trie_on(LocalScheduler(), mixed, tmp_path / "more", options, num_slices=4)
+    assert "its trees mix groups, so it cannot be cut between groups" in refusal(
+        pack_trie_on, LocalScheduler(), mixed, tmp_path / "more", options, num_slices=4
+    )
 
 
 def test_leaf_weights_do_not_depend_on_slices(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from support.gs import Bucket, running_bucket
+from support.refusal import refusal
 from support.strategies import make
-from treepack.errors import TreepackError
 from treepack.files.directory import finished_directory
 from treepack.files.remote import object_store
 from treepack.files.remote.address import RemotePath
@@ -58,8 +58,7 @@ def test_the_conditions_of_a_write_are_kept(bucket: Bucket) -> None:
 def test_outputs_are_whole_and_replaced_only_by_overwrite(bucket: Bucket) -> None:
     write(1)
     assert read_trie(OUT).tokens[0] == 1
-    with pytest.raises(TreepackError, match="trie exists; choose another --out or give --overwrite"):
-        write(2)
+    assert "trie exists; choose another --out or give --overwrite" in refusal(write, 2)
     write(2, overwrite=True)
     assert read_trie(OUT).tokens[0] == 2
     assert len(bucket.objects) == 3
@@ -71,15 +70,15 @@ def test_of_two_writers_the_later_one_gets_one_sentence(bucket: Bucket) -> None:
             write_trie(build_trie([make("a", [7, 7])]), temporary)
             Context().run(write, 1)
 
-    with pytest.raises(TreepackError, match="trie: exists, because another process has just written it"):
-        write_late()
+    assert "trie: exists, because another process has just written it" in refusal(write_late)
     assert read_trie(OUT).tokens[0] == 1
     assert len(bucket.objects) == 3
 
 
 def test_a_missing_bucket_is_one_sentence(bucket: Bucket) -> None:
-    with pytest.raises(TreepackError, match="gs://other/trie: there is no bucket other; create it"):
-        object_store.write(RemotePath("gs", "other/trie"), b"", expected=None)
+    assert "gs://other/trie: there is no bucket other; create it" in refusal(
+        object_store.write, RemotePath("gs", "other/trie"), b"", expected=None
+    )
 
 
 UNANSWERED = """

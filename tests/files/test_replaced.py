@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from support.refusal import refusal
 from support.strategies import make
 from support.trie_files import saved
 from treepack.errors import TreepackError
@@ -33,8 +34,7 @@ def test_a_reader_of_a_replaced_directory_is_told_to_run_again(tmp_path: Path, l
     differing = [entry for entry in entries if entry not in read_manifest(trie)["files"]]
     assert differing
     for entry in differing:
-        with pytest.raises(TreepackError, match=f"{AGAIN}$"):
-            check_part(trie, entry)
+        assert refusal(check_part, trie, entry).endswith(AGAIN)
 
 
 def test_a_part_that_the_new_directory_lacks_is_told_the_same(tmp_path: Path) -> None:
@@ -55,11 +55,8 @@ def test_damage_keeps_its_own_remedy(tmp_path: Path) -> None:
     with pytest.raises(TreepackError, match=r"its manifest lists .*; write it again"):
         check_part(trie, entry)
     part.write_bytes(bytes([content[0] ^ 1]) + content[1:])
-    with pytest.raises(TreepackError, match="was altered since it was written"):
-        check_part(trie, entry)
+    assert "was altered since it was written" in refusal(check_part, trie, entry)
     (trie / "manifest.json").write_text("[")
-    with pytest.raises(TreepackError, match="was altered since it was written"):
-        check_part(trie, entry)
+    assert "was altered since it was written" in refusal(check_part, trie, entry)
     shutil.rmtree(trie)
-    with pytest.raises(TreepackError, match="is missing; write"):
-        check_part(trie, entry)
+    assert "is missing; write" in refusal(check_part, trie, entry)

@@ -13,6 +13,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 from support.paths import ROOT
+from support.refusal import refusal
 from treepack.errors import TreepackError
 from treepack.integrations import versions
 from treepack.integrations.trl import TreePlanner, tree_trainer
@@ -90,8 +91,7 @@ def test_a_trainer_without_an_overridden_method_is_refused(monkeypatch: pytest.M
     )
     with pytest.raises(TreepackError, match=message):
         tree_trainer(GRPOTrainer)
-    with pytest.raises(TreepackError, match=r"SFTTrainer of trl 1\.19\.2 has no compute_loss\(num_items_in_batch\)"):
-        tree_trainer(SFTTrainer)
+    assert "SFTTrainer of trl 1.19.2 has no compute_loss(num_items_in_batch)" in refusal(tree_trainer, SFTTrainer)
 
 
 def test_a_trainer_without_a_field_is_refused_when_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,8 +99,7 @@ def test_a_trainer_without_a_field_is_refused_when_it_is_made(monkeypatch: pytes
 
     other_version(monkeypatch, "1.16.4")
     complete: Any = type("GRPOTrainer", (GRPOTrainer,), {"_get_per_token_logps_and_entropies": scores, "model": 0})
-    with pytest.raises(TreepackError, match=r"TreeGRPOTrainer: TreeGRPOTrainer of trl 1\.16\.4 has no ref_model"):
-        tree_trainer(complete)()
+    assert "TreeGRPOTrainer: TreeGRPOTrainer of trl 1.16.4 has no ref_model" in refusal(tree_trainer(complete))
 
 
 @pytest.mark.parametrize("version", ["1.15.0", "1.17.0", "1.18.0.dev0", "2.0"])
@@ -128,19 +127,14 @@ def test_the_trainers_of_the_tested_version_have_every_name() -> None:
 
 def test_an_object_and_another_class_are_refused() -> None:
     trainer: Any = GRPOTrainer()
-    with pytest.raises(
-        TreepackError, match=r"expected a class, and got an object of GRPOTrainer; make the trainer with"
-    ):
-        tree_trainer(trainer)
-    with pytest.raises(TreepackError, match="tree_trainer: Path is not supported; expected GRPOTrainer, RLOO"):
-        tree_trainer(Path)
+    assert "expected a class, and got an object of GRPOTrainer; make the trainer with" in refusal(tree_trainer, trainer)
+    assert "tree_trainer: Path is not supported; expected GRPOTrainer, RLOO" in refusal(tree_trainer, Path)
 
 
 def test_trainers_of_distillation_are_refused_by_name_also_if_they_are_sft_trainers() -> None:
     base = type("SFTTrainer", (), {})
     for kind in (type("GKDTrainer", (base,), {}), type("DistillationTrainer", (), {})):
-        with pytest.raises(TreepackError, match=rf"tree_trainer: {kind.__name__} computes its divergence"):
-            tree_trainer(kind)
+        assert f"tree_trainer: {kind.__name__} computes its divergence" in refusal(tree_trainer, kind)
 
 
 def test_planners_refuse_a_trl_whose_classes_have_moved(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,7 +148,6 @@ def test_planners_refuse_a_trl_whose_classes_have_moved(monkeypatch: pytest.Monk
 def test_a_program_that_is_not_installed_is_checked_by_its_names(monkeypatch: pytest.MonkeyPatch) -> None:
     other_version(monkeypatch, None)
     check_program("verl", Path, ("exists", "open(mode)"), user="engine")
-    with pytest.raises(
-        TreepackError, match=r"engine: Path of verl has no missing, which treepack needs; install 'verl"
-    ):
-        check_program("verl", Path, ("missing",), user="engine")
+    assert "engine: Path of verl has no missing, which treepack needs; install 'verl" in refusal(
+        check_program, "verl", Path, ("missing",), user="engine"
+    )

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 
 from support.oracle_model import Sample, alone, gradients, make_row, sample_sets, tiny_model, worst_error, write_rows
+from support.refusal import refusal
 from support.strategies import make
 from treepack.attention import register
 from treepack.data.batch import empty_batch, make_batch
@@ -143,13 +144,12 @@ def test_terms_that_are_missing_are_one_sentence_with_the_remedy(tmp_path: Path)
 
 def test_models_that_would_give_wrong_gradients_are_refused() -> None:
     inputs = collate([make_batch(make_row(SAMPLES))])
-    with pytest.raises(TreepackError, match="uses the attention 'sdpa', which ignores subtree_end"):
-        batch_loss(Wrapper(tiny_model("qwen3")), inputs)
-    with pytest.raises(TreepackError, match="no causal language model"):
-        batch_loss(torch.nn.Linear(2, 2), inputs)
+    assert "uses the attention 'sdpa', which ignores subtree_end" in refusal(
+        batch_loss, Wrapper(tiny_model("qwen3")), inputs
+    )
+    assert "no causal language model" in refusal(batch_loss, torch.nn.Linear(2, 2), inputs)
     model = tree_model()
     model.set_output_embeddings(torch.nn.Sequential(model.get_output_embeddings()))
     with pytest.raises(TreepackError, match=r"its output layer is a .*Sequential; expected a plain torch.nn.Linear"):
         batch_loss(model, inputs)
-    with pytest.raises(TreepackError, match="no row"):
-        collate([])
+    assert "no row" in refusal(collate, [])

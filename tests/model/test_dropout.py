@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from support.refusal import refusal
 from treepack import TreepackError
 from treepack.model.dropout import check_dropout, stop_dropout
 
@@ -34,16 +35,14 @@ class Functional(nn.Module):
 )
 def test_an_active_dropout_is_refused_with_its_place_and_rate(module: nn.Module, rate: str) -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(module))
-    with pytest.raises(TreepackError, match=rf"Sequential: 1\.0 has a dropout of {rate} in training mode"):
-        check_dropout(model)
+    assert f"Sequential: 1.0 has a dropout of {rate} in training mode" in refusal(check_dropout, model)
     check_dropout(model.eval())
 
 
 def test_only_the_mode_of_the_dropout_counts() -> None:
     model = nn.Sequential(nn.Dropout(0.1))
     model.training = False
-    with pytest.raises(TreepackError, match="dropout"):
-        check_dropout(model)
+    assert "dropout" in refusal(check_dropout, model)
 
 
 def test_a_rate_of_0_a_flag_and_a_name_pass() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
+from support.refusal import refusal
 from treepack.data.batch import TermTensors
-from treepack.errors import TreepackError
 from treepack.model.experts.weights import cast_once
 from treepack.model.head.head_chunks import invert, split_targets
 from treepack.model.head.logit_map import LogitMap, OutputLayer
@@ -150,19 +149,16 @@ def test_a_factor_behind_the_loss_scales_its_gradients() -> None:
 def test_a_second_backward_pass_is_refused() -> None:
     loss, inputs = small_loss()
     torch.autograd.grad(loss, inputs, retain_graph=True)
-    with pytest.raises(TreepackError, match="compute the loss again"):
-        torch.autograd.grad(loss, inputs)
+    assert "compute the loss again" in refusal(torch.autograd.grad, loss, inputs)
 
 
 def test_second_derivatives_are_refused() -> None:
     loss, inputs = small_loss()
-    with pytest.raises(TreepackError, match="create_graph"):
-        torch.autograd.grad(loss, inputs, create_graph=True)
+    assert "create_graph" in refusal(torch.autograd.grad, loss, inputs, create_graph=True)
     hidden, weight, _ = inputs
     targets = torch.tensor([1, 2]), torch.arange(9), torch.arange(9) - 1
     logprobs, entropies = tree_logprobs(hidden, OutputLayer(weight), targets)
-    with pytest.raises(TreepackError, match="create_graph"):
-        torch.autograd.grad((logprobs + entropies).sum(), inputs[:2], create_graph=True)
+    assert "create_graph" in refusal(torch.autograd.grad, (logprobs + entropies).sum(), inputs[:2], create_graph=True)
 
 
 def test_a_row_without_targets_has_gradients_of_0_for_states_weight_and_bias() -> None:
@@ -178,8 +174,9 @@ def test_a_row_without_targets_has_gradients_of_0_for_states_weight_and_bias() -
 def test_a_weight_that_requires_a_gradient_is_refused() -> None:
     hidden, weight, _ = random_head(torch.Generator().manual_seed(0), 3)
     ids, parent = torch.arange(3), torch.arange(3) - 1
-    with pytest.raises(TreepackError, match="detach it"):
-        weighted_nll(hidden, OutputLayer(weight), (ids, parent, torch.tensor([0.0, 1.0, 1.0], requires_grad=True)))
+    assert "detach it" in refusal(
+        weighted_nll, hidden, OutputLayer(weight), (ids, parent, torch.tensor([0.0, 1.0, 1.0], requires_grad=True))
+    )
 
 
 def test_a_frozen_output_layer_gets_no_gradient_and_no_product() -> None:

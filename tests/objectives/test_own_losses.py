@@ -20,6 +20,7 @@ from support.oracle_model import gradients, tiny_config, worst_error, write_rows
 from support.oracle_objectives import Rollout, own_logprobs
 from support.packed_objectives import as_trajectories, opened, packed_model, plain, rollouts
 from support.paths import ROOT
+from support.refusal import refusal
 from support.value_models import critic, valued
 from treepack.carry.backward import CarryOptions, RowsInPieces
 from treepack.data.joined import join_rows
@@ -337,11 +338,9 @@ def test_a_run_records_the_package_of_its_loss_and_no_other_version_resumes_it(
     assert not {"dual_clip", "beta"} & record["options"]["objective"].keys()
     installed(tmp_path / "site", version="1.1")
     forget()
-    with pytest.raises(
-        TreepackError,
-        match=r"the package of --loss was 'our-losses 1.0' when the run started and is 'our-losses 1.1' now",
-    ):
-        list(train(resume_run(packed, config, options(steps=3), out, Ranks()), out, resume=True))
+    assert ("the package of --loss was 'our-losses 1.0' when the run started and is 'our-losses 1.1' now") in refusal(
+        list, train(resume_run(packed, config, options(steps=3), out, Ranks()), out, resume=True)
+    )
     installed(tmp_path / "site", version="1.0")
     forget()
     assert len(list(train(resume_run(packed, config, options(steps=3), out, Ranks()), out, resume=True))) == 1

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from support.command_line import Run
+from support.refusal import refusal
 from support.sampled_trees import rollouts_of_tree, sample_trees, three_tokens
 from support.strategies import make
-from treepack import PackOptions, TreepackError, check, pack_trie, plan_packing
+from treepack import PackOptions, check, pack_trie, plan_packing
 from treepack.files.manifest import read_manifest
 from treepack.pack.files import read_rows
 from treepack.pack.leaf_weights import LEFT_OUT
@@ -140,10 +141,12 @@ def test_prepare_passes_leaf_weights_to_both_commands(treepack: Run, tmp_path: P
 
 
 def test_options_and_tries_that_make_no_sense_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(TreepackError, match="fallback_leaves selects among leaf weights; give --leaf-weights too"):
-        PackOptions(fallback_leaves=True)
-    with pytest.raises(TreepackError, match="no rollout of the trie has a leaf_weight; sample the rollouts with"):
-        plan_packing(build_trie([make("a", [1, 2])]), USED)
+    assert "fallback_leaves selects among leaf weights; give --leaf-weights too" in refusal(
+        PackOptions, fallback_leaves=True
+    )
+    assert "no rollout of the trie has a leaf_weight; sample the rollouts with" in refusal(
+        plan_packing, build_trie([make("a", [1, 2])]), USED
+    )
 
 
 # Token 0 stops. After the prompt 3, token 1 ends a response at once and token 2 seldom; the first kind succeeds.

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from support.oracle import path_of
 from support.recorded_routes import routed_trajectories
+from support.refusal import refusal
 from support.trie_files import saved
 from treepack.analysis.check import check
 from treepack.data.batch import make_batch
@@ -101,8 +102,9 @@ def test_a_check_compares_the_routes_with_those_of_the_trie(tmp_path: Path) -> N
     manifest = read_manifest(tmp_path / "packed")
     assert row.routes is not None
     for routes in (row.routes[::-1], None):
-        with pytest.raises(TreepackError, match="trajectory 'a' differs from the trie's"):
-            check_packed([replace(row, routes=routes)], manifest, build)
+        assert "trajectory 'a' differs from the trie's" in refusal(
+            check_packed, [replace(row, routes=routes)], manifest, build
+        )
 
 
 def test_slices_of_a_trie_with_routes_are_refused_with_both_remedies(tmp_path: Path) -> None:
@@ -112,8 +114,7 @@ def test_slices_of_a_trie_with_routes_are_refused_with_both_remedies(tmp_path: P
 
 
 def test_a_row_with_too_few_bytes_is_refused() -> None:
-    with pytest.raises(TreepackError, match="row 3: has 5 bytes of routes"):
-        route_array(b"12345", (3, 1, 1), "row 3")
+    assert "row 3: has 5 bytes of routes" in refusal(route_array, b"12345", (3, 1, 1), "row 3")
 
 
 def _simple(routes: Routes) -> Trajectory:

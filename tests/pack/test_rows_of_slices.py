@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.manifests import manifest_of
+from support.refusal import refusal
 from support.strategies import make, trajectories
 from treepack.columns import COLUMNS, Lists
-from treepack.errors import TreepackError
 from treepack.files import parts
 from treepack.files.directory import finished_directory
 from treepack.files.task_output import TaskOutput
@@ -118,5 +118,4 @@ def test_parts_are_counted_before_they_are_written(
 def test_parts_of_no_row_are_refused(tmp_path: Path) -> None:
     empty = write_rows([], TaskOutput(str(tmp_path), None), pa.schema([]))
     assert empty.entries == ()
-    with pytest.raises(TreepackError, match="there is no row to write"):
-        write_packed_manifest(tmp_path, [empty], capacity=9)
+    assert "there is no row to write" in refusal(write_packed_manifest, tmp_path, [empty], capacity=9)

@@ -14,6 +14,7 @@ from torch import Tensor
 from support import interpreter  # noqa: F401
 from support.attention_trees import star
 from support.hybrid_models import HARD, load_hybrid
+from support.refusal import refusal
 from treepack.attention.dispatch import BatchSchedules
 from treepack.errors import TreepackError
 from treepack.model.forward import hidden_states
@@ -94,9 +95,7 @@ def test_a_named_implementation_says_what_it_cannot_compute(
 ) -> None:
     installed(monkeypatch, fla=True)
     assert scan_obstacle(name, layer) == reason
-    with pytest.raises(TreepackError) as raised:
-        resolve_scan(name, layer)
-    assert str(raised.value) == f"recurrent layer: {name} {reason}, or let auto choose"
+    assert refusal(resolve_scan, name, layer) == f"recurrent layer: {name} {reason}, or let auto choose"
 
 
 def test_kernels_take_tensors_on_the_cpu_only_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,10 +13,10 @@ import pytest
 
 from support.command_line import Run
 from support.paths import ROOT
+from support.refusal import refusal
 from support.sampled_trees import rollouts_of_tree, sample_trees, three_tokens
 from support.strategies import make
 from treepack import PackOptions, plan_packing
-from treepack.errors import TreepackError
 from treepack.files.manifest import read_manifest
 from treepack.rl.advantages.advantage_options import EPSILON, AdvantageOptions
 from treepack.rl.advantages.directory import write_advantages
@@ -242,11 +242,13 @@ def test_leaves_of_a_fallback_count_on_request(forest: Trie) -> None:
 
 
 def test_options_that_make_no_sense_are_refused(forest: Trie) -> None:
-    with pytest.raises(TreepackError, match="fallback_leaves selects among leaf weights; give --leaf-weights too"):
-        AdvantageOptions("grpo", fallback_leaves=True)
+    assert "fallback_leaves selects among leaf weights; give --leaf-weights too" in refusal(
+        AdvantageOptions, "grpo", fallback_leaves=True
+    )
     plain = build_trie([make(f"r{i}", [1, 2 + i], reward=float(i)) for i in range(2)])
-    with pytest.raises(TreepackError, match="no rollout of the trie has a leaf_weight; sample the rollouts with"):
-        estimate_advantages(plain, AdvantageOptions("grpo", leaf_weights=True))
+    assert "no rollout of the trie has a leaf_weight; sample the rollouts with" in refusal(
+        estimate_advantages, plain, AdvantageOptions("grpo", leaf_weights=True)
+    )
 
 
 def test_the_manifest_names_leaf_weights_only_if_they_were_used(forest: Trie, treepack: Run, tmp_path: Path) -> None:

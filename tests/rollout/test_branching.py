@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from support.refusal import refusal
 from support.tree_estimates import PROMPT, grow, log_normal_law, two_speeds
-from treepack.errors import TreepackError
 from treepack.rollout.branching import divide, fallback_forks, level_forks
 from treepack.rollout.episode import SingleTurn
 from treepack.rollout.options import BRANCHING, TreeOptions
@@ -92,8 +92,9 @@ def test_the_branching_temperature_changes_linearly_from_the_first_to_the_last_l
 def test_branching_by_log_probabilities_is_refused_for_an_engine_without_them() -> None:
     rng = np.random.default_rng(0)
     options = TreeOptions(branching="likely")
-    with pytest.raises(TreepackError, match="no log-probabilities to branch by; use --branching even"):
-        level_forks([path(None)], level=1, first=2, num_leaves=0, options=options, rng=rng)
+    assert "no log-probabilities to branch by; use --branching even" in refusal(
+        level_forks, [path(None)], level=1, first=2, num_leaves=0, options=options, rng=rng
+    )
 
 
 @given(st.integers(0, 1000), st.integers(1, 40), st.integers(1, 5), st.sampled_from([20, 64]))

@@ -11,6 +11,7 @@ import pytest
 
 from support.paths import ROOT
 from support.read_rollouts import read_trajectories, tokenize
+from support.refusal import refusal
 from support.strategies import make
 from treepack.errors import TreepackError
 from treepack.files.manifest import Provenance
@@ -132,8 +133,7 @@ def test_an_augmented_query_gets_the_fields_of_its_parent_and_its_reused_turn(tm
     task = recorded(tmp_path)
     longer = line | {"prompt_token_ids": [1, 2, 3, 4, 5, 6, 7], "untrained_prefix": 7, "num_reused": 4}
     assert only(read(tmp_path, longer, trie=task, has_environment=True)).turns == ((3, 5), (6, 7))
-    with pytest.raises(TreepackError, match="whose turns the environment replays; give the trie"):
-        read(tmp_path, longer, has_environment=True)
+    assert "whose turns the environment replays; give the trie" in refusal(read, tmp_path, longer, has_environment=True)
 
 
 def test_selected_queries_are_joined_with_their_prompts(tmp_path: Path) -> None:
@@ -237,14 +237,14 @@ def test_a_table_of_another_trie_is_refused(tmp_path: Path, change: dict[str, An
 
 def test_a_continuation_keeps_the_step_of_its_rollout(tmp_path: Path) -> None:
     row = {"group_id": "task", "trajectory_id": "task/0", "num_tokens": 6, "num_continuations": 3}
-    with pytest.raises(TreepackError, match="has the step 4; leave out --step 5"):
-        read(tmp_path, row, trie=recorded(tmp_path), step=5)
+    assert "has the step 4; leave out --step 5" in refusal(read, tmp_path, row, trie=recorded(tmp_path), step=5)
 
 
 def test_a_chat_that_ends_with_the_assistant_is_refused(tmp_path: Path) -> None:
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
-    with pytest.raises(TreepackError, match="expected a conversation that the assistant continues"):
-        read(tmp_path, {"messages": messages}, reader=PromptReader(read_tokenizer(str(TOKENIZER))))
+    assert "expected a conversation that the assistant continues" in refusal(
+        read, tmp_path, {"messages": messages}, reader=PromptReader(read_tokenizer(str(TOKENIZER)))
+    )
 
 
 def test_rollouts_of_a_group_with_different_prompts_have_no_prompt(tmp_path: Path) -> None:
@@ -253,5 +253,6 @@ def test_rollouts_of_a_group_with_different_prompts_have_no_prompt(tmp_path: Pat
         make("a", [1, 2, 3], spans=[(2, 3, 1.0)], group="task"),
         make("b", [1, 9, 3], spans=[(2, 3, 1.0)], group="task"),
     )
-    with pytest.raises(TreepackError, match="start with different prompts; give the file that has its prompt"):
-        read(tmp_path, {"group_id": "task", "num_rollouts": 2}, trie=trie)
+    assert "start with different prompts; give the file that has its prompt" in refusal(
+        read, tmp_path, {"group_id": "task", "num_rollouts": 2}, trie=trie
+    )

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from support.paths import ROOT
+from support.refusal import refusal
 from treepack.errors import TreepackError
 from treepack.rollout.query import Query
 from treepack.rollout.rewards import as_reward, single_turn
@@ -104,8 +105,9 @@ def test_a_reward_of_trl_gets_messages_if_the_prompt_has_some() -> None:
 
 
 def test_a_reward_of_trl_must_return_one_number_in_a_list() -> None:
-    with pytest.raises(TreepackError, match=r"returned 1\.0; expected a list with one reward$"):
-        score(as_reward(lambda completions: 1.0), [7])
+    assert refusal(score, as_reward(lambda completions: 1.0), [7]).endswith(
+        "returned 1.0; expected a list with one reward"
+    )
     with pytest.raises(TreepackError, match=r"lambda.* raised ZeroDivisionError"):
         score(as_reward(lambda completions: 1 / 0), [7])
 

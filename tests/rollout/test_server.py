@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from support.engine_server import APIS, VOCAB_SIZE, EngineServer, in_thread, random_law, running, tempered
+from support.refusal import refusal
 from support.watched_engines import fingerprint
 from treepack.errors import TreepackError
 from treepack.rollout.engine import ABORT, EngineError, Segment, TemporaryError
@@ -167,14 +168,14 @@ def test_an_unreachable_server_is_one_sentence_with_its_address() -> None:
 
 
 def test_an_address_without_a_server_in_it_is_refused() -> None:
-    with pytest.raises(TreepackError, match=r"^htp://x: is not the address of a server"):
-        asyncio.run(connect("htp://x", SAMPLING))
+    assert refusal(asyncio.run, connect("htp://x", SAMPLING)).startswith("htp://x: is not the address of a server")
 
 
 def test_a_missing_package_is_one_sentence_with_its_installation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "aiohttp", None)
-    with pytest.raises(TreepackError, match=r"^http://x: a server needs the package aiohttp; run pip install"):
-        asyncio.run(connect("http://x", SAMPLING))
+    assert refusal(asyncio.run, connect("http://x", SAMPLING)).startswith(
+        "http://x: a server needs the package aiohttp; run pip install"
+    )
 
 
 def test_the_address_may_end_like_that_of_an_openai_client() -> None:

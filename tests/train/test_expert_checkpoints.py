@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from support.expert_ranks import reload_over
+from support.refusal import refusal
 from support.tiny_families import family_config, transformers_types
-from treepack import TreepackError
 from treepack.model.load import build_empty, build_model, load_model, read_config
 from treepack.model.saved_files import copied_files, with_model, write_files
 from treepack.model.weights.files import weight_files
@@ -131,10 +131,7 @@ def test_a_weight_of_another_shape_is_refused_before_any_is_read(tmp_path: Path)
     source = make(tmp_path, "qwen3_moe")
     path = next(path for path in source.glob("*.safetensors") if "model.norm.weight" in load_file(path))
     save_file(load_file(path) | {"model.norm.weight": torch.ones(7)}, path, metadata={"format": "pt"})
-    with pytest.raises(
-        TreepackError, match=r"model\.norm\.weight is mismatched in its weights \(of shape \[7\], and \[32\]"
-    ):
-        load_model(source)
+    assert "model.norm.weight is mismatched in its weights (of shape [7], and [32]" in refusal(load_model, source)
 
 
 def test_a_missing_expert_is_refused(tmp_path: Path) -> None:
@@ -144,8 +141,7 @@ def test_a_missing_expert_is_refused(tmp_path: Path) -> None:
         path.unlink()
     del tensors["model.layers.1.mlp.experts.2.down_proj.weight"]
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(TreepackError, match=r"model\.layers\.1\.mlp\.experts\.down_proj"):
-        load_model(source)
+    assert "model.layers.1.mlp.experts.down_proj" in refusal(load_model, source)
 
 
 @pytest.mark.slow

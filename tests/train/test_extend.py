@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from support.oracle_model import packed_directory, tiny_config
+from support.refusal import refusal
 from support.strategies import make
 from treepack.errors import TreepackError
 from treepack.train.loop import train
@@ -108,15 +109,17 @@ def test_a_finished_run_is_left_as_it_is(packed: Path, config: Path, tmp_path: P
     steps, notes = go(packed, config, tmp_path / "out")
     assert (steps, len(notes)) == ([], 1)
     assert "is already finished, with 8 steps" in notes[0]
-    with pytest.raises(TreepackError, match="8 steps are done and this run has 5; give --steps of at least 8"):
-        go(packed, config, tmp_path / "out", steps=5)
+    assert "8 steps are done and this run has 5; give --steps of at least 8" in refusal(
+        go, packed, config, tmp_path / "out", steps=5
+    )
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")} == before
 
 
 def test_steps_that_are_done_are_not_undone(packed: Path, config: Path, tmp_path: Path) -> None:
     go(packed, config, tmp_path / "out", until=5)
-    with pytest.raises(TreepackError, match="5 steps are done and this run has 4; give --steps of at least 5"):
-        go(packed, config, tmp_path / "out", steps=4)
+    assert "5 steps are done and this run has 4; give --steps of at least 5" in refusal(
+        go, packed, config, tmp_path / "out", steps=4
+    )
     go(packed, config, tmp_path / "whole", steps=5)
     assert go(packed, config, tmp_path / "out", steps=5)[0] == []  # only the model is written
     assert files(tmp_path / "out") == files(tmp_path / "whole")
@@ -125,8 +128,7 @@ def test_steps_that_are_done_are_not_undone(packed: Path, config: Path, tmp_path
 def test_a_finished_run_without_a_checkpoint_is_not_started_again(packed: Path, config: Path, tmp_path: Path) -> None:
     go(packed, config, tmp_path / "out", steps=3, checkpoint_every=0)
     before = files(tmp_path / "out")
-    with pytest.raises(TreepackError, match="has no checkpoint of the finished run to continue from"):
-        go(packed, config, tmp_path / "out")
+    assert "has no checkpoint of the finished run to continue from" in refusal(go, packed, config, tmp_path / "out")
     assert files(tmp_path / "out") == before
 
 

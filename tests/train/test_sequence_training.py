@@ -11,8 +11,8 @@ import torch
 
 from support.oracle_model import packed_directory, tiny_config
 from support.rank_processes import Case, train_over
+from support.refusal import refusal
 from support.strategies import make
-from treepack.errors import TreepackError
 from treepack.train.ranks import Ranks
 from treepack.trajectory import Trajectory
 
@@ -82,10 +82,10 @@ def test_ranks_that_share_rows_train_as_one_process_does(tmp_path: Path) -> None
 
 
 def test_ranks_that_cannot_share_rows_are_refused() -> None:
-    with pytest.raises(TreepackError, match="this process is alone; start the ranks with torchrun"):
-        Ranks().sharing(2)
-    with pytest.raises(TreepackError, match="sequence_ranks is 4 and the run has 6 ranks; start a multiple of it"):
-        Ranks(0, 6, grouped=True).sharing(4)
+    assert "this process is alone; start the ranks with torchrun" in refusal(Ranks().sharing, 2)
+    assert "sequence_ranks is 4 and the run has 6 ranks; start a multiple of it" in refusal(
+        Ranks(0, 6, grouped=True).sharing, 4
+    )
 
 
 def test_ranks_of_one_row_have_one_share_of_the_rows() -> None:

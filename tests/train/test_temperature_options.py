@@ -16,7 +16,7 @@ from support.command_line import Run as Command
 from support.oracle_model import tiny_config, write_rows
 from support.oracle_objectives import own_logprobs
 from support.packed_objectives import as_trajectories, packed_model, plain, rollouts
-from treepack.errors import TreepackError
+from support.refusal import refusal
 from treepack.pack.files import read_rows
 from treepack.train.logprobs import term_scores
 from treepack.train.scoring_options import ScoreOptions
@@ -66,8 +66,7 @@ def test_scores_are_those_at_the_temperature_of_each_trajectory(
 
 @pytest.mark.parametrize("value", [0.0, -1.0, nan, inf])
 def test_scoring_needs_a_positive_temperature(value: float) -> None:
-    with pytest.raises(TreepackError, match="expected a finite number above 0, because ratios need the prob"):
-        ScoreOptions(temperature=value)
+    assert "expected a finite number above 0, because ratios need the prob" in refusal(ScoreOptions, temperature=value)
 
 
 def last_line(text: str) -> str:

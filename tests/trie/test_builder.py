@@ -12,7 +12,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from treepack import BuildOptions, TreepackError, build_trie_directory
+from support.refusal import refusal
+from treepack import BuildOptions, build_trie_directory
 from treepack.files import parts as file_parts
 from treepack.files.input_files import ranges
 from treepack.ingest import stream
@@ -91,8 +92,9 @@ def test_the_first_error_in_order_is_raised_and_nothing_is_left(tmp_path: Path, 
     lines[400] = '{"input_ids": [1, 2], "loss_mask": [1, 1, 1]}\n'
     lines[420] = "{broken\n"
     (inputs / "a.jsonl").write_text("".join(lines))
-    with pytest.raises(TreepackError, match=r"a.jsonl:401: loss_mask has 3 values for 2 tokens"):
-        build_trie_directory([inputs], tmp_path / "out" / "trie", BuildOptions(workers=2))
+    assert "a.jsonl:401: loss_mask has 3 values for 2 tokens" in refusal(
+        build_trie_directory, [inputs], tmp_path / "out" / "trie", BuildOptions(workers=2)
+    )
     assert not (tmp_path / "out").exists()
 
 
@@ -102,8 +104,9 @@ def test_a_worker_that_dies_in_the_merge_is_one_sentence_and_nothing_is_left(
     tmp_path: Path, inputs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(builder, "_merge", die)
-    with pytest.raises(TreepackError, match="a worker process died"):
-        build_trie_directory([inputs], tmp_path / "out" / "trie", BuildOptions(workers=2))
+    assert "a worker process died" in refusal(
+        build_trie_directory, [inputs], tmp_path / "out" / "trie", BuildOptions(workers=2)
+    )
     assert not (tmp_path / "out").exists()
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from support.paths import SAMPLE_DATA
+from support.refusal import refusal
 from treepack import BuildOptions, Progress, TreepackError, build_trie_directory, check, read_to_trie, stats
 from treepack.files.input_files.inputs import BytesRead
 from treepack.trie.store.trie_files import read_trie
@@ -102,8 +103,9 @@ def test_options_that_make_no_sense_are_refused(changes: dict[str, Any], sentenc
 
 def test_an_existing_output_is_refused_before_anything_is_read(tmp_path: Path) -> None:
     build_trie_directory([TOKENS], tmp_path / "trie")
-    with pytest.raises(TreepackError, match="exists; choose another --out or give --overwrite"):
-        build_trie_directory(["missing.jsonl"], tmp_path / "trie")
+    assert "exists; choose another --out or give --overwrite" in refusal(
+        build_trie_directory, ["missing.jsonl"], tmp_path / "trie"
+    )
     assert build_trie_directory([TOKENS], tmp_path / "trie", overwrite=True).path == tmp_path / "trie"
 
 

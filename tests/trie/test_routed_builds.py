@@ -9,7 +9,7 @@ import orjson
 import pytest
 
 from support.recorded_routes import ROWS
-from treepack.errors import TreepackError
+from support.refusal import refusal
 from treepack.ingest.options import BuildOptions
 from treepack.trie.directory import build_trie_directory, read_to_trie
 
@@ -83,5 +83,4 @@ def test_large_routes_are_mapped(rollouts: Path) -> None:
 
 def test_input_without_routes_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(orjson.dumps({"prompt_ids": [1], "response_ids": [2, 3]}))
-    with pytest.raises(TreepackError, match="no rollout has recorded routes"):
-        read_to_trie([tmp_path], BuildOptions(keep_routes=True))
+    assert "no rollout has recorded routes" in refusal(read_to_trie, [tmp_path], BuildOptions(keep_routes=True))

@@ -9,6 +9,7 @@ from typing import Any
 import fsspec
 import pytest
 
+from support.refusal import refusal
 from support.written_rollouts import write_rollouts
 from treepack.errors import TreepackError
 from treepack.files.input_files import remote_inputs
@@ -86,8 +87,7 @@ def test_rollouts_name_their_objects(store: Any, tmp_path: Path) -> None:
 def test_damage_is_named_by_its_address(store: Any) -> None:
     store.pipe_file("/bucket/bad.jsonl", b'{"input_ids": [1, 2], "loss_mask": [0, 1]}\n{oops\n')
     for inputs in (["memory://bucket/bad.jsonl"], ["memory://bucket/ba*"]):
-        with pytest.raises(TreepackError, match=r"^memory://bucket/bad\.jsonl:2: "):
-            read_to_trie(inputs)
+        assert refusal(read_to_trie, inputs).startswith("memory://bucket/bad.jsonl:2: ")
     _, log = read_to_trie(["memory://bucket/run/a.jsonl", "memory://bucket/bad.jsonl"], BuildOptions(skip_bad=True))
     assert any("memory://bucket/bad.jsonl" in str(each) for each in log.skipped), log.skipped
     assert "objects/" not in str(log.skipped)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from support import strategies
 from support.command_line import Run
-from treepack.errors import TreepackError
+from support.refusal import refusal
 from treepack.pack.plan.check import check_plan
 from treepack.pack.plan.files import read_plan_file
 from treepack.pack.plan.planning import plan_lines, plan_of_file, plan_rows
@@ -134,10 +134,8 @@ def test_a_wrong_plan_is_one_sentence(
 @pytest.mark.parametrize("content", [b"", b"\xff", b"{", b"[1]\n", b"[" * 100_000])
 def test_what_is_no_plan_is_one_sentence(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "plan.jsonl").write_bytes(content)
-    with pytest.raises(TreepackError, match=r"plan\.jsonl"):
-        read_plan_file(tmp_path / "plan.jsonl")
-    with pytest.raises(TreepackError, match="cannot be read"):
-        read_plan_file(tmp_path / "nowhere")
+    assert "plan.jsonl" in refusal(read_plan_file, tmp_path / "plan.jsonl")
+    assert "cannot be read" in refusal(read_plan_file, tmp_path / "nowhere")
 
 
 def test_a_plan_brings_its_own_options(treepack: Run, trie: Path, tmp_path: Path) -> None:

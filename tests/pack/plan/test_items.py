@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from support.refusal import refusal
 from support.strategies import make, trajectories
-from treepack.errors import TreepackError
 from treepack.pack.options import METHODS
 from treepack.pack.plan.check import check_plan
 from treepack.pack.plan.fill import merge_rows
@@ -52,9 +51,7 @@ def test_trajectories_over_a_limit_are_counted_over_all_tries() -> None:
         "trajectory b has 20 tokens, capacity is 10 (3 such in total); raise the capacity: train runs rows "
         "of any length in pieces, so memory is not a reason to drop or truncate trajectories"
     )
-    with pytest.raises(TreepackError) as error:
-        refuse_excesses(parts, RowLimits(10, terms=5))
-    assert str(error.value) == sentence
+    assert refusal(refuse_excesses, parts, RowLimits(10, terms=5)) == sentence
 
 
 def test_a_item_is_a_row_of_one_tree() -> None:

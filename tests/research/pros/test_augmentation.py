@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.paths import ROOT
+from support.refusal import refusal
 from support.strategies import make, trajectories
 from treepack.calls.chat_records import read_chat
 from treepack.errors import TreepackError
@@ -208,8 +209,9 @@ def test_entropies_of_packed_rows_go_to_the_trajectories_they_are_of(made: list[
 
 def test_text_that_continues_an_augmented_query_is_refused() -> None:
     record = {"prompt": "a", "completion": "b", "metadata": {"untrained_prefix": 4}}
-    with pytest.raises(TreepackError, match=r"^r:1: has untrained_prefix, which counts tokens, and text; give token"):
-        list(read_chat(Record("r:1", "r", record), ReadOptions()))
+    assert refusal(list, read_chat(Record("r:1", "r", record), ReadOptions())).startswith(
+        "r:1: has untrained_prefix, which counts tokens, and text; give token"
+    )
 
 
 def one() -> Trie:
@@ -247,8 +249,7 @@ def test_signals_are_over_the_trained_tokens_the_tokens_from_the_first_of_them_o
 )
 def test_signals_that_fit_nothing_are_refused(tmp_path: Path, lines: list[str], message: str) -> None:
     (tmp_path / "s").write_text("".join(line + "\n" for line in lines))
-    with pytest.raises(TreepackError, match=re.escape(message)):
-        read_signals(tmp_path / "s", one())
+    assert message in refusal(read_signals, tmp_path / "s", one())
 
 
 def with_marks(**marks: object) -> Trie:
@@ -288,8 +289,7 @@ def with_marks(**marks: object) -> Trie:
 def test_rollouts_that_cannot_be_cut_are_refused(
     trie: Trie, entropy: list[float] | None, options: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(TreepackError, match=re.escape(message)):
-        augment(trie, [None if entropy is None else np.array(entropy)], **options)
+    assert message in refusal(augment, trie, [None if entropy is None else np.array(entropy)], **options)
 
 
 def test_rollouts_that_give_no_query_are_counted_by_reason() -> None:

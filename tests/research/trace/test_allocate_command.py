@@ -12,6 +12,7 @@ import pytest
 
 from support.command_line import Run
 from support.paths import ROOT
+from support.refusal import refusal
 from support.strategies import make
 from treepack.errors import TreepackError
 from treepack.research.trace.allocation import allocate_roots
@@ -159,10 +160,9 @@ def test_turns_may_be_floats_as_pandas_writes_columns_with_missing_integers(tmp_
 
 def test_more_continuations_than_can_be_spent_are_refused(tmp_path: Path) -> None:
     predictions = read_predictions(lines(tmp_path / "p.jsonl", EXAMPLE_PREFIXES))
-    with pytest.raises(
-        TreepackError, match="continuations for each rollout are more than 1,000,000,000 in total; give"
-    ):
-        prefix_table(example(), predictions, expand=10**9)
+    assert "continuations for each rollout are more than 1,000,000,000 in total; give" in refusal(
+        prefix_table, example(), predictions, expand=10**9
+    )
 
 
 MALFORMED: list[tuple[dict[str, Any], str]] = [
@@ -182,8 +182,7 @@ MALFORMED: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("record", "message"), MALFORMED)
 def test_a_malformed_prediction_is_named_by_its_line(tmp_path: Path, record: dict[str, Any], message: str) -> None:
     path = lines(tmp_path / "p.jsonl", [{"group_id": "B", "value": 0.5}, record])
-    with pytest.raises(TreepackError, match=f"^{re.escape(f'{path}:2: {message}')}"):
-        read_predictions(path)
+    assert refusal(read_predictions, path).startswith(f"{f'{path}:2: {message}'}")
 
 
 def test_what_nothing_was_predicted_for_is_left_out_and_counted(tmp_path: Path) -> None:
@@ -207,15 +206,17 @@ def test_predictions_of_other_rollouts_cannot_be_judged(
     tmp_path: Path, records: list[dict[str, Any]], message: str
 ) -> None:
     path = lines(tmp_path / "p.jsonl", records)
-    with pytest.raises(TreepackError, match=f"^{re.escape(f'{path}: {message}')}"):
-        correlations(read_predictions(path), example(), anchors(example()), binary_rewards(example()))
+    assert refusal(
+        correlations, read_predictions(path), example(), anchors(example()), binary_rewards(example())
+    ).startswith(f"{f'{path}: {message}'}")
 
 
 def test_a_group_of_several_steps_has_no_single_value(tmp_path: Path) -> None:
     predictions = read_predictions(lines(tmp_path / "p.jsonl", EXAMPLE_ROOTS[:2]))
     twice = build_trie([make(f"t{i}", [7, i], group="A", step=i, reward=1.0) for i in range(2)])
-    with pytest.raises(TreepackError, match="one value per group_id and the trie has several training steps of one"):
-        correlations(predictions, twice, anchors(twice), binary_rewards(twice))
+    assert "one value per group_id and the trie has several training steps of one" in refusal(
+        correlations, predictions, twice, anchors(twice), binary_rewards(twice)
+    )
 
 
 def test_what_cannot_be_allocated_is_one_sentence(treepack: Run, tmp_path: Path) -> None:

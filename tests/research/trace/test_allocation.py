@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ortools.sat.python import cp_model
 
+from support.refusal import refusal
 from treepack.errors import TreepackError
 from treepack.research.trace.allocation import allocate_prefixes, allocate_roots, prefix_utility, root_utility
 from treepack.trajectory import Float64, Int64
@@ -201,5 +202,6 @@ def test_what_cannot_be_allocated_is_refused(value: Float64, budget: int, maximu
 
 
 def test_rewards_between_failure_and_success_are_refused() -> None:
-    with pytest.raises(TreepackError, match="TRACE needs rewards of 0 or 1"):
-        allocate_prefixes(np.array([0.5]), np.array([0.5]), np.array([0]), np.array([1]))
+    assert "TRACE needs rewards of 0 or 1" in refusal(
+        allocate_prefixes, np.array([0.5]), np.array([0.5]), np.array([0]), np.array([1])
+    )

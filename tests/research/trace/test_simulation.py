@@ -15,6 +15,7 @@ import pytest
 
 from support.command_line import Run
 from support.paths import ROOT
+from support.refusal import refusal
 from support.strategies import make
 from treepack.errors import TreepackError
 from treepack.research.trace.allocation import allocate_prefixes, allocate_roots
@@ -231,10 +232,12 @@ def test_worlds_that_make_no_sense_are_refused(options: dict[str, Any], message:
 
 
 def test_recorded_worlds_need_binary_rewards_and_a_persistence_that_is_not_negative() -> None:
-    with pytest.raises(TreepackError, match="persistence is -1; expected 0 or a positive number"):
-        recorded_world(recorded_trie(), persistence=-1)
-    with pytest.raises(TreepackError, match=r"has the reward 0\.5; TRACE needs 0 for failure or 1 for success"):
-        recorded_world(build_trie([make("a", [7, 1], reward=0.5)]))
+    assert "persistence is -1; expected 0 or a positive number" in refusal(
+        recorded_world, recorded_trie(), persistence=-1
+    )
+    assert "has the reward 0.5; TRACE needs 0 for failure or 1 for success" in refusal(
+        recorded_world, build_trie([make("a", [7, 1], reward=0.5)])
+    )
 
 
 def test_the_command_prints_every_arm_with_intervals(treepack: Run, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from support.command_line import Run
 from support.oracle_rl import Node, Rollout, paths, turn_cuts
+from support.refusal import refusal
 from support.strategies import make, trajectories
 from treepack.errors import TreepackError
 from treepack.research.trace.targets import (
@@ -184,8 +185,7 @@ def test_without_scipy_one_sentence_says_how_to_get_it(monkeypatch: pytest.Monke
 @pytest.mark.parametrize(("reward", "fault"), [(None, "no reward"), (0.5, "the reward 0.5"), (-1.0, "the reward -1")])
 def test_rewards_that_are_not_binary_are_refused(reward: float | None, fault: str) -> None:
     trie = build_trie([make("a", [1, 2], reward=1.0), make("b", [1, 3], reward=reward)])
-    with pytest.raises(TreepackError, match=f"made:b: has {fault}; TRACE needs 0 for failure or 1 for success"):
-        binary_rewards(trie)
+    assert f"made:b: has {fault}; TRACE needs 0 for failure or 1 for success" in refusal(binary_rewards, trie)
 
 
 # Group p is mixed with 3 of 5 rollouts. Its shared prefixes are a and b after turns 1 and 2, both mixed.
