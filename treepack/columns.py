@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from treepack.kept_sets import wrong_sets
 from treepack.ragged import RaggedArray, join_lists
 
-Bools = NDArray[np.bool_]
+_Bools = NDArray[np.bool_]
 
 
 class Axis(Enum):
@@ -58,9 +58,9 @@ class Numbers:
         """Concatenate `parts`, at least one, as `dtype`."""
         return np.concatenate(parts).astype(self.dtype, copy=False)
 
-    def is_missing(self, values: Any) -> Bools:
+    def is_missing(self, values: Any) -> _Bools:
         """Return True for each missing entry of `values`, numbers with NaN."""
-        missing: Bools = np.isnan(values)
+        missing: _Bools = np.isnan(values)
         return missing
 
     def equal(self, a: Any, b: Any) -> bool:
@@ -83,9 +83,9 @@ class Lists:
         """Concatenate `parts`, at least one."""
         return join_lists(parts)
 
-    def is_missing(self, values: Any) -> Bools:
+    def is_missing(self, values: Any) -> _Bools:
         """Return True for each missing entry of `values`."""
-        missing: Bools = values.sizes == 0
+        missing: _Bools = values.sizes == 0
         return missing
 
     def equal(self, a: Any, b: Any) -> bool:
@@ -94,10 +94,10 @@ class Lists:
         return same
 
 
-Kind = Numbers | Lists
+_Kind = Numbers | Lists
 Values = NDArray[Any] | RaggedArray
 # True for each entry that is impossible: of the entries, and the token ids that they are about, int32 [n].
-Wrong = Callable[[Any, NDArray[Any]], Bools]
+_Wrong = Callable[[Any, NDArray[Any]], _Bools]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -124,7 +124,7 @@ class Column:
     """
 
     name: str
-    kind: Kind
+    kind: _Kind
     packed: str
     packed_doc: str
     stored: str | None = None
@@ -137,7 +137,7 @@ class Column:
     makes_terms: bool = False
     is_computed: bool = False
     is_in_batches: bool = True
-    wrong: Wrong | None = None
+    wrong: _Wrong | None = None
     remedy: str = ""
 
     @property
@@ -146,13 +146,13 @@ class Column:
         return tuple(name for name in (self.whole, self.stored) if name is not None)
 
 
-def _infinite(values: NDArray[Any], _: NDArray[Any]) -> Bools:
-    impossible: Bools = np.isinf(values)
+def _infinite(values: NDArray[Any], _: NDArray[Any]) -> _Bools:
+    impossible: _Bools = np.isinf(values)
     return impossible
 
 
-def _negative(values: NDArray[Any], _: NDArray[Any]) -> Bools:
-    impossible: Bools = (values < 0) | np.isinf(values)
+def _negative(values: NDArray[Any], _: NDArray[Any]) -> _Bools:
+    impossible: _Bools = (values < 0) | np.isinf(values)
     return impossible
 
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from treepack.errors import TreepackError, foreign_code
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 REMEDY = "repair or uninstall the package"
 
 
@@ -43,7 +43,7 @@ def folder_values(folder: str, name: str) -> Iterator[Any]:
         yield from found.get(f"{name}S", (found[name],) if name in found else ())
 
 
-def installed_values(group: str, kind: type[T], home: str) -> Iterator[tuple[T, InstalledPackage]]:
+def installed_values(group: str, kind: type[_T], home: str) -> Iterator[tuple[_T, InstalledPackage]]:
     """Yield the values that other packages register in the group.
 
     Args:

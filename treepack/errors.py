@@ -38,19 +38,19 @@ def torch_hint() -> str:
     return f"{install_hint('train')}, with the index that https://pytorch.org names for this machine"
 
 
-MAX_SHOWN = 60  # characters of a value in an error
+_MAX_SHOWN = 60  # characters of a value in an error
 
 
 def quoted_value(value: object) -> str:
     """Return a value of a file for an error, cut if it is long."""
     try:
-        text = repr(value[: MAX_SHOWN + 1]) if isinstance(value, str) else repr(value)
+        text = repr(value[: _MAX_SHOWN + 1]) if isinstance(value, str) else repr(value)
     except (ValueError, RecursionError):  # an integer of thousands of digits, or brackets inside of brackets
         return f"a large {type(value).__name__}"
-    return text if len(text) <= MAX_SHOWN + 2 else f"{text[:MAX_SHOWN]}..."
+    return text if len(text) <= _MAX_SHOWN + 2 else f"{text[:_MAX_SHOWN]}..."
 
 
-MAX_MESSAGE = 300  # characters of a foreign exception in an error
+_MAX_MESSAGE = 300  # characters of a foreign exception in an error
 
 
 def described(error: BaseException) -> str:
@@ -60,7 +60,7 @@ def described(error: BaseException) -> str:
     except Exception:  # its __str__ fails
         message = ""
     text = f"{type(error).__name__}: {message}" if message else type(error).__name__
-    return text if len(text) <= MAX_MESSAGE else text[: MAX_MESSAGE - 3] + "..."
+    return text if len(text) <= _MAX_MESSAGE else text[: _MAX_MESSAGE - 3] + "..."
 
 
 @contextmanager

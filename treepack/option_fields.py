@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 from treepack.errors import TreepackError
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 _KEY = "treepack"
 
@@ -41,13 +41,13 @@ class OptionText:
 
 
 def option(
-    default: T,
+    default: _T,
     text: str,
     *,
     choices: Sequence[str] | None = None,
     minimum: float | None = None,
     maximum: float | None = None,
-) -> T:
+) -> _T:
     """Return a field of a dataclass that is an option with the help `text`; None is in any bounds."""
     about = OptionText(text, None if choices is None else tuple(choices), minimum, maximum)
     return field(default=default, metadata={_KEY: about})

@@ -28,25 +28,25 @@ from typing import Any, Generic, TypeVar
 
 from treepack.errors import TreepackError, described
 
-Job = TypeVar("Job")
-State = TypeVar("State")
-Task = TypeVar("Task")
-Result = TypeVar("Result")
+_Job = TypeVar("_Job")
+_State = TypeVar("_State")
+_Task = TypeVar("_Task")
+_Result = TypeVar("_Result")
 
 # Pieces sent to a worker of `in_order`: the one in work and the next, so that the worker never waits for this process.
-MAX_QUEUED = 2
+_MAX_QUEUED = 2
 # Pieces per worker from the first unfinished one on. With 4, the other workers continue while one task is slow.
 WINDOW = 4
 
 
 def in_order(
-    prepare: Callable[[Job], Callable[[Task], Result]],
-    job: Job,
-    tasks: Iterable[Task],
+    prepare: Callable[[_Job], Callable[[_Task], _Result]],
+    job: _Job,
+    tasks: Iterable[_Task],
     *,
     workers: int = 1,
     min_tasks: int = 1,
-) -> Iterator[Result]:
+) -> Iterator[_Result]:
     """Yield `prepare(job)(task)` for each of `tasks`, in their order; each process calls `prepare` once.
 
     With several `workers`, all arguments and results are pickled, and the calling script needs its
@@ -61,8 +61,8 @@ def in_order(
 
 
 def unordered(
-    prepare: Callable[[Job], Callable[[Task], Result]], job: Job, tasks: Iterable[Task], *, workers: int = 1
-) -> Iterator[tuple[int, Result]]:
+    prepare: Callable[[_Job], Callable[[_Task], _Result]], job: _Job, tasks: Iterable[_Task], *, workers: int = 1
+) -> Iterator[tuple[int, _Result]]:
     """Yield the number of each of `tasks` and `prepare(job)(task)`, in the order in which they are finished.
 
     A worker gets its next task when it returns a result, so the last tasks should be the cheapest ones. Otherwise as
@@ -75,11 +75,11 @@ def unordered(
         yield from team.unordered(_call, tasks)
 
 
-def _call(work: Callable[[Task], Result], task: Task) -> Result:
+def _call(work: Callable[[_Task], _Result], task: _Task) -> _Result:
     return work(task)
 
 
-def batched(items: Iterable[Task], size: int = 16) -> Iterator[list[Task]]:
+def batched(items: Iterable[_Task], size: int = 16) -> Iterator[list[_Task]]:
     """Yield `items` in lists of `size`; the last list may be shorter."""
     rest = iter(items)
     while batch := list(islice(rest, size)):
@@ -87,10 +87,10 @@ def batched(items: Iterable[Task], size: int = 16) -> Iterator[list[Task]]:
 
 
 def _take(
-    tasks: Iterator[Task], total: int, size: Callable[[Task], int] = lambda task: 1
-) -> tuple[list[Task], Exception | None]:
+    tasks: Iterator[_Task], total: int, size: Callable[[_Task], int] = lambda task: 1
+) -> tuple[list[_Task], Exception | None]:
     """Return the first of `tasks` whose sizes reach `total`, and the exception that ended them (or StopIteration)."""
-    taken: list[Task] = []
+    taken: list[_Task] = []
     try:
         while total > 0:
             taken.append(next(tasks))
@@ -111,22 +111,22 @@ def _value(result: Any) -> Any:
     return result
 
 
-class ProcessTeam(Generic[State]):
+class ProcessTeam(Generic[_State]):
     """Processes with a state each, which they keep from one task to the next, and between several rounds of tasks.
 
     `jobs` has the argument of `prepare` for each worker, and `prepare` returns the state. Workers start when there is
     work for them. With one job, and if the first round is small, this process is the only member of the team.
     """
 
-    def __init__(self, prepare: Callable[[Job], State], jobs: Sequence[Job]) -> None:
+    def __init__(self, prepare: Callable[[_Job], _State], jobs: Sequence[_Job]) -> None:
         """Start no process yet."""
         self._prepare, self._jobs = prepare, jobs
-        self._here: State | None = None  # the state, if this process does the work
+        self._here: _State | None = None  # the state, if this process does the work
         # For each worker the numbers of the tasks that it has, in the order of its results.
         self._queues: dict[Connection, deque[int]] = {}
         self._processes = contextlib.ExitStack()
 
-    def __enter__(self) -> ProcessTeam[State]:
+    def __enter__(self) -> ProcessTeam[_State]:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -134,7 +134,7 @@ class ProcessTeam(Generic[State]):
         self._processes.close()
 
     @property
-    def here(self) -> State | None:
+    def here(self) -> _State | None:
         """The state if this process does the work; None if workers do it, or nothing has been done."""
         return self._here
 
@@ -145,12 +145,12 @@ class ProcessTeam(Generic[State]):
 
     def in_order(
         self,
-        work: Callable[[State, Task], Result],
-        tasks: Iterable[Task],
+        work: Callable[[_State, _Task], _Result],
+        tasks: Iterable[_Task],
         *,
         min_size: int = 1,
-        size: Callable[[Task], int] = lambda task: 1,
-    ) -> Iterator[Result]:
+        size: Callable[[_Task], int] = lambda task: 1,
+    ) -> Iterator[_Result]:
         """Yield `work(state, task)` for each of `tasks`, in their order.
 
         No worker starts if the sizes of all tasks of the first round add up to less than `min_size`. An exception from
@@ -171,13 +171,15 @@ class ProcessTeam(Generic[State]):
         waiting: dict[int, Any] = {}
         num_yielded = 0
         tasks = chain(first, rest)
-        for number, result in self._results(work, tasks, max_queued=MAX_QUEUED, window=WINDOW * len(self._jobs)):
+        for number, result in self._results(work, tasks, max_queued=_MAX_QUEUED, window=WINDOW * len(self._jobs)):
             waiting[number] = result
             while num_yielded in waiting:
                 yield _value(waiting.pop(num_yielded))
                 num_yielded += 1
 
-    def unordered(self, work: Callable[[State, Task], Result], tasks: Iterable[Task]) -> Iterator[tuple[int, Result]]:
+    def unordered(
+        self, work: Callable[[_State, _Task], _Result], tasks: Iterable[_Task]
+    ) -> Iterator[tuple[int, _Result]]:
         """Yield the number of each of `tasks` and `work(state, task)`, in the order in which they are finished.
 
         Raises:
@@ -190,7 +192,7 @@ class ProcessTeam(Generic[State]):
         for number, result in self._results(work, iter(tasks), max_queued=1, window=None):
             yield number, _value(result)
 
-    def each(self, work: Callable[[State, None], Result]) -> list[Result]:
+    def each(self, work: Callable[[_State, None], _Result]) -> list[_Result]:
         """Return `work(state, None)` of every process that has worked before.
 
         Raises:
@@ -203,7 +205,7 @@ class ProcessTeam(Generic[State]):
                 worker.send((work, None))
             return [_value(worker.recv()) for worker in self._queues]
 
-    def _state(self) -> State:
+    def _state(self) -> _State:
         if self._here is None:
             self._here = self._prepare(self._jobs[0])
         return self._here
@@ -344,15 +346,15 @@ ReportProgress = Callable[[Progress], None]
 
 
 def with_progress(
-    items: Iterable[Task],
+    items: Iterable[_Task],
     progress: ReportProgress | None,
     stage: str,
     *,
     unit: str,
     total: int | None = None,
-    size: Callable[[Task], int] = lambda item: 1,
+    size: Callable[[_Task], int] = lambda item: 1,
     share: Callable[[], float | None] = lambda: None,
-) -> Iterator[Task]:
+) -> Iterator[_Task]:
     """Yield `items`, and after each one call `progress` with the sum of their sizes so far and the present `share`."""
     done = 0
     for item in items:

@@ -229,12 +229,12 @@ def _by_source(sources: pa.ChunkedArray, ids: pa.ChunkedArray) -> Int64:
 
 
 def _unique_ids(ids: pa.ChunkedArray, sources: pa.ChunkedArray) -> pa.ChunkedArray:
-    repeated = is_repeated(ids)
+    repeated = _is_repeated(ids)
     if not repeated.any():
         return ids
     # ids a b a of sources f:1 f:2 g:1 -> a@f:1 b a@g:1. Two records of one source -> a@f:1 a@f:1 -> a@f:1 a@f:1#2.
     names = pc.if_else(pa.array(repeated), pc.binary_join_element_wise(ids, sources, "@"), ids)
-    rows = np.flatnonzero(is_repeated(names))
+    rows = np.flatnonzero(_is_repeated(names))
     while len(rows):
         rows = rows[_by_source(sources.take(pa.array(rows)), ids.take(pa.array(rows)))]
         texts = _with_numbers(names.take(pa.array(rows)).to_pylist())
@@ -250,7 +250,7 @@ def _unique_ids(ids: pa.ChunkedArray, sources: pa.ChunkedArray) -> pa.ChunkedArr
     return names
 
 
-def is_repeated(names: pa.ChunkedArray) -> NDArray[np.bool_]:
+def _is_repeated(names: pa.ChunkedArray) -> NDArray[np.bool_]:
     """Return True for each of `names` that occurs more than once."""
     # a b a -> indices 0 1 0 -> counts 2 1 -> True False True.
     indices = text_codes(names)

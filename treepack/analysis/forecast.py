@@ -40,7 +40,7 @@ _MEASURED_SHARE = 0.78
 # Dense bfloat16 operations per second in the vendor's data sheets.
 _PEAK = {"a100": 312e12, "h100": 989e12, "h200": 989e12, "b200": 2250e12}
 # Memory that the drivers of these devices report, in GiB, rounded down.
-MEMORY = {"a100": 79, "h100": 79, "h200": 139, "b200": 178}
+_MEMORY = {"a100": 79, "h100": 79, "h200": 139, "b200": 178}
 # Operations per second of a training step over the rate of products alone: 0.46 to 0.55 on an H200, tree and flat.
 MFU = 0.5
 # Maximum share of conversations without an append-only sequence; above it, the forecast has no such baseline.
@@ -73,7 +73,7 @@ def read_device(text: str) -> TrainingDevice:
         TreepackError: the text is neither a known name nor a positive rate.
     """
     if text.lower() in _PEAK:
-        return TrainingDevice(text.lower(), _MEASURED_SHARE * _PEAK[text.lower()], MEMORY[text.lower()] << 30)
+        return TrainingDevice(text.lower(), _MEASURED_SHARE * _PEAK[text.lower()], _MEMORY[text.lower()] << 30)
     try:
         rate = float(text)
     except ValueError:
@@ -211,7 +211,7 @@ def _num_trained(trie: Trie) -> Int64:
     return np.where(trie.trajectories["weight"].to_numpy() > 0, sizes, 0).astype(np.int64)
 
 
-def _trained_parts(trie: Trie) -> Iterator[TrainedPieces]:
+def _trained_parts(trie: Trie) -> Iterator[_TrainedPieces]:
     """Yield the trained pieces of whole trees, about `TRAJECTORIES_AT_ONCE` trajectories at a time to bound memory."""
     # Trajectories before each tree: roots [0, 3], ends [1, 2, 4] -> [0, 2, 3].
     begins = np.append(np.searchsorted(trie.end_node, np.flatnonzero(trie.parent < 0)), trie.num_trajectories)
@@ -221,7 +221,7 @@ def _trained_parts(trie: Trie) -> Iterator[TrainedPieces]:
 
 
 @dataclass(frozen=True, slots=True)
-class TrainedPieces:
+class _TrainedPieces:
     """Trained spans cut into pieces at the ends of nodes: `owner` trains [start, stop) of its path, all in `node`."""
 
     owner: Int64
@@ -248,7 +248,7 @@ class TrainedPieces:
         return new
 
 
-def _pieces(trie: Trie, first: int, end: int) -> TrainedPieces:
+def _pieces(trie: Trie, first: int, end: int) -> _TrainedPieces:
     """Return the trained pieces of the trajectories [first, end) of positive weight."""
     table = trie.trajectories.slice(first, end - first)
     spans, weights = SpanView.of(table), table["weight"].to_numpy()
@@ -278,7 +278,7 @@ def _pieces(trie: Trie, first: int, end: int) -> TrainedPieces:
     pieces = np.arange(counts.sum()) + np.repeat(first_at - np.concatenate([[0], np.cumsum(counts)[:-1]]), counts)
     # pieces: indices of nodes for all spans, first_at [4, 9], counts [2, 3] -> [4, 5, 9, 10, 11]
     node_of = nodes[pieces]
-    return TrainedPieces(
+    return _TrainedPieces(
         first + np.repeat(whose, counts),
         node_of,
         np.maximum(np.repeat(starts, counts), trie.depth[node_of]),

@@ -49,7 +49,7 @@ _WINDOWS_PER_RELEASE = 1024  # each maps 64 KB of tokens and more
 _REASONS = ("sampling", "environment", "next call", "longer prompt")
 _UNREAD = {False: "prompt differs", True: "history differs"}
 
-Decode = Callable[[list[list[int]]], list[str]]
+_Decode = Callable[[list[list[int]]], list[str]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +213,7 @@ def _common_tokens(trie: Trie, a: Int64, b: Int64) -> Int64:
     return common
 
 
-def explain_sharing(trie: Trie, decode: Decode | None = None, *, most: int = MAX_PARTINGS) -> dict[str, Any]:
+def explain_sharing(trie: Trie, decode: _Decode | None = None, *, most: int = MAX_PARTINGS) -> dict[str, Any]:
     """Return the reasons for all tokens of `trie` and the causes of lost sharing, as plain values ready for JSON.
 
     `laid_down` maps the reason why tokens are stored to their number; the sum is N_tree, see `tokens_by_reason`. `lost`
@@ -272,7 +272,7 @@ def num_alone(trie: Trie) -> int:
     return int((np.bincount(text_codes(trie.trajectories["group_id"])) == 1).sum())
 
 
-def causes_of(trie: Trie, tokens: AddedTokens, decode: Decode | None, *, most: int = MAX_PARTINGS) -> list[LostCause]:
+def causes_of(trie: Trie, tokens: AddedTokens, decode: _Decode | None, *, most: int = MAX_PARTINGS) -> list[LostCause]:
     """Return the causes of lost sharing, the costliest first.
 
     Args:
@@ -320,7 +320,7 @@ def _as_record(cause: LostCause, trie: Trie) -> dict[str, Any]:
     }
 
 
-def _differences(trie: Trie, tokens: AddedTokens, partings: list[int], decode: Decode | None) -> list[TextDifference]:
+def _differences(trie: Trie, tokens: AddedTokens, partings: list[int], decode: _Decode | None) -> list[TextDifference]:
     """Return the difference at each of `partings`, in order; none without `decode`."""
     if decode is None or not partings:
         return []

@@ -52,9 +52,9 @@ _REASONING = re.compile(
     r"|<\|channel\|>analysis<\|message\|>.*?(?:<\|end\|><\|start\|>assistant|\Z)",
     re.DOTALL,
 )
-THINK = re.compile(r"(?:<think>.*?)?</think>\s*", re.DOTALL)  # DeepSeek's templates drop reasoning, not its end tag
+_THINK = re.compile(r"(?:<think>.*?)?</think>\s*", re.DOTALL)  # DeepSeek's templates drop reasoning, not its end tag
 _UNSPACED = r"\u2e80-\u9fff\uac00-\ud7af\uf900-\ufaff\uff00-\uffef"  # each character is a word: there are no blanks
-WORDS = re.compile(rf"[{_UNSPACED}]|[^\s{_UNSPACED}]+")
+_WORDS = re.compile(rf"[{_UNSPACED}]|[^\s{_UNSPACED}]+")
 _WORD = re.compile(r"\S{0,24}\Z")
 _SPACE = re.compile(r"\s+")
 _SHOWN_BEFORE, _SHOWN = 40, 80  # characters of an example before and after the parting: a line of a terminal
@@ -104,7 +104,7 @@ def classify_difference(expected: str, actual: str, *, is_call: bool, whole: tup
         (_TEMPLATE, _strip_reasoning),
         (_IDS, lambda text: _strip_space(_strip_ids(text))),
         (_TEMPLATE, lambda text: _strip_space(_strip_reasoning(text))),
-        (_TEMPLATE, lambda text: _strip_space(THINK.sub("", text))),
+        (_TEMPLATE, lambda text: _strip_space(_THINK.sub("", text))),
     )
     parts_id = _in_id(expected, at) and _in_id(actual, at)
     for cause, strip in tests:
@@ -126,7 +126,7 @@ def _in_id(text: str, at: int) -> bool:
 def _common_word_share(a: str, b: str) -> float:
     """Return the share of the shorter text's words that the other contains in the same order; 1 if it has none."""
     # "a b c d" and "a x c" -> words a and c of three -> 2 / 3
-    first, second = WORDS.findall(a), WORDS.findall(b)
+    first, second = _WORDS.findall(a), _WORDS.findall(b)
     blocks = SequenceMatcher(None, first, second, autojunk=False).get_matching_blocks()
     shorter = min(len(first), len(second))
     return sum(block.size for block in blocks) / shorter if shorter else 1.0

@@ -42,9 +42,9 @@ _WEIGHT_BYTES = 4  # of a float32 weight
 PIECES = (65_536, 32_768, 16_384, 8_192, 4_096)
 # Share of the device's memory that a plan may use; the rest is for fragments and the error of the estimate.
 USABLE = 0.9
-GIB = 1 << 30
+_GIB = 1 << 30
 
-Entry = dict[str, Any]
+_Entry = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ def forecast_trie(
     capacities: Sequence[int] = (),
     options: PackOptions = PackOptions(),  # noqa: B008 (immutable)
     progress: ReportProgress | None = None,
-) -> tuple[Entry, list[PlannedCapacity]]:
+) -> tuple[_Entry, list[PlannedCapacity]]:
     """Return the forecast of `stats` and of the report as plain values, and the plans that it compares.
 
     Args:
@@ -121,7 +121,7 @@ def forecast_trie(
 
 def forecast_packed(
     lines: Sequence[ForecastLine], rows: ForecastRows, target: ForecastTarget, notes: Sequence[str]
-) -> Entry:
+) -> _Entry:
     """Return the forecast of packed `rows`, whose lines are in `lines`; `notes` are about the baselines."""
     report = forecast_report(lines, target.shape, target.device, notes, capacity=rows.capacity)
     return report | _memory_entries([rows], 0, target)
@@ -139,7 +139,7 @@ def _rows_of(planned: PlannedCapacity) -> ForecastRows:
     )
 
 
-def _memory_entries(rows: Sequence[ForecastRows], usual: int, target: ForecastTarget) -> Entry:
+def _memory_entries(rows: Sequence[ForecastRows], usual: int, target: ForecastTarget) -> _Entry:
     """Return the entries of a forecast about capacities and memory; the sentence is about `rows[usual]`.
 
     `num_gpus` is the number of GPUs over which weights and optimiser must be divided: a multiple of the ranks.
@@ -152,7 +152,7 @@ def _memory_entries(rows: Sequence[ForecastRows], usual: int, target: ForecastTa
     return {"ranks": target.ranks, "num_gpus": num_gpus, "capacities": entries, "memory": sentence}
 
 
-def _entry(rows: ForecastRows, target: ForecastTarget, num_gpus: int) -> Entry:
+def _entry(rows: ForecastRows, target: ForecastTarget, num_gpus: int) -> _Entry:
     """Return the work of `rows`, and their memory on each of `num_gpus` GPUs that divide weights and optimiser."""
     num_bytes, piece, fits = None, None, None
     if isinstance(target.memory, ModelMemory):
@@ -185,20 +185,20 @@ def _row_bytes(rows: ForecastRows, memory: ModelMemory, limit: float | None) -> 
     return next((way for way in [(whole, None), *pieces] if way[0] <= limit), pieces[-1])
 
 
-def memory_sentence(rows: Entry, target: ForecastTarget, *, num_gpus: int) -> str:
+def memory_sentence(rows: _Entry, target: ForecastTarget, *, num_gpus: int) -> str:
     """Return whether training fits: the memory of one GPU, or what to use if the weights have to be divided."""
     name, memory, device = target.shape.name, target.memory, target.device
     if isinstance(memory, NoPieces):
         return f"the memory of {name} is not estimated: {memory.reason}"
     trained = f"{name} with AdamW in fp32"
     pieces = "" if rows["carry"] is None else f" with train --carry {rows['carry']}"
-    need = f"rows of {rows['capacity']:,} tokens{pieces} need {rows['num_bytes'] / GIB:.1f} GiB"
+    need = f"rows of {rows['capacity']:,} tokens{pieces} need {rows['num_bytes'] / _GIB:.1f} GiB"
     if device.memory is None:
         return f"{need} for {trained}; the memory of the device is not known"
     gpus = f"{'one' if target.ranks == 1 else target.ranks} {device.name}"
     if num_gpus == target.ranks:
         verb = "fits" if target.ranks == 1 else "fits, divided over"
-        return f"{trained} {verb} {gpus}: {need} of {device.memory / GIB:.0f}"
+        return f"{trained} {verb} {gpus}: {need} of {device.memory / _GIB:.0f}"
     # Frozen weights have no gradient and no moments: 4 of 16 bytes.
     frozen = memory.state * _WEIGHT_BYTES // PARAMETER_BYTES
     others = rows["num_bytes"] - -(-memory.state // num_gpus)

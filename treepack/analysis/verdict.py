@@ -30,7 +30,7 @@ from treepack.ingest.conversations import Conversations
 # Share of saved operations below which the verdict is that tree training does not pay.
 _MIN_SAVED = 0.1
 
-Entry = dict[str, Any]
+_Entry = dict[str, Any]
 
 
 def forecast_report(
@@ -40,7 +40,7 @@ def forecast_report(
     notes: Iterable[str] = (),
     *,
     capacity: int | None = None,
-) -> Entry:
+) -> _Entry:
     """Return sharing, speed-up, operations and hours on one device for each line, and the verdict, as plain values.
 
     `notes` are sentences about the baselines, see `baseline_notes`. The verdict is about rows of `capacity` tokens; a
@@ -82,12 +82,12 @@ def forecast_report(
     }
 
 
-def _decisive(entries: list[Entry], capacity: int | None) -> dict[str, Entry]:
+def _decisive(entries: list[_Entry], capacity: int | None) -> dict[str, _Entry]:
     """Return one line for each baseline: that of `capacity`, else the fastest with the fewest trajectories left out.
 
     A line with a capacity precedes one without.
     """
-    best: dict[str, Entry] = {}
+    best: dict[str, _Entry] = {}
     for entry in entries:
         name = entry["baseline"]
         if name not in best or _rank(entry, capacity) > _rank(best[name], capacity):
@@ -95,12 +95,12 @@ def _decisive(entries: list[Entry], capacity: int | None) -> dict[str, Entry]:
     return {name: best[name] for name in BASELINES if name in best}
 
 
-def _rank(entry: Entry, capacity: int | None) -> tuple[bool, int, bool, float]:
+def _rank(entry: _Entry, capacity: int | None) -> tuple[bool, int, bool, float]:
     is_chosen = capacity is not None and entry["capacity"] == capacity
     return is_chosen, -entry["num_left_out"], entry["capacity"] is not None, entry["speedup"]
 
 
-def _gain(baselines: Mapping[str, Entry]) -> Entry:
+def _gain(baselines: Mapping[str, _Entry]) -> _Entry:
     """Return the line of the verdict: of append-only sequences and single trajectories, the one that gains less."""
     alone = next(name for name in (SAMPLES, TRAJECTORIES, TURNS, APPEND_ONLY) if name in baselines)
     candidates = [baselines[name] for name in (APPEND_ONLY, alone) if name in baselines]
@@ -111,7 +111,7 @@ def _pays(entry: Mapping[str, Any]) -> bool:
     return bool(1 - 1 / entry["speedup"] >= _MIN_SAVED)
 
 
-def _gain_verdict(gain: Entry, baselines: list[Entry]) -> str:
+def _gain_verdict(gain: _Entry, baselines: list[_Entry]) -> str:
     """Return one sentence about the `gain`, with the speed-ups against the other `baselines` in brackets."""
     others = [
         f"{entry['speedup']:.1f}x against {entry['label']}"

@@ -31,8 +31,8 @@ HOPPER_HEAD_DIMS = frozenset({(64, 64), (80, 80), (96, 96), (128, 128), (192, 12
 # The first and last release of Triton whose Gluon has compiled them.
 HOPPER_TRITON = ((3, 6), (3, 9))
 
-ForwardKernels = Callable[[AttentionInputs], tuple[Tensor, Tensor]]
-BackwardKernels = Callable[[AttentionInputs, Tensor, Tensor, Tensor], InputGradients]
+_ForwardKernels = Callable[[AttentionInputs], tuple[Tensor, Tensor]]
+_BackwardKernels = Callable[[AttentionInputs, Tensor, Tensor, Tensor], InputGradients]
 
 
 class KeptOutputs:
@@ -166,7 +166,7 @@ def has_hopper(device: torch.device) -> bool:
     return hopper and HOPPER_TRITON[0] <= release <= HOPPER_TRITON[1]
 
 
-def _kernels(inputs: AttentionInputs) -> tuple[ForwardKernels, BackwardKernels]:
+def _kernels(inputs: AttentionInputs) -> tuple[_ForwardKernels, _BackwardKernels]:
     """Return the functions that run forward and backward; imported late, because triton may be missing."""
     if backend(inputs.query, inputs.value, capped=inputs.softcap is not None) == "hopper":
         from treepack.attention.hopper.launch import hopper_backward, hopper_forward

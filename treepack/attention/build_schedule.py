@@ -47,7 +47,7 @@ from treepack.attention.schedule import GRANULE, KEY_BLOCK, QUERY_BLOCK, QUERY_T
 from treepack.errors import TreepackError
 
 # Granules that straddle nodes get key blocks of their own if at least this many (4 blocks of them) end together.
-MIN_STRADDLING = 16
+_MIN_STRADDLING = 16
 
 _PER_KEY_BLOCK = KEY_BLOCK // GRANULE
 _PER_QUERY_BLOCK = QUERY_BLOCK // GRANULE
@@ -269,7 +269,7 @@ def _key_blocks(extremes: Tensor, length: int, first_tile: int) -> tuple[Tensor,
     straddles = (last - full_last > 1).long()
     alike = last.new_zeros(len(last), count + 1).scatter_add_(1, last, straddles).gather(1, last)
     # last [6 6 4 6], the second granule one of many that straddle -> keys [12 11 8 12] -> order [0 3 1 2]
-    order = (2 * last - straddles * (alike >= MIN_STRADDLING)).argsort(dim=1, descending=True, stable=True)
+    order = (2 * last - straddles * (alike >= _MIN_STRADDLING)).argsort(dim=1, descending=True, stable=True)
     # The range of a granule begins at the granule, or at first_tile if that is later.
     begin = order.clamp(min=first_tile * (QUERY_TILE // GRANULE))
     first = begin // (QUERY_TILE // GRANULE)

@@ -38,9 +38,7 @@ from treepack.errors import TreepackError
 
 __all__ = [
     "AUTO",
-    "FLEX_MAX_HEAD_DIM",
     "NAMES",
-    "TRITON_MAX_HEAD_DIM",
     "WIDE_SHARED",
     "AnySchedule",
     "BatchSchedules",
@@ -58,8 +56,8 @@ __all__ = [
 AUTO = {"cuda": ("triton", "flash", "flex", "reference")}
 
 NAMES = ("reference", "flex", "flash", "triton")
-TRITON_MAX_HEAD_DIM = 512  # the largest that `portable_forward` has shapes for
-FLEX_MAX_HEAD_DIM = 256  # the tiles of larger heads exceed the shared memory of a GPU, and compiling fails
+_TRITON_MAX_HEAD_DIM = 512  # the largest that `portable_forward` has shapes for
+_FLEX_MAX_HEAD_DIM = 256  # the tiles of larger heads exceed the shared memory of a GPU, and compiling fails
 
 # Shared memory of a program that head dimensions above 256 need in `portable`, in KiB, by the bytes of an element.
 WIDE_SHARED = {2: 112, 4: 194}
@@ -224,9 +222,9 @@ def _flex_obstacle(device: torch.device, dtype: torch.dtype, head_dims: tuple[tu
         return "needs triton on a GPU; run pip install triton, or use reference"
     if dtype == torch.float64:
         return "has no float64 on a GPU; use float32 or reference"
-    if any(max(dims) > FLEX_MAX_HEAD_DIM for dims in head_dims):
+    if any(max(dims) > _FLEX_MAX_HEAD_DIM for dims in head_dims):
         return (
-            f"runs out of shared memory on a GPU with head dimensions above {FLEX_MAX_HEAD_DIM}, "
+            f"runs out of shared memory on a GPU with head dimensions above {_FLEX_MAX_HEAD_DIM}, "
             f"and they are {_dims_text(head_dims)}; use triton or reference"
         )
     return None
@@ -255,8 +253,8 @@ def _triton_obstacle(device: torch.device, dtype: torch.dtype, head_dims: tuple[
     if dtype not in (*_HALVES, torch.float32):
         return f"computes bfloat16, float16 and float32, not {_dtype_name(dtype)}; use reference"
     largest = max((max(dims) for dims in head_dims), default=0)
-    if largest > TRITON_MAX_HEAD_DIM:
-        return f"takes head dimensions of at most {TRITON_MAX_HEAD_DIM}, not {_dims_text(head_dims)}; use reference"
+    if largest > _TRITON_MAX_HEAD_DIM:
+        return f"takes head dimensions of at most {_TRITON_MAX_HEAD_DIM}, not {_dims_text(head_dims)}; use reference"
     if largest > 256 and device.type == "cuda":
         needed, has = WIDE_SHARED[dtype.itemsize], _shared_memory(device)
         if has < needed:

@@ -34,8 +34,8 @@ from treepack.errors import TreepackError
 
 BLOCK = 128  # FlexAttention's default, and the tile of keys that `flash` requires
 
-Kernel = Callable[[Tensor, Tensor, Tensor, BlockMask], tuple[Tensor, Tensor | None]]
-ScoreMap = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+_Kernel = Callable[[Tensor, Tensor, Tensor, BlockMask], tuple[Tensor, Tensor | None]]
+_ScoreMap = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 # Options that the public function passes to the operator; the eager operator ignores all of them.
 _EAGER_OPTIONS = {
@@ -64,10 +64,10 @@ def build_block_mask(
         a BlockMask of B x 1 head over T rounded up to a multiple of `query_block`, without the queries before `first`.
         Memory is (T / BLOCK)**2.
     """
-    end = pad_to_blocks(subtree_end, query_block)
+    end = _pad_to_blocks(subtree_end, query_block)
     starts = None if start is None else _pad_start(start, end.shape[1])
     # [B, query blocks, key blocks]
-    partial, full = (blocks[:, first // query_block :] for blocks in classify_blocks(end, query_block, starts))
+    partial, full = (blocks[:, first // query_block :] for blocks in _classify_blocks(end, query_block, starts))
     # A tensor, because the compiler would make a kernel for each value of a number.
     origin = torch.tensor(first, device=end.device)
 
@@ -92,7 +92,7 @@ def build_block_mask(
     )
 
 
-def pad_to_blocks(subtree_end: Tensor, block: int) -> Tensor:
+def _pad_to_blocks(subtree_end: Tensor, block: int) -> Tensor:
     """Return `subtree_end` [B, T] as int32, padded to whole blocks with tokens that see only themselves."""
     # [3 2 3], block 8 -> [3 2 3 4 5 6 7 8]
     batch, length = subtree_end.shape
@@ -108,7 +108,7 @@ def _pad_start(start: Tensor, total: int) -> Tensor:
     return torch.cat([start.to(torch.int32), tail.expand(len(start), -1)], dim=1)
 
 
-def classify_blocks(subtree_end: Tensor, query_block: int, start: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def _classify_blocks(subtree_end: Tensor, query_block: int, start: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return the partial and the full blocks: two bool [B, T / query_block, T / BLOCK]; see the header."""
     # A prompt and two answers, 128 tokens each: subtree_end [384] * 128 + [256] * 128 + [384] * 128, low [384 256 384]
     #     partial 1 0 0    full 0 0 0
@@ -178,7 +178,7 @@ def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
 
 
 def attend_blocks(
-    run: Kernel, query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: float | None
+    run: _Kernel, query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: float | None
 ) -> tuple[Tensor, Tensor | None]:
     """Run a kernel; return output [B, H, T, D_v], and natural log-sum-exp [B, H, T] if the kernel computes it.
 
@@ -208,7 +208,7 @@ def _scale_query(query: Tensor, scale: float | None) -> Tensor:
 
 
 @functools.cache
-def _capped_scores(softcap: float) -> ScoreMap:
+def _capped_scores(softcap: float) -> _ScoreMap:
     """Return the change of scores by a cap, for FlexAttention; one function per cap, so that it compiles once."""
 
     def cap(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -220,7 +220,7 @@ def _capped_scores(softcap: float) -> ScoreMap:
 @functools.cache
 def fused_kernel(
     backend: Literal["AUTO", "FLASH"] = "AUTO", *, softcap: float | None = None, with_lse: bool = False
-) -> Kernel:
+) -> _Kernel:
     """Return the fused kernel, which is compiled on first use for every row length at once."""
     options: Any = {"enable_gqa": True, "kernel_options": {"BACKEND": backend}}
     if softcap is not None:
@@ -236,7 +236,7 @@ def fused_kernel(
     return torch.compile(run, dynamic=True, fullgraph=True)
 
 
-def _eager(softcap: float | None) -> Kernel:
+def _eager(softcap: float | None) -> _Kernel:
     """Return the kernel for the CPU, float64 too."""
     score_mod = torch_flex._identity if softcap is None else _traced_alone(_capped_scores(softcap))
 
@@ -250,7 +250,7 @@ def _eager(softcap: float | None) -> Kernel:
     return run
 
 
-def _traced_alone(change: ScoreMap) -> ScoreMap:
+def _traced_alone(change: _ScoreMap) -> _ScoreMap:
     """Return a change of scores whose saved tensors a checkpoint around the layer does not see.
 
     The eager operator traces the change and its gradient while it runs. A checkpoint counts the tensors that the trace

@@ -122,12 +122,12 @@ def register() -> None:
 
     for impl, name in IMPLEMENTATIONS.items():
         # A compiled model breaks its graph here, because kernels are launched and not traced.
-        launched = disable(functools.partial(attention_forward, impl=impl))  # type: ignore[no-untyped-call]
+        launched = disable(functools.partial(_attention_forward, impl=impl))  # type: ignore[no-untyped-call]
         AttentionInterface.register(name, functools.partial(_attend, launched))
-        AttentionMaskInterface.register(name, attention_mask_of)
+        AttentionMaskInterface.register(name, _attention_mask_of)
 
 
-def attention_mask_of(
+def _attention_mask_of(
     *arguments: Any, attention_mask: Tensor | None = None, config: Any = None, **options: Any
 ) -> Tensor | KeyReach | AllAncestors | None:
     """Return the reach of a kind of layers, instead of the mask that a model requests; None for all ancestors.
@@ -168,7 +168,7 @@ def _attend(
     attention_mask: Any,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Call `attention_forward`, or the operator if a compiled layer may contain it."""
+    """Call `_attention_forward`, or the operator if a compiled layer may contain it."""
     tree_pass = options.get("tree_pass")
     packed = tree_pass.packed if isinstance(tree_pass, TreePass) else None
     if packed is None or not is_compiling():
@@ -188,7 +188,7 @@ def _attend(
     return out.transpose(1, 2).contiguous(), None
 
 
-def attention_forward(
+def _attention_forward(
     module: nn.Module,
     query: Tensor,
     key: Tensor,

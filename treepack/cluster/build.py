@@ -47,7 +47,7 @@ from treepack.trie.builders.builder import TrieBuilder
 from treepack.trie.builders.earlier_tries import earlier_tries, log_of
 from treepack.trie.directory import TrieSummary, provenance_of
 
-SHARE_BYTES = 1 << 26  # of the input as stored: two minutes of tokenising
+_SHARE_BYTES = 1 << 26  # of the input as stored: two minutes of tokenising
 _MAX_SHARES = 1 << 10  # above, shares are larger; each costs the merge a little time for every trajectory
 _THREADS = 16  # requests for the versions of objects, side by side
 
@@ -70,7 +70,7 @@ def build_trie_on(
         inputs: files, folders and globs that all machines see, addresses, or tries that `build-trie` wrote.
         out: the directory to write, on a disk that all machines share, or an address.
         options: how to read, tokenise and share; `workers` has no meaning here.
-        share_bytes: stored bytes of the input for each task, at least one file; None for `SHARE_BYTES`, and more if
+        share_bytes: stored bytes of the input for each task, at least one file; None for `_SHARE_BYTES`, and more if
             there would be more than `_MAX_SHARES` tasks. The result does not depend on it.
         overwrite: replace `out` if treepack wrote it.
         progress: called after each share with the tokens read so far, and then with the tokens merged.
@@ -96,7 +96,7 @@ def build_trie_on(
             for extra in listed.skipped:
                 log.counts[PREFIX + extra.reason] += 1
             total = sum(state.size for state in states.values())
-            sources = cut_shares(listed, states, share_bytes or max(SHARE_BYTES, total // _MAX_SHARES))
+            sources = cut_shares(listed, states, share_bytes or max(_SHARE_BYTES, total // _MAX_SHARES))
             records = _build_all(scheduler, [each for each in sources if isinstance(each, Share)], job, progress)
             paths = _tries_of(sources, records, tries, folder, log, digest)
             manifests = tries | {path: _manifest_of(path) for path in paths if path not in tries}

@@ -47,7 +47,7 @@ from treepack.trie.store.row_groups import TrieFooters, read_footers
 
 # Tokens of a slice: a task needs about 1 GB for them with their columns, and its rows are so many that a slice costs
 # less than one of them.
-SLICE_TOKENS = 1 << 26
+_SLICE_TOKENS = 1 << 26
 
 
 @naming_addresses()
@@ -71,7 +71,7 @@ def pack_trie_on(
         trie: a trie directory, an output of `treepack prepare`, or the address of a trie; all machines must see it.
         out: the directory to write, or an address; all machines must see it.
         options: limits, planning and loss weights.
-        num_slices: number of slices; None for slices of `SLICE_TOKENS` tokens. A trie may have fewer places for cuts.
+        num_slices: number of slices; None for slices of `_SLICE_TOKENS` tokens. A trie may have fewer places for cuts.
         overwrite: replace `out` if treepack wrote it.
         progress: called with the slices planned and written so far.
 
@@ -88,7 +88,7 @@ def pack_trie_on(
         limits, is_fitted = _limits(options, footers)
         slices = trie_slices(
             shared_trie,
-            max_tokens=SLICE_TOKENS if num_slices is None else None,
+            max_tokens=_SLICE_TOKENS if num_slices is None else None,
             count=num_slices,
             whole_trees=is_fitted,
             whole_groups=options.method == "groups" or options.leaf_weights,

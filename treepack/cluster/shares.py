@@ -45,7 +45,7 @@ from treepack.trie.directory import built_totals
 _WITH_FILES_BESIDE = frozenset({"atif", "auto-code-rover", "dars", "openhands", "tau2", "verifiers-results"})
 _SHARED = "give an address (s3://...), or a folder that all machines share"
 
-Part = UnreadPart | FinishedPart | WholePart
+_Part = UnreadPart | FinishedPart | WholePart
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +160,7 @@ def build_share(share: Share, job: ShareJob, earlier: Sequence[str] | None) -> S
     files, turns = [path for path, _ in share.files], dict.fromkeys(earlier or (), "")
     listed = ListedInputs(files, share.searched, is_share=True, turns=turns)
     digest = InputHash()
-    parts: Iterator[Part] = read_parts(listed, job.files, input_hash=digest)
+    parts: Iterator[_Part] = read_parts(listed, job.files, input_hash=digest)
     parts = _refuse_beside(share, parts)
     if earlier is None:
         parts = _without_sessions(parts, listed.turns)
@@ -193,7 +193,7 @@ def _key(share: Share, job: ShareJob, earlier: Sequence[str]) -> str:
     return hashlib.sha256(json.dumps([job.key, files, sorted(earlier)]).encode()).hexdigest()[:32]
 
 
-def _build(parts: Iterator[Part], job: ShareJob, digest: InputHash, trie: AnyPath) -> tuple[bool, ReadLog, int]:
+def _build(parts: Iterator[_Part], job: ShareJob, digest: InputHash, trie: AnyPath) -> tuple[bool, ReadLog, int]:
     """Write the trie of `parts`, if there is a trajectory; return True, the log of reading, and the tokens."""
     log = ReadLog()
     try:
@@ -218,7 +218,7 @@ class _SessionsError(Exception):
     """A share has sessions, and answers that earlier shares have too are not known."""
 
 
-def _without_sessions(parts: Iterator[Part], turns: Mapping[str, str]) -> Iterator[Part]:
+def _without_sessions(parts: Iterator[_Part], turns: Mapping[str, str]) -> Iterator[_Part]:
     """Yield `parts`, whose reading fills `turns` if one of them is a session; then read the rest without tokenising.
 
     Raises:
@@ -251,7 +251,7 @@ def _refuse_unseen(share: Share, folder: AnyPath) -> None:
             raise TreepackError(f"{displayed(path)}: a worker does not see this file; {_SHARED}")
 
 
-def _refuse_beside(share: Share, parts: Iterator[Part]) -> Iterator[Part]:
+def _refuse_beside(share: Share, parts: Iterator[_Part]) -> Iterator[_Part]:
     """Yield `parts`, and refuse a format whose records need other objects of the same prefix.
 
     Raises:

@@ -33,7 +33,7 @@ from treepack.costs.model_fields import (
 from treepack.costs.recurrent_cost import FAMILIES, count_scans, recurrent_part
 from treepack.errors import TreepackError, quoted_value
 
-Count = Any  # an integer, or an array of them
+_Count = Any  # an integer, or an array of them
 
 _QWEN3: Config = {"vocab_size": 151936, "head_dim": 128, "num_key_value_heads": 8, "model_type": "qwen3"}
 _QWEN2: Config = {"vocab_size": 152064, "model_type": "qwen2"}
@@ -140,7 +140,7 @@ class ModelShape:
         """Multiplications for each token: with weights and with states."""
         return self.weights + self.scans
 
-    def attention(self, tokens: Count, pairs: Count) -> Count:
+    def attention(self, tokens: _Count, pairs: _Count) -> _Count:
         """Return the multiplications of attention for some tokens and score pairs: two numbers, or arrays of them."""
         # In float64, because 10^9 tokens times a million multiplications are too many for int64.
         inside = sum(each * np.minimum(pairs, size * tokens, dtype=np.float64) for size, each in self.windows)

@@ -20,7 +20,7 @@ Config = dict[str, Any]
 SOFTMAX = ("full_attention", "sliding_attention", "chunked_attention", "indexed_attention")
 RECURRENT = ("linear_attention", "conv", "hybrid")
 FEED_FORWARD = ("mlp", "moe")
-SELECTIVE_SCANS = ("mamba", "falcon_mamba", "jamba", "zamba")  # types of models with the layers of Mamba 1
+_SELECTIVE_SCANS = ("mamba", "falcon_mamba", "jamba", "zamba")  # types of models with the layers of Mamba 1
 # Names that older configurations use.
 _OLD_KINDS = {"mamba": "linear_attention", "attention": "full_attention"}
 _NEMOTRON_KINDS = {"M": "linear_attention", "E": "moe", "*": "full_attention", "-": "mlp"}
@@ -31,8 +31,8 @@ _LISTS: dict[str, type] = {
     **dict.fromkeys(("layer_types", "layers_block_type", "mlp_layer_types", "architectures"), str),
     **dict.fromkeys(("mlp_only_layers", "attn_layer_indices", "full_attn_idxs", "attn_type_list"), int),
 }
-MAX_SIZE = 1 << 40  # of any number of a configuration, and of layers, which are listed one by one
-MAX_LAYERS = 1 << 16
+_MAX_SIZE = 1 << 40  # of any number of a configuration, and of layers, which are listed one by one
+_MAX_LAYERS = 1 << 16
 # Sizes and numbers that a configuration may leave out or set to 0.
 _OPTIONAL = (
     "num_experts num_local_experts n_routed_experts n_shared_experts num_shared_experts moe_intermediate_size "
@@ -48,7 +48,7 @@ def check_scans(source: str, model_type: object) -> None:
     Raises:
         TreepackError: naming what these layers compute.
     """
-    if model_type in SELECTIVE_SCANS:
+    if model_type in _SELECTIVE_SCANS:
         raise TreepackError(
             f"{source}: its layers compute a selective scan, which has no form on trees here; {MODELS_HINT}"
         )
@@ -71,9 +71,9 @@ def check_fields(config: Config, name: str) -> None:
         raise TreepackError(f"{name}: has model_type {quoted_value(model_type)}; expected a text in config.json")
     for key in _OPTIONAL:
         value = config.get(key)
-        if value is not None and (type(value) is not int or not 0 <= value <= MAX_SIZE):
+        if value is not None and (type(value) is not int or not 0 <= value <= _MAX_SIZE):
             raise TreepackError(
-                f"{name}: has {key} {quoted_value(value)}; expected an integer from 0 to {MAX_SIZE} in config.json"
+                f"{name}: has {key} {quoted_value(value)}; expected an integer from 0 to {_MAX_SIZE} in config.json"
             )
 
 
@@ -85,7 +85,7 @@ def read_field(config: Config, key: str, name: str, default: int | None = None) 
     """
     value = config.get(key)
     value = config.get(_OLD_NAMES.get(key, ""), default) if value is None else value
-    if type(value) is not int or not 1 <= value <= MAX_SIZE:
+    if type(value) is not int or not 1 <= value <= _MAX_SIZE:
         actual = "no" if value is None else quoted_value(value)
         raise TreepackError(f"{name}: has {actual} {key}; expected the config.json of a language model")
     return value
@@ -104,8 +104,8 @@ def list_layers(config: Config, name: str) -> list[str]:
     if listed and config.get("model_type") == "nemotron_h":
         return [_OLD_KINDS.get(kind, kind) for kind in listed]  # transformers ignores num_hidden_layers here
     layers = read_field(config, "num_hidden_layers", name)
-    if layers > MAX_LAYERS:
-        raise TreepackError(f"{name}: has {layers} layers; expected at most {MAX_LAYERS}")
+    if layers > _MAX_LAYERS:
+        raise TreepackError(f"{name}: has {layers} layers; expected at most {_MAX_LAYERS}")
     if not listed:
         return _unlisted_layers(config, layers)
     if len(listed) != layers:

@@ -45,7 +45,7 @@ _OF_TRAJECTORIES = tuple(column for column in OF_TRAJECTORY if column.is_in_batc
 # Fields of `TermTensors` with one value per term, and with one per entry of `tokens`; others have one per trajectory.
 PER_TERM = ("index", "position", "trajectory", "weight", *(column.name for column in _OF_TERMS))
 PER_SCORED = ("tokens", *(column.name for column in LAWS if column.is_in_batches), "teacher")
-Places = slice | Tensor
+_Places = slice | Tensor
 
 
 @dataclass(frozen=True)
@@ -345,7 +345,7 @@ def _with_law(token: Int32 | Int64, codes: Int64, values: Values) -> Int64:
 
 
 def select_terms(
-    terms: TermTensors, own: Places, *, scored: Places | None = None, owners: Places | None = None
+    terms: TermTensors, own: _Places, *, scored: _Places | None = None, owners: _Places | None = None
 ) -> TermTensors:
     """Return the terms at `own`, a slice or int64 places [k], with the columns that belong to them.
 

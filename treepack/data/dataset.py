@@ -47,7 +47,7 @@ from treepack.trajectory import Int64
 # decode its whole row group of 2^18 tokens: 30 to 40 ms for a row of 8,192 tokens on 2 cores, 2 to 3 ms in file order.
 CACHED_BYTES = 1 << 28
 # Length of a row of padding: cheap to compute, but more than 1 because torch.compile specialises on a length of 1.
-PADDING_TOKENS = 16
+_PADDING_TOKENS = 16
 
 # The next rows whose remote parts are downloaded ahead. A part of 2^24 tokens has 2,048 rows of 8,192 tokens.
 AHEAD_ROWS = 4096
@@ -240,7 +240,7 @@ class PackedDataset(Dataset[Batch]):
 
     def padding(self) -> Batch:
         """Return a row of padding, which a rank computes if it has no row left while another rank still has one."""
-        length = -(-PADDING_TOKENS // self.multiple) * self.multiple  # rounded up: multiple 24 -> 24, multiple 3 -> 18
+        length = -(-_PADDING_TOKENS // self.multiple) * self.multiple  # rounded up: multiple 24 -> 24, multiple 3 -> 18
         return empty_batch(length, terms=self.terms and bool(self.term_columns))
 
     def __getstate__(self) -> dict[str, Any]:

@@ -36,7 +36,7 @@ from treepack.data.teacher_law import TeacherLaw, concatenate_laws
 # On a CPU, where launches cost nothing beside the products and attention is dense, rows stay alone.
 GPU_PASS, CPU_PASS = limits.PASS_TOKENS, 1
 
-Row = TypeVar("Row")
+_Row = TypeVar("_Row")
 
 _PER_TOKEN = ("input_ids", "position_ids", "scale", "loss_weight")
 
@@ -83,10 +83,10 @@ def join_rows(batches: Sequence[Batch], *, multiple: int = 1) -> Batch:
     )
 
 
-def consecutive(rows: Iterable[Row], tokens: Callable[[Row], int], limit: int) -> Iterator[list[Row]]:
+def consecutive(rows: Iterable[_Row], tokens: Callable[[_Row], int], limit: int) -> Iterator[list[_Row]]:
     """Yield rows in their order, as many at a time as have at most `limit` tokens together, and at least one."""
     # tokens 5 4 3 6, limit 10 -> [5 4] [3 6]
-    found: list[Row] = []
+    found: list[_Row] = []
     total = 0
     for row in rows:
         size = tokens(row)

@@ -37,7 +37,7 @@ from treepack.files.remote.part_copies import PartCopies
 from treepack.files.remote.retries import OUTAGE_SECONDS, pauses
 from treepack.files.schema import PACKED
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 _OPENERS = 16  # remote files that are opened side by side; each costs some round trips
 _FOOTERS = 256  # of copies, kept so that each read of a row group does not parse 2 KB per row group of the part again
@@ -137,7 +137,7 @@ class PartReader:
                 shares[group.file] += group.share
             self._copies.expect(shares)
 
-    def _map(self, function: Callable[[Any], T], items: Sequence[Any]) -> list[T]:
+    def _map(self, function: Callable[[Any], _T], items: Sequence[Any]) -> list[_T]:
         """Return the result for each item, computed side by side if the directory is remote."""
         with ThreadPoolExecutor(1 if self.location.is_local else _OPENERS) as pool:
             return [*pool.map(function, items)]

@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 from treepack.ragged import RaggedArray
 
 # Logits [n, V] of a teacher's states [n, D], by its output layer.
-StateLogits = Callable[[Tensor], Tensor]
+_StateLogits = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class TeacherLaw:
 
     values: Tensor
     ids: Tensor | None = None
-    logits: StateLogits | None = None
+    logits: _StateLogits | None = None
 
     @classmethod
     def of(cls, ids: RaggedArray, logprobs: RaggedArray) -> TeacherLaw:

@@ -163,7 +163,9 @@ OPTIONAL = pa.schema(
     ]
 )
 _COMPUTED_NAMES = {column.stored for column in COMPUTED}
-RECORDED = pa.schema([field for field in OPTIONAL if field.name not in _COMPUTED_NAMES])  # those that rollouts may have
+_RECORDED = pa.schema(
+    [field for field in OPTIONAL if field.name not in _COMPUTED_NAMES]
+)  # those that rollouts may have
 
 
 # One row per trajectory whose id another one has too, by source, id and arrival. A later build that reads the trie

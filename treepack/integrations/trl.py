@@ -23,7 +23,7 @@ from treepack.online import OnlineOptions
 
 __all__ = ["TreePlanner", "tree_trainer"]
 
-Trainer = TypeVar("Trainer")
+_Trainer = TypeVar("_Trainer")
 
 _DISTILLATION = frozenset(
     "DistillationTrainer AsyncDistillationTrainer ServerDistillationTrainer GKDTrainer GOLDTrainer IWOPDTrainer "
@@ -40,8 +40,8 @@ def __getattr__(name: str) -> Any:
 
 
 def tree_trainer(
-    base: type[Trainer], options: OnlineOptions | None = None, *, sequence_ranks: int = 1
-) -> type[Trainer]:
+    base: type[_Trainer], options: OnlineOptions | None = None, *, sequence_ranks: int = 1
+) -> type[_Trainer]:
     """Return a subclass of a TRL trainer that computes every shared prefix once.
 
     The subclass takes the arguments of `base`, except that the datasets of SFTTrainer are `PackedDataset`s. The

@@ -22,14 +22,14 @@ from treepack.integrations.trl_checks import check_parallelism, check_trainer, t
 from treepack.integrations.versions import check_program
 from treepack.model.collation import batch_loss_and_metrics, collate
 
-Trainer = TypeVar("Trainer")
+_Trainer = TypeVar("_Trainer")
 
 
-ROW_COLUMNS = ["source", "row"]  # of the dataset that TRL gets
+_ROW_COLUMNS = ["source", "row"]  # of the dataset that TRL gets
 _FIELDS = ("_metrics", "_total_train_tokens", "accelerator", "model", "args")
 
 
-def packed_trainer(base: type[Trainer]) -> type[Trainer]:
+def packed_trainer(base: type[_Trainer]) -> type[_Trainer]:
     """Return a subclass of TRL's SFTTrainer whose `train_dataset` is a `PackedDataset`.
 
     The subclass takes the other arguments of `base`; `eval_dataset` is a `PackedDataset` too, or a dict of them. It
@@ -55,7 +55,7 @@ def packed_trainer(base: type[Trainer]) -> type[Trainer]:
             chosen = copy.copy(args)
             chosen.remove_unused_columns = False
             chosen.dataset_kwargs = {**(args.dataset_kwargs or {}), "skip_prepare_dataset": True}
-            self._packed = PackedSources(name)
+            self._packed = _PackedSources(name)
             self._held_out = torch.zeros(2, dtype=torch.float64)  # loss and weight of the rows evaluated so far
             super().__init__(
                 model,
@@ -123,7 +123,7 @@ def _note_metrics(trainer: Any, sums: Tensor, weight: Tensor, inputs: Any) -> No
     metrics["num_tokens"] = [trainer._total_train_tokens]
 
 
-class PackedSources:
+class _PackedSources:
     """The packed directories of a trainer, which sees numbers of rows: {"source": 0, "row": 5}."""
 
     def __init__(self, name: str) -> None:
@@ -147,7 +147,7 @@ class PackedSources:
             self.datasets.append(dataset)
         source = next(i for i, each in enumerate(self.datasets) if each is dataset)
         numbers = [*range(len(dataset)), *[-1] * (-len(dataset) % multiple)]
-        return Dataset.from_dict(dict(zip(ROW_COLUMNS, ([source] * len(numbers), numbers), strict=True)))
+        return Dataset.from_dict(dict(zip(_ROW_COLUMNS, ([source] * len(numbers), numbers), strict=True)))
 
     def held_out(self, given: Any, args: Any) -> Any:
         """Return the rows of an `eval_dataset`: None, a `PackedDataset`, a dict of them, or a name that TRL knows.
@@ -158,7 +158,7 @@ class PackedSources:
             return given
         if isinstance(given, dict):
             return {name: self.held_out(each, args) for name, each in given.items()}
-        if getattr(given, "column_names", None) == ROW_COLUMNS:  # what this method has returned before
+        if getattr(given, "column_names", None) == _ROW_COLUMNS:  # what this method has returned before
             return given
         return self.rows(given, "eval_dataset", multiple=args.eval_batch_size * args.world_size)
 

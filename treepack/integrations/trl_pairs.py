@@ -27,7 +27,7 @@ from treepack.model.accept.first_batch import check_positions
 from treepack.model.layers import find_decoder
 from treepack.online import OnlineBatch, OnlineOptions, plan_batch
 
-Trainer = TypeVar("Trainer")
+_Trainer = TypeVar("_Trainer")
 
 
 def share_prefixes(
@@ -96,7 +96,7 @@ def _states_of(original: Any, plan: OnlineBatch, shape: torch.Size, others: dict
     return output
 
 
-def pair_trainer(base: type[Trainer], options: OnlineOptions | None = None) -> type[Trainer]:
+def pair_trainer(base: type[_Trainer], options: OnlineOptions | None = None) -> type[_Trainer]:
     """Return a subclass of TRL's DPOTrainer that computes every shared prefix of a batch once.
 
     The subclass takes the arguments of `base`, and the memory of one row of all pairs of a micro-batch.

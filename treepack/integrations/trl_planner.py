@@ -32,9 +32,9 @@ from treepack.pack.plan.cuts import best_starts, costs_in_order, range_measure, 
 from treepack.pack.plan.problem import path_pairs
 from treepack.trie.nodes import sort_sequences
 
-Sample = dict[str, Any]
+_Sample = dict[str, Any]
 _log = logging.getLogger("treepack")
-WINDOW = 64  # samples planned together: eight groups of eight
+_WINDOW = 64  # samples planned together: eight groups of eight
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class PlannedRow:
     `shared` is the number of leading tokens that each sample has in common with the sample before it, 0 for the first.
     """
 
-    samples: list[Sample]
+    samples: list[_Sample]
     shared: list[int]
 
     @cached_property
@@ -129,12 +129,12 @@ class TreePlanner(IterableDataset):  # type: ignore[type-arg]
 
     def __init__(
         self,
-        dataset: Iterable[Sample],
+        dataset: Iterable[_Sample],
         num_processes: int,
         token_budget: int,
         metrics: dict[str, list[Any]],
         *,
-        window: int = WINDOW,
+        window: int = _WINDOW,
     ) -> None:
         _check_trl("TreePlanner")
         if window < num_processes:
@@ -146,7 +146,7 @@ class TreePlanner(IterableDataset):  # type: ignore[type-arg]
 
     def __iter__(self) -> Iterator[list[PlannedRow]]:
         """Yield one list of `num_processes` rows for each micro-batch."""
-        waiting: list[Sample] = []
+        waiting: list[_Sample] = []
         for sample in self.dataset:
             if len(sample["input_ids"]) > self.token_budget:
                 _log.warning(
@@ -165,10 +165,10 @@ class TreePlanner(IterableDataset):  # type: ignore[type-arg]
         if waiting:
             _log.warning("not training the last samples, %d, because they do not fill all ranks", len(waiting))
 
-    def _plan(self, samples: list[Sample]) -> tuple[list[list[PlannedRow]], list[Sample]]:
+    def _plan(self, samples: list[_Sample]) -> tuple[list[list[PlannedRow]], list[_Sample]]:
         """Return micro-batches, and the samples of the rows that are too few for another one."""
         ordered, shared = sort_samples(samples)
-        rows, ranks = fill_sample_rows(ordered, shared, self.token_budget), self.num_processes
+        rows, ranks = _fill_sample_rows(ordered, shared, self.token_budget), self.num_processes
         # 7 rows for 4 ranks -> 8 rows, if there are 8 samples or more
         rows = _split(rows, min(len(samples), -(-len(rows) // ranks) * ranks))
         # Ranks wait for the slowest one, so rows of similar loads go together.
@@ -194,7 +194,7 @@ def _check_trl(planner: str) -> None:
     check_program("trl", module, names, user=planner)
 
 
-def sort_samples(samples: Sequence[Sample]) -> tuple[list[Sample], list[int]]:
+def sort_samples(samples: Sequence[_Sample]) -> tuple[list[_Sample], list[int]]:
     """Return the samples sorted by their tokens, and the number of tokens that each shares with the one before it."""
     sequences = [_tokens(sample) for sample in samples]
     tokens = np.concatenate([np.zeros(0, np.int32), *sequences]).astype(np.int32)
@@ -207,7 +207,7 @@ def sort_samples(samples: Sequence[Sample]) -> tuple[list[Sample], list[int]]:
     return [samples[i] for i in order], shared
 
 
-def fill_sample_rows(samples: list[Sample], shared: list[int], budget: int) -> list[PlannedRow]:
+def _fill_sample_rows(samples: list[_Sample], shared: list[int], budget: int) -> list[PlannedRow]:
     """Cut sorted samples into the minimum of rows, and with these into the minimum of tokens.
 
     Args:
@@ -233,13 +233,13 @@ def _split(rows: list[PlannedRow], count: int) -> list[PlannedRow]:
     return rows
 
 
-def _row(samples: list[Sample], shared: list[int], start: int, stop: int) -> PlannedRow:
+def _row(samples: list[_Sample], shared: list[int], start: int, stop: int) -> PlannedRow:
     return PlannedRow(samples[start:stop], [0, *shared[start + 1 : stop]])
 
 
-def _rows(samples: list[Sample], shared: list[int], starts: list[int]) -> list[PlannedRow]:
+def _rows(samples: list[_Sample], shared: list[int], starts: list[int]) -> list[PlannedRow]:
     return [_row(samples, shared, a, b) for a, b in ranges_of(starts, len(samples))]
 
 
-def _tokens(sample: Sample) -> np.ndarray:
+def _tokens(sample: _Sample) -> np.ndarray:
     return np.asarray(sample["input_ids"], np.int64)

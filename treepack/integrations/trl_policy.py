@@ -9,7 +9,7 @@
 One method of a trainer turns a padded batch into log-probabilities and entropies of the same shape. Only this method
 and the order of samples inside an optimiser step change, so every loss of TRL works as it is.
 
-An order matters if the loss has a mean over one micro-batch. `fixed_order` names these options; TRL's order stays then.
+An order matters if the loss has a mean over one micro-batch. `_fixed_order` names these options; TRL's order stays.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from treepack.integrations.versions import check_program
 from treepack.online import OnlineOptions, batch_statistics, plan_batch
 from treepack.sequence.share import share_rows
 
-Trainer = TypeVar("Trainer")
-MicroBatch = dict[str, Any]  # columns of the same samples: tensors [B, ...], lists of B, scalars, or None
+_Trainer = TypeVar("_Trainer")
+_MicroBatch = dict[str, Any]  # columns of the same samples: tensors [B, ...], lists of B, scalars, or None
 
 # Methods that the subclass overrides, with the arguments by which TRL asks for trained tokens and entropies, and fields
 # that it reads.
@@ -51,8 +51,8 @@ _ORDER_FREE = frozenset({"grpo", "sapo", "luspo", "dr_grpo", "dapo", "cispo", "v
 
 
 def policy_trainer(
-    base: type[Trainer], options: OnlineOptions | None = None, *, sequence_ranks: int = 1
-) -> type[Trainer]:
+    base: type[_Trainer], options: OnlineOptions | None = None, *, sequence_ranks: int = 1
+) -> type[_Trainer]:
     """Return a subclass of TRL's GRPOTrainer or RLOOTrainer that computes every shared prefix once.
 
     The subclass takes the arguments of `base`. It switches the model to tree attention; generation with the same model
@@ -89,7 +89,7 @@ def policy_trainer(
         def _prepare_inputs(self, generation_batch: Any) -> Any:
             buffered = self._buffered_inputs
             inputs = super()._prepare_inputs(generation_batch)
-            if self._buffered_inputs is buffered or fixed_order(self) is not None:
+            if self._buffered_inputs is buffered or _fixed_order(self) is not None:
                 return inputs
             # Micro-batches of one optimiser step are consecutive, and `window` divides both numbers. A generation of 6
             # micro-batches has the windows 0-1, 2-3, 4-5; every step of 4 is made of two windows.
@@ -132,7 +132,7 @@ def policy_trainer(
     return TreeTrainer
 
 
-def fixed_order(trainer: Any) -> str | None:
+def _fixed_order(trainer: Any) -> str | None:
     """Return the option of TRL under which the loss depends on the cut into micro-batches, None if there is none."""
     loss = getattr(trainer, "loss_type", None)
     if loss is not None and loss not in _ORDER_FREE:
@@ -144,7 +144,7 @@ def fixed_order(trainer: Any) -> str | None:
     return None
 
 
-def regroup(batches: Sequence[MicroBatch], window: int) -> list[MicroBatch]:
+def regroup(batches: Sequence[_MicroBatch], window: int) -> list[_MicroBatch]:
     """Sort the samples of each `window` consecutive micro-batches by their tokens, and cut them again.
 
     Samples with a common prefix are then neighbours. Every sample stays in its window, and sizes stay.
@@ -153,7 +153,7 @@ def regroup(batches: Sequence[MicroBatch], window: int) -> list[MicroBatch]:
         batches: micro-batches of TRL, with prompt_ids, prompt_mask, completion_ids and completion_mask.
         window: micro-batches of which all belong to the same optimiser step.
     """
-    result: list[MicroBatch] = []
+    result: list[_MicroBatch] = []
     for start in range(0, len(batches), window):
         group = batches[start : start + window]
         order = np.array(_sibling_order(group))
@@ -164,7 +164,7 @@ def regroup(batches: Sequence[MicroBatch], window: int) -> list[MicroBatch]:
     return result
 
 
-def _sibling_order(group: Sequence[MicroBatch]) -> list[int]:
+def _sibling_order(group: Sequence[_MicroBatch]) -> list[int]:
     """Return the indices of the samples of `group` in the order of their tokens."""
     keys: list[bytes] = []
     for batch in group:
@@ -175,7 +175,7 @@ def _sibling_order(group: Sequence[MicroBatch]) -> list[int]:
     return sorted(range(len(keys)), key=lambda i: keys[i])
 
 
-def _pick(group: Sequence[MicroBatch], key: str, chosen: np.ndarray) -> Any:
+def _pick(group: Sequence[_MicroBatch], key: str, chosen: np.ndarray) -> Any:
     """Return the values of a column for the chosen samples; a scalar of the generation batch stays as it is."""
     first = group[0][key]
     if first is None or (isinstance(first, Tensor) and first.ndim == 0):

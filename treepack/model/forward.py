@@ -54,7 +54,7 @@ from treepack.objectives.row_numbers import LossPart, RowResult, ScoreRequest, T
 from treepack.option_fields import expect_type
 from treepack.sequence.share import TokenShare
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
 def prepare_batch(loaded: LoadedModel, batch: Batch) -> Batch:
@@ -137,7 +137,9 @@ def _call(loaded: LoadedModel, batch: Batch, module: Any, options: dict[str, Any
         ) from error
 
 
-def run_with_head(loaded: LoadedModel, batch: Batch, compute: Callable[[Tensor, OutputLayer], T], **options: Any) -> T:
+def run_with_head(
+    loaded: LoadedModel, batch: Batch, compute: Callable[[Tensor, OutputLayer], _T], **options: Any
+) -> _T:
     """Return compute(states [T, D], output layer) of a packed row; `options` are further arguments of the model.
 
     If ranks share the row, the states are those of the own tokens, and the layer has its `share`.
@@ -149,7 +151,7 @@ def run_with_head(loaded: LoadedModel, batch: Batch, compute: Callable[[Tensor, 
     own = compute if share is None else lambda states, layer: compute(states, replace(layer, share=share))
     with head_replaced(loaded.causal, own) as call:
         _call(loaded, batch, loaded.model, options)
-    result: T = call.result
+    result: _T = call.result
     return result
 
 
@@ -269,7 +271,7 @@ class WholeRows:
     def _prepared(self, batch: Batch) -> Batch:
         return prepare_batch(self.loaded, batch) if batch.schedule is None else batch
 
-    def _run(self, batch: Batch, compute: Callable[[Tensor, OutputLayer], T]) -> T:
+    def _run(self, batch: Batch, compute: Callable[[Tensor, OutputLayer], _T]) -> _T:
         with self.autocast():
             return self.loaded.compute(partial(run_with_head, self.loaded, batch, compute))
 

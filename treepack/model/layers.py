@@ -100,7 +100,7 @@ def adapt_layers(
         # checkpointing would put it, leaves the whole region uncompiled. Only a layer that is one graph may have the
         # checkpoint in it, so the compiler refuses another one. A recurrence breaks it, and has no attention to keep.
         whole = compiled and not is_recurrent(layer)
-        inside = torch.compile(recomputed_forward(forward), dynamic=True, fullgraph=True) if whole else None
+        inside = torch.compile(_recomputed_forward(forward), dynamic=True, fullgraph=True) if whole else None
         layer.forward = adapted_forward(layer, number, adapted, inside)
 
 
@@ -156,7 +156,7 @@ def _is_of_use(record: logging.LogRecord) -> bool:
     return "context_fn is passed" not in record.getMessage()
 
 
-def recomputed_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _recomputed_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
     """Return a forward that is computed again in the backward pass, except for its attention; to be compiled."""
     logging.getLogger(_CHECKPOINTS).addFilter(_is_of_use)
 
@@ -175,7 +175,7 @@ def adapted_forward(
         layer: the layer, perhaps compiled.
         number: its number in the model.
         adapted: the layers of the model.
-        inside: the compiled `recomputed_forward` of the layer, for passes with packed schedules.
+        inside: the compiled `_recomputed_forward` of the layer, for passes with packed schedules.
     """
     forward, modules = layer.forward, frozenset(layer.modules())
     # Without self, which the signature of a method lacks: "hidden_states" in most models.
@@ -293,7 +293,7 @@ def find_layers(model: Any) -> list[nn.Module]:
     return [module for module in model.base_model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
-def layer_values(config: Any, name: str) -> list[Any]:
+def _layer_values(config: Any, name: str) -> list[Any]:
     """Return the values of a field of a model's configuration: one, or one of each layer if layers differ in it.
 
     A field that the configuration lacks is None.
@@ -308,4 +308,4 @@ def layer_values(config: Any, name: str) -> list[Any]:
 def head_widths(config: Any) -> list[int]:
     """Return the different head dimensions of queries and keys by a model's configuration, ascending."""
     default = config.hidden_size // (getattr(config, "num_attention_heads", None) or 1)
-    return sorted({width or default for width in layer_values(config, "head_dim")})
+    return sorted({width or default for width in _layer_values(config, "head_dim")})

@@ -12,7 +12,7 @@ from treepack.attention.interface import AttentionKind
 from treepack.model.head.value_head import ValueHead, value_head_of
 from treepack.sequence.share import SequenceGroup, sequence_of
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -65,10 +65,10 @@ class LoadedModel:
         ignored = any(kind.has_sinks or kind.softcap is not None for kind in self.kinds)
         return "sdpa" if self.causal._supports_sdpa and not ignored else "eager"
 
-    def compute(self, function: Callable[[], T]) -> T:
+    def compute(self, function: Callable[[], _T]) -> _T:
         """Run `function`, which runs the model, with its weights gathered from all ranks; return the result.
 
         Gradients flow through the tensors of the result: a tensor, or tensors in tuples, lists and dicts.
         """
-        result: T = function() if self.root is None else self.root(function)
+        result: _T = function() if self.root is None else self.root(function)
         return result

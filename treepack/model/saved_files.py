@@ -36,12 +36,12 @@ TOKENIZER_FILES = (
     f"{_TEMPLATES}/*.jinja",
 )
 # Also configurations, processors, licences and code. Weights in other formats are left out: they are untrained.
-ALL_FILES = (*TOKENIZER_FILES, "*.json", "*.txt", "*.model", "*.py", "*.md", "LICEN[CS]E*", "NOTICE*")
+_ALL_FILES = (*TOKENIZER_FILES, "*.json", "*.txt", "*.model", "*.py", "*.md", "LICEN[CS]E*", "NOTICE*")
 _NOT_COPIED = (*NOT_THE_MODEL, "*.index.json", ADAPTER_FILE)
 
 
 def copied_files(
-    source: str | Path, patterns: Sequence[str] = ALL_FILES, *, but: Collection[str] = _NOT_COPIED
+    source: str | Path, patterns: Sequence[str] = _ALL_FILES, *, but: Collection[str] = _NOT_COPIED
 ) -> dict[str, bytes]:
     """Return the content of the files of a model whose names match `patterns` and not `but`, by name.
 

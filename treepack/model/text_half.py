@@ -37,7 +37,7 @@ def choose_config(config: Any, source: str | Path) -> tuple[Any, tuple[str, ...]
     is a config file: a model with random weights has no other tensors to save.
     """
     text = config.get_text_config()
-    if not is_vision_language(config):
+    if not _is_vision_language(config):
         return text, ()
     if not str(source).endswith(".json") and config.model_type not in _NEEDS_TOWERS:
         return config, (
@@ -54,14 +54,14 @@ def check_type(config: Any, source: str | Path) -> None:
     Raises:
         TreepackError: naming the type.
     """
-    if not is_vision_language(config) and not _is_causal(config):
+    if not _is_vision_language(config) and not _is_causal(config):
         raise TreepackError(
             f"{source}: transformers has no causal language model of the type {config.model_type!r}; give a language "
             "model, or a vision-language model that transformers can load"
         )
 
 
-def is_vision_language(config: Any) -> bool:
+def _is_vision_language(config: Any) -> bool:
     """Return True if a configuration of transformers describes a text model together with vision or audio towers."""
     return config.get_text_config() is not config and _whole_class(config) is not None
 
@@ -103,13 +103,15 @@ def model_class(config: Any) -> Any:
     """
     from transformers import AutoModelForCausalLM
 
-    return _text_half_of(_whole_class(config)) if is_vision_language(config) else AutoModelForCausalLM
+    return _text_half_of(_whole_class(config)) if _is_vision_language(config) else AutoModelForCausalLM
 
 
 def model_from_config(config: Any, **options: Any) -> Any:
     """Return a model of `config` with random weights; `options` are passed to `AutoModelForCausalLM.from_config`."""
     build = model_class(config)
-    return build._from_config(config, **options) if is_vision_language(config) else build.from_config(config, **options)
+    return (
+        build._from_config(config, **options) if _is_vision_language(config) else build.from_config(config, **options)
+    )
 
 
 def _is_causal(config: Any) -> bool:

@@ -28,28 +28,28 @@ from typing import Any, TypeVar, cast
 import numpy as np
 from numpy.typing import NDArray
 
-F = TypeVar("F", bound=Callable[..., Any])
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 # Parameters of a C function: the element type of an array, or one number.
 UINT8, BOOL, INT32, INT64, FLOAT64 = (np.dtype(name) for name in ("uint8", "bool", "int32", "int64", "float64"))
 INT, FLOAT = int, float
-Parameter = np.dtype[Any] | type[int] | type[float]
+_Parameter = np.dtype[Any] | type[int] | type[float]
 
 _C_NUMBERS: dict[type, Any] = {int: ctypes.c_int64, float: ctypes.c_double}
 
 
-def in_c(*parameters: Parameter, returns: type[int] | type[float] | None = None) -> Callable[[F], F]:
+def in_c(*parameters: _Parameter, returns: type[int] | type[float] | None = None) -> Callable[[_F], _F]:
     """Return a decorator that replaces a function by the C function of its name, with these parameters.
 
     A call raises TypeError if an array has another element type or is not contiguous; that is a bug of the caller.
     """
 
-    def decorate(twin: F) -> F:
+    def decorate(twin: _F) -> _F:
         symbol = getattr(_library(), twin.__name__, None)  # a library of an older version may lack it
         function = _warn_once(twin) if symbol is None else _bind(symbol, parameters, returns)
         function = functools.wraps(twin)(function)
         function.twin = twin  # type: ignore[attr-defined]
-        return cast(F, function)
+        return cast(_F, function)
 
     return decorate
 
@@ -59,7 +59,7 @@ def is_compiled() -> bool:
     return _library() is not None
 
 
-def _bind(symbol: Any, parameters: tuple[Parameter, ...], returns: type | None) -> Callable[..., Any]:
+def _bind(symbol: Any, parameters: tuple[_Parameter, ...], returns: type | None) -> Callable[..., Any]:
     """Return a Python function that converts its arguments and calls `symbol`."""
     symbol.restype = None if returns is None else _C_NUMBERS[returns]
     symbol.argtypes = [kind for parameter in parameters for kind in _c_types(parameter)]
@@ -76,7 +76,7 @@ def _bind(symbol: Any, parameters: tuple[Parameter, ...], returns: type | None) 
     return call
 
 
-def _c_types(parameter: Parameter) -> list[Any]:
+def _c_types(parameter: _Parameter) -> list[Any]:
     if isinstance(parameter, np.dtype):
         return [ctypes.c_void_p, ctypes.c_int64]
     return [_C_NUMBERS[parameter]]
@@ -92,13 +92,13 @@ def _pointer(array: NDArray[Any], dtype: np.dtype[Any]) -> int:
     return address
 
 
-def _warn_once(twin: F) -> F:
+def _warn_once(twin: _F) -> _F:
     @functools.wraps(twin)
     def call(*arguments: Any) -> Any:
         _warn()
         return twin(*arguments)
 
-    return cast(F, call)
+    return cast(_F, call)
 
 
 @functools.cache

@@ -18,13 +18,13 @@ from treepack.objectives.loss import CLIPS, Loss
 from treepack.objectives.registry import find_loss
 from treepack.option_fields import check_options, option
 
-ESTIMATORS = ("k1", "k2", "k3", "unbiased")
-LEVELS = ("token", "sequence", "geometric")
+_ESTIMATORS = ("k1", "k2", "k3", "unbiased")
+_LEVELS = ("token", "sequence", "geometric")
 
 GREEDY = ", because ratios need the probabilities of a sampler, and greedy sampling has none"
 
 # Options about a teacher.
-DISTILLATION = ("distill", "distill_beta", "teacher_kl", "teacher_baseline", "teacher", "rewarded")
+_DISTILLATION = ("distill", "distill_beta", "teacher_kl", "teacher_baseline", "teacher", "rewarded")
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Objective:
     kl_estimator: str = option(
         "k3",
         "Estimator of the KL divergence; unbiased is k3 times the ratio of the current and the old policy.",
-        choices=ESTIMATORS,
+        choices=_ESTIMATORS,
     )
     entropy: float = option(0.0, "Coefficient of the entropy bonus.", minimum=0)
     importance_cap: float | None = option(
@@ -68,7 +68,7 @@ class Objective:
         "token",
         "Compute old / sampling probability for each token, as the product over a trajectory (sequence), or as its "
         "geometric mean.",
-        choices=LEVELS,
+        choices=_LEVELS,
     )
     sequence_mask: float | None = option(
         None,
@@ -291,7 +291,7 @@ def choose_objective(name: str, **options: Any) -> Objective:
     unknown = sorted(changes.keys() - available)
     if unknown:
         remedy = f"it has {', '.join(sorted(available))}" if available else "it has no options"
-        if loss.over == "weights" and unknown[0] in DISTILLATION:
+        if loss.over == "weights" and unknown[0] in _DISTILLATION:
             remedy = "take the loss distill, or a policy loss"
         raise TreepackError(f"{unknown[0]} is not an option of the loss {name}; {remedy}")
     if "distill_beta" in changes and not {**usual, **changes}.get("distill"):

@@ -19,7 +19,7 @@ from treepack.trie.builders.out_of_core import rebuild
 from treepack.trie.trie import Trie, trajectories_of
 
 # Row lengths that training runs use: a common context length, and about the longest that fits one GPU.
-USUAL_CAPACITIES = (16_384, 65_536)
+_USUAL_CAPACITIES = (16_384, 65_536)
 TOO_LONG_DROPPED = "dropped: longer than the capacity"
 NO_TOKEN_WITHIN = "dropped: no trained token within the capacity"
 
@@ -34,7 +34,7 @@ def usual_capacities(trie: Trie) -> list[int]:
 
 def usual_capacities_of(longest: int) -> list[int]:
     """Return the `usual_capacities` of a trie whose longest trajectory has `longest` tokens."""
-    return [size for size in USUAL_CAPACITIES if size >= longest] or [1 << (longest - 1).bit_length()]
+    return [size for size in _USUAL_CAPACITIES if size >= longest] or [1 << (longest - 1).bit_length()]
 
 
 def fit_capacity(trie: Trie, capacity: int, *, too_long: str) -> tuple[Trie, Counter[str]]:

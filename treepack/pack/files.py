@@ -58,7 +58,7 @@ _ENCODING = ColumnEncoding(
     dictionary=("loss_weight", "trajectory_groups"),
     list_statistics=False,
 )
-COLUMNS = frozenset(schema.PACKED.names)
+_COLUMNS = frozenset(schema.PACKED.names)
 # Columns that have a value, and in a list only values, in each row. In the others, null means a missing value.
 _WITHOUT_NULLS = frozenset(field.name for field in schema.PACKED if not field.nullable)
 
@@ -261,7 +261,7 @@ def row_of_table(table: pa.Table, i: int) -> Row:
         raise TreepackError(
             f"its rows have no column {missing[0]}, so an older treepack wrote them; pack the trie again"
         )
-    values: dict[str, Any] = {name: _cell(table, name, i) for name in table.column_names if name in COLUMNS}
+    values: dict[str, Any] = {name: _cell(table, name, i) for name in table.column_names if name in _COLUMNS}
     terms = None
     if "term_token" in values:
         columns: dict[str, Any] = {

@@ -32,7 +32,7 @@ from treepack.trie.nodes import sort_sequences
 _LIMITS_TO_TRY = 16  # limits on the work of a micro-batch, if there are several ranks
 _HIDDEN_SIZE = 4096  # of a model of 7 to 8 billion parameters
 
-Sequences = Sequence[NDArray[Any]] | tuple[NDArray[Any], NDArray[Any]]
+_Sequences = Sequence[NDArray[Any]] | tuple[NDArray[Any], NDArray[Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class _SortedSequences:
 
 
 def micro_batches(
-    sequences: Sequences, capacity: int, ranks: int = 1, *, flat: bool = False, hidden_size: int = _HIDDEN_SIZE
+    sequences: _Sequences, capacity: int, ranks: int = 1, *, flat: bool = False, hidden_size: int = _HIDDEN_SIZE
 ) -> list[list[int]]:
     """Divide sequences of token ids into micro-batches, and return the indices of the sequences of each one.
 
@@ -83,7 +83,7 @@ def micro_batches(
     return batches + [[] for _ in range(-len(batches) % ranks)]
 
 
-def _flatten(sequences: Sequences) -> tuple[Int32, Int64]:
+def _flatten(sequences: _Sequences) -> tuple[Int32, Int64]:
     """Return the tokens of all sequences, and offsets int64 [num_sequences + 1].
 
     Raises:

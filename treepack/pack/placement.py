@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from treepack.trie.trie import Trie
 
 
-class TokenNodes(Protocol):
+class _TokenNodes(Protocol):
     """The fields of a `Trie` that place the nodes of its rows."""
 
     @property
@@ -72,7 +72,7 @@ class PlacedNodes:
 class RowPlacer:
     """Placement of the nodes in all rows of one trie."""
 
-    def __init__(self, trie: TokenNodes) -> None:
+    def __init__(self, trie: _TokenNodes) -> None:
         self.trie = trie
         # Integers of array.array are read faster than numpy's, and need 4 bytes instead of 36 in a list.
         self.parents = array("i", trie.parent.astype(np.int32, copy=False).tobytes())

@@ -108,7 +108,7 @@ def convolve_plainly(
     """
     is_silu = check_activation(activation)
     precision = torch.promote_types(x.dtype, torch.float32)
-    wide = TapProducts.apply(x.to(precision), weight.to(precision), taps)  # type: ignore[no-untyped-call]
+    wide = _TapProducts.apply(x.to(precision), weight.to(precision), taps)  # type: ignore[no-untyped-call]
     out: Tensor = wide if bias is None else wide + bias.to(precision)
     return (silu(out) if is_silu else out).to(x.dtype)
 
@@ -124,7 +124,7 @@ def check_activation(activation: str | None) -> bool:
     return activation is not None
 
 
-class TapProducts(torch.autograd.Function):
+class _TapProducts(torch.autograd.Function):
     """Sum over taps of weight[:, W - 1 - i] * x[ancestor i], [N, C]; its backward adds in one order.
 
     The gradient of indexing, which autograd would compute, adds in any order on a GPU.

@@ -31,7 +31,7 @@ from treepack.recurrent.levels import build_levels, obstacle_of_fla, scan_by_lev
 NAMES = ("torch", "fla", "triton")
 AUTO = {"cuda": ("triton", "fla", "torch")}
 
-MAX_WIDTH = 256  # of keys and values, in fla and in treepack's kernels
+_MAX_WIDTH = 256  # of keys and values, in fla and in treepack's kernels
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 _wanted = "auto"
@@ -163,8 +163,8 @@ def scan_obstacle(name: str, layer: LayerProperties) -> str | None:
             return "computes one decay per head and the layer has one per key dimension; use fla or torch"
     else:
         reason = _fla_obstacle(layer)
-    if reason is None and max(layer.keys, layer.values) > MAX_WIDTH:
-        return f"takes states of at most {MAX_WIDTH} x {MAX_WIDTH}, not {layer.keys} x {layer.values}; use torch"
+    if reason is None and max(layer.keys, layer.values) > _MAX_WIDTH:
+        return f"takes states of at most {_MAX_WIDTH} x {_MAX_WIDTH}, not {layer.keys} x {layer.values}; use torch"
     return reason
 
 

@@ -31,7 +31,7 @@ from treepack.errors import TreepackError, install_hint
 from treepack.recurrent.chunks import CHUNK, build_chunks, move
 
 # The functions are public, but their arguments change between versions; the tests run with this one.
-VERSION = "0.6.0"
+_VERSION = "0.6.0"
 
 
 class SiblingSums(NamedTuple):
@@ -100,8 +100,8 @@ def obstacle_of_fla(*, vector_decay: bool = False) -> str | None:
     installed = _version("fla-core")
     if installed is None:
         return f"needs flash-linear-attention; {install_hint('fla')}"
-    if installed != VERSION:
-        return f"needs flash-linear-attention {VERSION}, and {installed} is installed; {install_hint('fla')}"
+    if installed != _VERSION:
+        return f"needs flash-linear-attention {_VERSION}, and {installed} is installed; {install_hint('fla')}"
     # On Hopper these compilers give wrong gradients in its kernels for one decay per head, and it refuses to run them.
     if not vector_decay and torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9:
         triton = _version("triton") or ""

@@ -13,7 +13,7 @@ A[i, j] = beta_i (k_i exp(a_i - a_j) k_j) for j < i and P[i, j] = q_i exp(a_i - 
     o = (exp(a) q) h + P u       h' = D h + K' u,   K = exp(a_last - a) k,   D = exp(a_last)
 
 where h is the state before the chunk and h' the state after it. Everything but h is computed for all chunks at once;
-`TreeStates` computes h along the tree, and its gradient G' after a chunk is the sum over the chunks that follow it.
+`_TreeStates` computes h along the tree, and its gradient G' after a chunk is the sum over the chunks that follow it.
 
 The forms are from Yang et al., "Gated Delta Networks" (2024), and Dao and Gu, "Transformers are SSMs" (2024).
 """
@@ -60,7 +60,7 @@ def scan_plainly(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None
         )
     last = a[..., -1:, :]
     # K and D: [C, H, n, K] and [C, H, K or 1, 1]
-    h: Tensor = TreeStates.apply(w, u, (last - a).exp() * k, last.mT.exp(), chunks)  # type: ignore[no-untyped-call]
+    h: Tensor = _TreeStates.apply(w, u, (last - a).exp() * k, last.mT.exp(), chunks)  # type: ignore[no-untyped-call]
     out = (q * a.exp()) @ h + weights @ (u - w @ h)
     flat: Tensor = out.transpose(1, 2)[real]  # [N, H, V], chunk after chunk, and so token after token
     return flat.to(v.dtype)
@@ -96,7 +96,7 @@ def _pair_weights(left: Tensor, right: Tensor, a: Tensor, seen: Tensor) -> Tenso
     return torch.einsum("chik,chjk,chijk->chij", left, right, exponents.exp())
 
 
-class TreeStates(torch.autograd.Function):
+class _TreeStates(torch.autograd.Function):
     """States [C, H, K, V] before every chunk: h of a chunk = D h + K' (U - W h) of its parent.
 
     With G = the gradient of the state after a chunk, which is the sum over the chunks that follow it:

@@ -27,12 +27,12 @@ from treepack.analysis.text_differences import RETOKENISED
 from treepack.trajectory import Int64
 from treepack.trie.trie import Trie
 
-MAX_EXAMPLES = 3  # for each cause
+_MAX_EXAMPLES = 3  # for each cause
 BEFORE, AFTER = 160, 360  # characters of an example before and after the parting
 TOKENS_BEFORE, TOKENS_AFTER = 12, 24  # tokens of it if there is no tokenizer or if the tokens differ
-WORDS = re.compile(r"\w+|\s+|[^\w\s]")
+_WORDS = re.compile(r"\w+|\s+|[^\w\s]")
 
-Decode = Callable[[list[list[int]]], list[str]]
+_Decode = Callable[[list[list[int]]], list[str]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class LostSharing:
     is_read: bool
 
 
-def read_sharing(trie: Trie, groups: Int64, decode: Decode | None, show: Decode | None) -> LostSharing:
+def read_sharing(trie: Trie, groups: Int64, decode: _Decode | None, show: _Decode | None) -> LostSharing:
     """Return the reasons for all tokens of `trie` and the causes of lost sharing.
 
     Args:
@@ -112,14 +112,14 @@ def _examples(cause: LostCause, groups: Int64) -> list[Divergence]:
     first: dict[int, Divergence] = {}
     for parting in cause.partings:
         first.setdefault(int(groups[parting.trajectory]), parting)
-    chosen = list(first.values())[:MAX_EXAMPLES]
+    chosen = list(first.values())[:_MAX_EXAMPLES]
     others = (parting for parting in cause.partings if parting not in chosen)
-    while len(chosen) < min(MAX_EXAMPLES, len(cause.partings)):
+    while len(chosen) < min(_MAX_EXAMPLES, len(cause.partings)):
         chosen.append(next(others))
     return sorted(chosen, key=lambda parting: -parting.lost)
 
 
-def _example(trie: Trie, parting: Divergence, cause: str, show: Decode | None) -> CauseExample:
+def _example(trie: Trie, parting: Divergence, cause: str, show: _Decode | None) -> CauseExample:
     place = (parting.trajectory, parting.other, parting.position, parting.lost)
     if show is None:
         return CauseExample(*place, "", [], [])
@@ -130,7 +130,7 @@ def _example(trie: Trie, parting: Divergence, cause: str, show: Decode | None) -
     return CauseExample(*place, difference.before[-BEFORE:], expected, actual)
 
 
-def _token_runs(trie: Trie, parting: Divergence, show: Decode) -> tuple[str, list[TextRun], list[TextRun]]:
+def _token_runs(trie: Trie, parting: Divergence, show: _Decode) -> tuple[str, list[TextRun], list[TextRun]]:
     """Return the text before a parting, and the tokens of both trajectories after it."""
     at = parting.position
     ends = (int(trie.end_node[parting.other]), int(trie.end_node[parting.trajectory]))
@@ -147,7 +147,7 @@ def difference_runs(a: str, b: str) -> tuple[list[TextRun], list[TextRun]]:
 
     "at 10:15 in", "at 11:20 in" -> at, 10, :, 15, in: 10 and 15 differ in the first text, 11 and 20 in the second.
     """
-    first, second = WORDS.findall(a), WORDS.findall(b)
+    first, second = _WORDS.findall(a), _WORDS.findall(b)
     runs: tuple[list[TextRun], list[TextRun]] = ([], [])
     for kind, i, j, k, m in SequenceMatcher(None, first, second, autojunk=False).get_opcodes():
         for side, words in zip(runs, (first[i:j], second[k:m]), strict=True):

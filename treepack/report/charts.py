@@ -19,10 +19,10 @@ from treepack.report.words import percent, three_digits
 Spec = dict[str, Any]
 
 FONT = "system-ui, sans-serif"  # named, because Vega measures texts in a canvas, which cannot inherit a font
-HEIGHT = 210  # pixels: two rows of charts on a usual screen
+_HEIGHT = 210  # pixels: two rows of charts on a usual screen
 DATA, SECOND = "var(--data)", "var(--second)"
 MORE = tuple(f"var(--{name})" for name in ("assistant", "tool", "user", "system", "differs"))
-PERCENT = {"format": ".0%", "values": [0, 0.25, 0.5, 0.75, 1]}
+_PERCENT = {"format": ".0%", "values": [0, 0.25, 0.5, 0.75, 1]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ def charts(figures: ReportFigures) -> list[ReportChart]:
 
 
 def _depths(figures: ReportFigures) -> ReportChart:
-    records = [record | {"range": f"{short(record['start'])}-{short(record['end'])}"} for record in figures.depths]
+    records = [record | {"range": f"{_short(record['start'])}-{_short(record['end'])}"} for record in figures.depths]
     packed = any("err" in record for record in records)
     x: Spec = {"field": "range", "type": "ordinal", "sort": None, "title": "distance from the root, tokens"}
     x |= {"axis": {"labelAngle": 0, "labelOverlap": True}}
@@ -78,7 +78,7 @@ def _depths(figures: ReportFigures) -> ReportChart:
         {"field": "por", "title": "POR", "format": ".1%"},
     ]
     tooltip += [{"field": "err", "title": "ERR", "format": ".1%"}] if packed else []
-    y: Spec = {"type": "quantitative", "scale": {"domain": [0, 1]}, "axis": PERCENT, "title": "repeated tokens"}
+    y: Spec = {"type": "quantitative", "scale": {"domain": [0, 1]}, "axis": _PERCENT, "title": "repeated tokens"}
     bars = {"mark": {"type": "bar", "color": DATA, "cornerRadiusEnd": 2}, "encoding": {"y": {"field": "por", **y}}}
     # ERR as a tick across the bar of POR: the part of the bar above the tick is lost by packing.
     ticks = {
@@ -104,7 +104,7 @@ def _histogram(
     x: Spec = {"field": "start", "type": "quantitative", "bin": {"binned": True}, "title": of}
     x |= {"axis": {"format": "~g" if fine else "~s", "tickCount": 5, "labelOverlap": True}}
     if share:
-        x |= {"scale": {"domain": [0, 1]}, "axis": PERCENT}
+        x |= {"scale": {"domain": [0, 1]}, "axis": _PERCENT}
     each = all(record["end"] - record["start"] == 1 for record in records) and not share and not fine
     if each:  # a bar for each number, labelled in its middle
         labels = {"labelAngle": 0, "labelOverlap": True, "labelSeparation": 8}
@@ -136,7 +136,7 @@ def _count_axis(records: list[Record]) -> Spec:
 
 def _capacities(figures: ReportFigures) -> ReportChart:
     por = figures.totals["por"]
-    records = [record | {"row": short(record["capacity"])} for record in figures.capacities]
+    records = [record | {"row": _short(record["capacity"])} for record in figures.capacities]
     # The axis begins below the smallest ERR and ends above POR, at tenths: ERR 0.52 to 0.6, POR 0.63 -> [0.4, 0.7]
     bottom = min(0.95 * min(record["err"] for record in records), 0.9)
     domain = [max(0, int(10 * bottom) / 10), min(1, (int(10 * por) + 1) / 10)]
@@ -250,9 +250,9 @@ def _pass_rates(figures: ReportFigures) -> ReportChart:
         "title": "groups, in order; pale: one outcome",
         "bin": {"binned": True},
     }
-    x |= {"axis": PERCENT, "scale": {"domain": [0, 1]}}
+    x |= {"axis": _PERCENT, "scale": {"domain": [0, 1]}}
     y: Spec = {"field": "rate", "type": "quantitative", "title": noun}
-    y |= {"axis": PERCENT, "scale": {"domain": [0, 1]}} if is_rate else {"axis": {"tickCount": 5}}
+    y |= {"axis": _PERCENT, "scale": {"domain": [0, 1]}} if is_rate else {"axis": {"tickCount": 5}}
     tooltip = [
         {"field": "name", "title": "group"},
         {"field": "rate", "title": noun, "format": ".1%" if is_rate else ".3~g"},
@@ -292,11 +292,11 @@ def framed(title: str, spec: Spec) -> Spec:
     config |= {"text": {"font": FONT, "fontSize": 12}}
     config |= {"legend": {"labelColor": "var(--muted)", "titleColor": "var(--muted)", "labelFont": FONT}}
     # The page sets the width; Vega fits the axes into it.
-    size = {"width": "container", "height": HEIGHT, "autosize": {"type": "fit-x", "contains": "padding"}}
+    size = {"width": "container", "height": _HEIGHT, "autosize": {"type": "fit-x", "contains": "padding"}}
     return {"description": title, **size, **spec, "config": config}
 
 
-def short(value: int) -> str:
+def _short(value: int) -> str:
     """Return a count of tokens for an axis: 256, 4k for 4,096, 1.5M."""
     # Multiples of 1,024 count in binary thousands, others in decimal ones: 4,096 -> 4k, 4,000 -> 4k, 1 << 20 -> 1M
     if value >= 10**6:

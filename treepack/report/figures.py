@@ -37,14 +37,14 @@ from treepack.trie.trie import Trie
 
 Record = dict[str, Any]
 
-BINS = 24  # of a histogram, approximately: narrow enough to show a shape, wide enough for a column of the page
-MAX_CAPACITIES = 6  # default capacities to compare: each needs a plan
-MIN_CAPACITY = 1024  # default rows are not shorter than this, however short the rollouts are
-REWARD_BINS = 11  # ranges of mean reward in the chart of rewards
-MAX_REWARDS = 12  # different rewards that get a bar each; more are counted in ranges
+_BINS = 24  # of a histogram, approximately: narrow enough to show a shape, wide enough for a column of the page
+_MAX_CAPACITIES = 6  # default capacities to compare: each needs a plan
+_MIN_CAPACITY = 1024  # default rows are not shorter than this, however short the rollouts are
+_REWARD_BINS = 11  # ranges of mean reward in the chart of rewards
+_MAX_REWARDS = 12  # different rewards that get a bar each; more are counted in ranges
 MAX_BARS = 80  # groups that get a bar each in the chart of pass rates; of more, each bar is as many groups
 # With this many trajectories or more, "auto" is the quickest method here: six plans of 100,000 then take a minute.
-QUICK_MIN_TRAJECTORIES = 20_000
+_QUICK_MIN_TRAJECTORIES = 20_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,9 +142,9 @@ def measure(
         progress: called with the trees planned so far.
     """
     trie, packed, search = subject.trie, subject.packed, search or SearchOptions("low")
-    if method == "auto" and trie.num_trajectories >= QUICK_MIN_TRAJECTORIES:
+    if method == "auto" and trie.num_trajectories >= _QUICK_MIN_TRAJECTORIES:
         method = "contiguous"
-    sizes = capacities or default_capacities(trie)
+    sizes = capacities or _default_capacities(trie)
     planned = list(plan_capacities(trie, sizes, method=method, too_long="drop", search=search, progress=progress))
     points = [point | {"measured": False} for point in predicted_totals(planned)]
     row_tokens, fill_capacity = planned[0].totals.row_tokens, planned[0].plan.capacity
@@ -222,8 +222,8 @@ def count_rewards(rewards: Float64) -> list[Record]:
     """Return the number of rollouts by reward: start, end, count. Few different rewards are counted one by one."""
     known = rewards[~np.isnan(rewards)]
     values, counts = np.unique(known, return_counts=True)
-    if len(values) > MAX_REWARDS:
-        return histogram(known, np.linspace(known.min(), known.max(), REWARD_BINS + 1))
+    if len(values) > _MAX_REWARDS:
+        return histogram(known, np.linspace(known.min(), known.max(), _REWARD_BINS + 1))
     return [{"start": v, "end": v, "count": n} for v, n in zip(values.tolist(), counts.tolist(), strict=True)]
 
 
@@ -259,17 +259,17 @@ def group_rates(groups: SharedParts, rollouts: SortedRollouts) -> list[Record]:
     return records
 
 
-def default_capacities(trie: Trie) -> list[int]:
+def _default_capacities(trie: Trie) -> list[int]:
     """Return powers of two from the first that fits the longest trajectory to the first that fits the whole trie."""
     # (1025 - 1).bit_length() = 11 -> 2048, (1024 - 1).bit_length() = 10 -> 1024
-    capacity = max(MIN_CAPACITY, 1 << (int(trie.lengths.max()) - 1).bit_length())
+    capacity = max(_MIN_CAPACITY, 1 << (int(trie.lengths.max()) - 1).bit_length())
     capacities = [capacity]
-    while capacities[-1] < trie.tokens_tree and len(capacities) < MAX_CAPACITIES:
+    while capacities[-1] < trie.tokens_tree and len(capacities) < _MAX_CAPACITIES:
         capacities.append(2 * capacities[-1])
     return capacities
 
 
-def nice_edges(values: Int64, bins: int = BINS) -> Int64:
+def nice_edges(values: Int64, bins: int = _BINS) -> Int64:
     """Return about `bins` equal ranges of whole numbers that cover `values`; 1, 2 or 5 times a power of ten wide."""
     low, high = int(values.min()), int(values.max())
     # values 130 .. 1,000, 24 bins: at least 36.3 wide -> power 10 -> width 50 -> edges 100, 150, ..., 1050
@@ -289,7 +289,7 @@ def histogram(values: Int64 | Float64, edges: Int64 | Float64) -> list[Record]:
     return [{"start": start, "end": end, "count": count} for start, end, count in ranges]
 
 
-def trajectory_ranges(trie: Trie) -> tuple[Int64, Int64]:
+def _trajectory_ranges(trie: Trie) -> tuple[Int64, Int64]:
     """Return first and one past the last of the trajectories through each node, which are consecutive; [num_nodes]."""
     # end_node [1, 3, 3, 4], node 2 with subtree 2 .. 3 -> trajectories 1 .. 2
     first = np.searchsorted(trie.end_node, np.arange(trie.num_nodes), side="left")
@@ -298,7 +298,7 @@ def trajectory_ranges(trie: Trie) -> tuple[Int64, Int64]:
 
 def node_means(trie: Trie, values: Float64) -> Float64:
     """Return the mean of the `values` of the trajectories through each node, without NaN; NaN if all are."""
-    first, end = trajectory_ranges(trie)
+    first, end = _trajectory_ranges(trie)
     known = ~np.isnan(values)
     # Sums of runs as differences of prefix sums: [1, 0, 2] -> [0, 1, 1, 3]; trajectories 1 .. 2 -> 3 - 1 = 2
     sums = np.concatenate([[0.0], np.cumsum(np.where(known, values, 0))])
@@ -316,7 +316,7 @@ def reward_by_node(trie: Trie) -> list[Record]:
     low, high = float(means[known].min()), float(means[known].max())
     # Means of equal rewards differ by rounding, some 1e-16, so that a difference below 1e-9 is none.
     differ = high - low > 1e-9 * max(abs(low), abs(high))
-    rows = np.linspace(low, high, REWARD_BINS + 1) if differ else np.array([low - 0.5, high + 0.5])
+    rows = np.linspace(low, high, _REWARD_BINS + 1) if differ else np.array([low - 0.5, high + 0.5])
     columns = nice_edges(np.append(trie.depth[known], 0))
     nodes, tokens = (
         np.histogram2d(trie.depth[known], means[known], (columns, rows), weights=weights)[0].astype(np.int64)

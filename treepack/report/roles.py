@@ -29,15 +29,15 @@ from numpy.typing import NDArray
 from treepack.trie.trie import Trie
 
 ROLES = ("unknown", "system", "user", "assistant", "tool")  # a role is stored as its place in this list
-PROBE = "probe"  # name of the function that the assistant calls; a header ends before it
-WINDOW = 32  # tokens that are read after an added token to find the header that it starts
-VARIABLE = re.compile(rf"{PROBE}|</?think>")
-FIRST_LINE = re.compile(r"[^\n]*\n*")
+_PROBE = "probe"  # name of the function that the assistant calls; a header ends before it
+_WINDOW = 32  # tokens that are read after an added token to find the header that it starts
+_VARIABLE = re.compile(rf"{_PROBE}|</?think>")
+_FIRST_LINE = re.compile(r"[^\n]*\n*")
 
-Message = dict[str, Any]
-Tools = list[Any] | None
-Render = Callable[[list[Message], Tools], str]
-Decode = Callable[[list[list[int]]], list[str]]
+_Message = dict[str, Any]
+_Tools = list[Any] | None
+_Render = Callable[[list[_Message], _Tools], str]
+_Decode = Callable[[list[list[int]]], list[str]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,20 +89,20 @@ def _common_start(texts: Sequence[str]) -> str:
 _PREFERRED = ("user", "assistant", "tool", "system")
 
 
-def _conversations() -> Iterator[tuple[list[Message], Tools]]:
+def _conversations() -> Iterator[tuple[list[_Message], _Tools]]:
     """Yield conversations of markers, and the tools of each. A template may refuse some of them."""
     text_only = ("system", "user", "assistant", "user", "assistant", "user")
     for roles in (text_only, text_only[1:]):
         yield [{"role": role, "content": _mark(k)} for k, role in enumerate(roles)], None
     function = {
-        "name": PROBE,
-        "description": PROBE,
-        "parameters": {"type": "object", "properties": {"key": {"type": "string", "description": PROBE}}},
+        "name": _PROBE,
+        "description": _PROBE,
+        "parameters": {"type": "object", "properties": {"key": {"type": "string", "description": _PROBE}}},
     }
     # Templates differ in the form of arguments, and some refuse a text beside a call.
     for as_text, content in product((False, True), ("", _mark(2))):
         arguments: Any = {"key": "call2z"}
-        call = {"name": PROBE, "arguments": '{"key": "call2z"}' if as_text else arguments}
+        call = {"name": _PROBE, "arguments": '{"key": "call2z"}' if as_text else arguments}
         yield (
             [
                 {"role": "system", "content": _mark(0)},
@@ -112,7 +112,7 @@ def _conversations() -> Iterator[tuple[list[Message], Tools]]:
                     "content": content,
                     "tool_calls": [{"id": "probe0000", "type": "function", "function": call}],
                 },
-                {"role": "tool", "tool_call_id": "probe0000", "name": PROBE, "content": _mark(3)},
+                {"role": "tool", "tool_call_id": "probe0000", "name": _PROBE, "content": _mark(3)},
                 {"role": "assistant", "content": _mark(4)},
                 {"role": "user", "content": _mark(5)},
             ],
@@ -124,7 +124,9 @@ def _mark(k: int) -> str:
     return f"mark{k}z"
 
 
-def _headers_of(render: Render, messages: list[Message], tools: Tools, added: Sequence[str]) -> Iterator[MessageHeader]:
+def _headers_of(
+    render: _Render, messages: list[_Message], tools: _Tools, added: Sequence[str]
+) -> Iterator[MessageHeader]:
     """Yield the headers of one rendering; none if the template refuses the messages."""
     whole = render(messages, tools)
     places = [_place(whole, k) for k in range(len(messages))]
@@ -148,7 +150,7 @@ def _headers_of(render: Render, messages: list[Message], tools: Tools, added: Se
                 yield MessageHeader(role, last, after=True)
 
 
-def _render(tokenizer: Any, template: str | None, messages: list[Message], tools: Tools) -> str:
+def _render(tokenizer: Any, template: str | None, messages: list[_Message], tools: _Tools) -> str:
     from treepack.tokenise.template.sandbox import compiled, plain_message
 
     try:
@@ -167,7 +169,7 @@ def _place(text: str, k: int) -> tuple[int, int] | None:
     return (matches[0].start(), matches[-1].end()) if matches else None
 
 
-def _end_of(render: Render, messages: list[Message], tools: Tools) -> str | None:
+def _end_of(render: _Render, messages: list[_Message], tools: _Tools) -> str | None:
     """Return the text that the template prints after the last of `messages`; None if it refuses to end there."""
     text = render(messages, tools)
     place = _place(text, len(messages) - 1)
@@ -190,19 +192,19 @@ def _first_added(text: str, added: Sequence[str]) -> str:
 
 def _cut(header: str) -> str:
     """Return a header up to a function's name or a block of reasoning, which messages may have or not."""
-    return VARIABLE.split(header)[0]
+    return _VARIABLE.split(header)[0]
 
 
 def _first_line(text: str, added: Sequence[str]) -> str:
     """Return the header of a system message, which a text of the template may follow."""
     # "<|im_start|>system\n# Tools ..." -> the first line; "<|start|>system<|message|>You ..." -> up to its last token
-    line = FIRST_LINE.match(text)
+    line = _FIRST_LINE.match(text)
     first = line[0] if line else text
     end = max((first.rfind(token) + len(token) for token in added if token in first), default=0)
     return first if first[end:].strip() == "system" else first[:end]
 
 
-def mark_roles(trie: Trie, headers: Sequence[MessageHeader], vocabulary: dict[str, int], decode: Decode) -> TokenRoles:
+def mark_roles(trie: Trie, headers: Sequence[MessageHeader], vocabulary: dict[str, int], decode: _Decode) -> TokenRoles:
     """Return the role of each token. A message starts with the first token of its header, which counts to its role.
 
     If two paths separate inside a header, the message starts after the point where they separate. Tokens before the
@@ -245,7 +247,7 @@ def mark_roles(trie: Trie, headers: Sequence[MessageHeader], vocabulary: dict[st
 
 
 def _changes(
-    trie: Trie, headers: Sequence[MessageHeader], vocabulary: dict[str, int], decode: Decode
+    trie: Trie, headers: Sequence[MessageHeader], vocabulary: dict[str, int], decode: _Decode
 ) -> dict[int, str]:
     """Return the new role at each token that starts a message."""
     added = sorted(vocabulary, key=lambda token: -len(token))
@@ -258,7 +260,7 @@ def _changes(
     changes: dict[int, str] = {}
     # (tokens read so far, node that the last of them is in, token at which the message would start)
     waiting = [
-        (tuple(trie.tokens[at : min(at + WINDOW, trie.node_start[node + 1])].tolist()), node, at)
+        (tuple(trie.tokens[at : min(at + _WINDOW, trie.node_start[node + 1])].tolist()), node, at)
         for at, node in zip(anchors.tolist(), nodes.tolist(), strict=True)
     ]
     texts: dict[tuple[int, ...], str] = {}
@@ -269,7 +271,7 @@ def _changes(
         for ids, node, at in waiting:
             match, is_open = _match(texts[ids], by_id[ids[0]])
             below = children.get(node, ())
-            if is_open and len(ids) < WINDOW and below:
+            if is_open and len(ids) < _WINDOW and below:
                 ahead += [_longer(trie, ids, child) for child in below]
             elif match is not None:
                 changes |= dict.fromkeys(_first_tokens(trie, match, node, at, below), match.role)
@@ -300,7 +302,7 @@ def _first_tokens(trie: Trie, header: MessageHeader, node: int, at: int, below: 
 def _longer(trie: Trie, ids: tuple[int, ...], child: int) -> tuple[tuple[int, ...], int, int]:
     """Return `ids` and the tokens of a child of their node after them; a message would start with the child."""
     start, end = int(trie.node_start[child]), int(trie.node_start[child + 1])
-    return ids + tuple(trie.tokens[start : min(end, start + WINDOW - len(ids))].tolist()), child, start
+    return ids + tuple(trie.tokens[start : min(end, start + _WINDOW - len(ids))].tolist()), child, start
 
 
 def _children(trie: Trie) -> dict[int, list[int]]:

@@ -25,9 +25,9 @@ from treepack.trajectory import Float64, Int64
 from treepack.trie.trie import Trie
 
 # Facts in which the rollouts of a group may differ, by their usual keys.
-FACTS = ("model", "model_name", "agent", "run", "run_id", "temperature", "seed")
-MAX_FACT = 28  # characters of a fact in a name
-NAME_PARTS = re.compile(r"[^/:|\s]+")
+_FACTS = ("model", "model_name", "agent", "run", "run_id", "temperature", "seed")
+_MAX_FACT = 28  # characters of a fact in a name
+_NAME_PARTS = re.compile(r"[^/:|\s]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,8 +143,8 @@ def short_names(names: Sequence[str], facts: Sequence[dict[str, str]]) -> list[s
 
     ["run/a/task-1", "run/b/task-1"] -> ["a", "b"]; with the models x and y -> ["x a", "y b"].
     """
-    differing = [key for key in FACTS if len({fact.get(key, "") for fact in facts}) > 1]
-    parts = [NAME_PARTS.findall(name) or [name] for name in names]
+    differing = [key for key in _FACTS if len({fact.get(key, "") for fact in facts}) > 1]
+    parts = [_NAME_PARTS.findall(name) or [name] for name in names]
     start, end = _common(parts), _common([part[::-1] for part in parts])
     labels = []
     for part, fact in zip(parts, facts, strict=True):
@@ -167,5 +167,5 @@ def _facts(metadata: str, source: str, temperature: float | None) -> dict[str, s
     fields: dict[str, Any] = parse_metadata(metadata, source)
     if temperature is not None:
         fields["temperature"] = temperature
-    values = {key: fields[key] for key in FACTS if isinstance(fields.get(key), str | int | float)}
-    return {key: str(value) for key, value in values.items() if len(str(value)) <= MAX_FACT}
+    values = {key: fields[key] for key in _FACTS if isinstance(fields.get(key), str | int | float)}
+    return {key: str(value) for key, value in values.items() if len(str(value)) <= _MAX_FACT}

@@ -21,9 +21,9 @@ from treepack.trajectory import Int64
 from treepack.trie.trie import Trie
 
 CHUNK_CHARACTERS = 1 << 18  # 256 kB: the page decompresses a whole chunk to show one of its nodes
-CHARACTERS_PER_TOKEN = 4  # of English and code, roughly
+_CHARACTERS_PER_TOKEN = 4  # of English and code, roughly
 
-Decode = Callable[[list[list[int]]], list[str]]
+_Decode = Callable[[list[list[int]]], list[str]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ def ids_as_text(sequences: list[list[int]]) -> list[str]:
     return ["".join(f"{token} " for token in ids) for ids in sequences]
 
 
-def decoder_of(tokenizer: Any) -> Decode:
+def decoder_of(tokenizer: Any) -> _Decode:
     """Return a function from token ids to text, with special tokens written out.
 
     Some decoders drop the space before the first word of a text. So each text is decoded with a letter before it, which
@@ -64,7 +64,7 @@ def decoder_of(tokenizer: Any) -> Decode:
     return decode
 
 
-def node_texts(trie: Trie, segments: RoleSegments, decode: Decode, *, limit: int) -> NodeTexts:
+def node_texts(trie: Trie, segments: RoleSegments, decode: _Decode, *, limit: int) -> NodeTexts:
     """Return at most `limit` tokens of the nodes as text, the first ones of each node. One `decode` for each chunk."""
     sizes = trie.node_length
     max_kept = _common_limit(sizes, limit)
@@ -100,7 +100,7 @@ def _runs(kept: Int64) -> Iterator[tuple[int, int]]:
     start = 0
     while start < len(kept):
         # kept [3, 2, 9], before [0, 3, 5, 14]: from node 0 on, 4 tokens end inside node 1, so the run is nodes 0 and 1
-        end = int(np.searchsorted(before, before[start] + CHUNK_CHARACTERS // CHARACTERS_PER_TOKEN))
+        end = int(np.searchsorted(before, before[start] + CHUNK_CHARACTERS // _CHARACTERS_PER_TOKEN))
         yield start, (end := min(max(end, start + 1), len(kept)))
         start = end
 

@@ -31,9 +31,9 @@ from treepack.sequences import SpanView
 from treepack.trajectory import Int64, positions
 from treepack.trie.trie import Trie
 
-METHODS = ("auto", "recorded", "turn", "node")
+_METHODS = ("auto", "recorded", "turn", "node")
 _EXPECTED = "expected the ascending token offsets of its segments, or --segment node"
-MAX_SIZE = 2**31 - 1  # tokens: positions are int32 in files, so a longer segment cannot exist
+_MAX_SIZE = 2**31 - 1  # tokens: positions are int32 in files, so a longer segment cannot exist
 
 
 class SegmentCuts(NamedTuple):
@@ -57,10 +57,10 @@ def find_cuts(trie: Trie, paths: NodePaths, members: Int64, group: Int64, *, seg
     Raises:
         TreepackError: unknown `segment`, or recorded offsets that are missing or malformed.
     """
-    if segment.isdecimal() and 0 < int(segment) <= MAX_SIZE:
+    if segment.isdecimal() and 0 < int(segment) <= _MAX_SIZE:
         return SegmentCuts(segment, *_even_cuts(trie, paths, members, group, size=int(segment)))
-    if segment not in METHODS:
-        raise TreepackError(f"segment is {segment!r}; expected {', '.join(METHODS)} or a number of tokens")
+    if segment not in _METHODS:
+        raise TreepackError(f"segment is {segment!r}; expected {', '.join(_METHODS)} or a number of tokens")
     if segment == "turn":
         return SegmentCuts(segment, *_turn_cuts(trie, paths, members, group))
     recorded = None if segment == "node" else _complete_segments(trie, members)

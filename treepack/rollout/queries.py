@@ -37,7 +37,7 @@ from treepack.trie.trie import Trie
 
 PROMPTS, _AUGMENTED, _SELECTED, _ROOTS, PREFIXES = "prompts", "augmented", "selected", "roots", "prefixes"
 _COUNTS = {_ROOTS: "num_rollouts", PREFIXES: "num_continuations"}
-NO_IDS = np.zeros(0, np.int32)
+_NO_IDS = np.zeros(0, np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +168,7 @@ class _GroupPrompts:
         if group in found:
             return found[group]
         if self.sources.has_environment:
-            return Query(group, group, NO_IDS, step=self.sources.step)
+            return Query(group, group, _NO_IDS, step=self.sources.step)
         given = [str(path) for path in (*self.sources.prompts, self.sources.trie) if path is not None]
         where = f"{', '.join(given)} has no prompt of it" if given else "no file with its prompt is given"
         raise TreepackError(
@@ -221,7 +221,7 @@ def _query_of_record(record: Record, sources: QuerySources, *, is_rollout: bool 
     prompt = sources.reader.read(record)
     if prompt is None and not sources.has_environment:
         raise TreepackError(f"{record.source}: has no prompt; expected prompt_token_ids, messages or prompt")
-    ids = NO_IDS if prompt is None else prompt.ids
+    ids = _NO_IDS if prompt is None else prompt.ids
     group = _group(record) or (_hash(value) if prompt is None else prompt.group_id)
     untrained = None
     if value.get(UNTRAINED_PREFIX) is not None:

@@ -18,7 +18,7 @@ from treepack.trajectory import Int32
 FIRST_PAUSE = 0.5  # seconds before the second attempt; doubled before each further one
 LONGEST_PAUSE = 30.0
 
-Result = TypeVar("Result")
+_Result = TypeVar("_Result")
 
 
 class LimitedEngine:
@@ -80,8 +80,8 @@ class LimitedEngine:
 
 
 async def run_queries(
-    coroutines: Iterable[Callable[[], Awaitable[Result]]], *, max_queries: int
-) -> AsyncGenerator[Result]:
+    coroutines: Iterable[Callable[[], Awaitable[_Result]]], *, max_queries: int
+) -> AsyncGenerator[_Result]:
     """Run at most `max_queries` coroutines at a time, and yield each result as soon as it is complete.
 
     If a coroutine raises, the others are cancelled and awaited before the error reaches the caller. Use it inside
@@ -91,7 +91,7 @@ async def run_queries(
     """
     assert max_queries > 0
     waiting = iter(coroutines)
-    running: set[asyncio.Task[Result]] = set()
+    running: set[asyncio.Task[_Result]] = set()
     try:
         while True:
             while len(running) < max_queries and (start := next(waiting, None)) is not None:
@@ -108,18 +108,18 @@ async def run_queries(
         await asyncio.gather(*running, return_exceptions=True)
 
 
-async def _awaited(start: Callable[[], Awaitable[Result]]) -> Result:
+async def _awaited(start: Callable[[], Awaitable[_Result]]) -> _Result:
     return await start()
 
 
-async def all_or_none(coroutines: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
+async def all_or_none(coroutines: Iterable[Coroutine[Any, Any, _Result]]) -> list[_Result]:
     """Run `coroutines` side by side and return their results in order.
 
     When one raises, the others are cancelled, and awaited before its error reaches the caller (`asyncio.gather` leaves
     them running).
     """
     failure: BaseException | None = None
-    tasks: list[asyncio.Task[Result]] = []
+    tasks: list[asyncio.Task[_Result]] = []
     try:
         async with asyncio.TaskGroup() as group:
             tasks += [group.create_task(coroutine) for coroutine in coroutines]

@@ -21,10 +21,10 @@ from treepack.rollout.query import Query
 from treepack.rollout.user_code import call, name_of_code
 from treepack.trajectory import Int32
 
-RewardFunction = Callable[..., "float | Awaitable[float | None] | None"]
+_RewardFunction = Callable[..., "float | Awaitable[float | None] | None"]
 
 
-def single_turn(function: RewardFunction | None, query: Query, tokenizer: Any = None) -> SingleTurn:
+def single_turn(function: _RewardFunction | None, query: Query, tokenizer: Any = None) -> SingleTurn:
     """Return the episode of a prompt with one response, whose reward is `function(response_text, fields, ids=ids)`.
 
     `response_text` is decoded without special tokens; it is None without a tokenizer. `fields` come from the query's
@@ -46,7 +46,7 @@ def single_turn(function: RewardFunction | None, query: Query, tokenizer: Any = 
     return SingleTurn(score)
 
 
-def as_reward(function: Callable[..., Any]) -> RewardFunction:
+def as_reward(function: Callable[..., Any]) -> _RewardFunction:
     """Return a reward function of either shape as one for `single_turn`, before anything is sampled.
 
     A function with an argument `completions` has TRL's shape: it gets lists of length 1, namely `completions`,

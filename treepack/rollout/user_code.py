@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from treepack.errors import TreepackError, described
 
-Result = TypeVar("Result")
+_Result = TypeVar("_Result")
 
 
 def load_callable(name: str) -> Callable[..., Any]:
@@ -89,7 +89,7 @@ async def call(function: Callable[..., Any], *arguments: Any, where: str, **keyw
         raise TreepackError(f"{where}: {name_of_code(function)} raised {described(error)}") from error
 
 
-async def uninterrupted(work: Coroutine[Any, Any, Result]) -> Result:
+async def uninterrupted(work: Coroutine[Any, Any, _Result]) -> _Result:
     """Await `work`; a cancellation of the caller waits until it has ended, so that its open files can be closed."""
     task = asyncio.ensure_future(work)
     try:

@@ -93,7 +93,7 @@ class CriticSummary:
     replaced: bool
 
 
-def open_critic(trie: Trie, model: str | Path, options: CriticOptions, *, tokenizer: Any = None) -> Critic:
+def _open_critic(trie: Trie, model: str | Path, options: CriticOptions, *, tokenizer: Any = None) -> Critic:
     """Plan the rows of a trie, load the model with its value head, and check that they fit together.
 
     `tokenizer` is the entry of the trie's manifest.
@@ -198,14 +198,14 @@ def write_values(
         progress: called with the rows computed so far.
 
     Raises:
-        TreepackError: as `open_critic` and `critic_values`, or `out` cannot be written.
+        TreepackError: as `_open_critic` and `critic_values`, or `out` cannot be written.
     """
     trie, out = prepared_part(as_path(trie), TRIE), as_output(out)
     refuse_existing(out, overwrite=overwrite, inputs=[trie, model])
     with lock(out):
         source = local_copy(trie)
         manifest = read_manifest(source, schema.TRIE_FORMAT)
-        critic = open_critic(read_trie(source), model, options, tokenizer=manifest.get("tokenizer"))
+        critic = _open_critic(read_trie(source), model, options, tokenizer=manifest.get("tokenizer"))
         values, num_computed = np.full(critic.trie.tokens_tree, np.nan), 0
         rows = with_progress(
             critic_values(critic), progress, "computing values", unit="rows", total=len(critic.members)

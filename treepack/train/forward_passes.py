@@ -32,7 +32,7 @@ from treepack.train.setup.compute import ComputeSetting
 from treepack.train.setup.smaller_run import FORWARD_REMEDY
 
 
-class SizedRow(Protocol):
+class _SizedRow(Protocol):
     """A row that has a number, and a number of tokens."""
 
     @property
@@ -42,8 +42,8 @@ class SizedRow(Protocol):
     def num_tokens(self) -> int: ...
 
 
-Row = TypeVar("Row", bound=SizedRow)
-T = TypeVar("T")
+_Row = TypeVar("_Row", bound=_SizedRow)
+_T = TypeVar("_T")
 
 
 def load_frozen(
@@ -81,9 +81,9 @@ class ForwardPasses:
 
     def results(
         self,
-        rows: Iterable[Row],
-        compute: Callable[[Sequence[Row], RunPlan, CarryMemory | None], Sequence[T]],
-    ) -> Iterator[tuple[Row, T]]:
+        rows: Iterable[_Row],
+        compute: Callable[[Sequence[_Row], RunPlan, CarryMemory | None], Sequence[_T]],
+    ) -> Iterator[tuple[_Row, _T]]:
         """Yield each row with its result.
 
         Args:
@@ -93,13 +93,13 @@ class ForwardPasses:
         Raises:
             TreepackError: memory is too small for the smallest plan, or as `compute`.
         """
-        waiting: list[Row] = []
+        waiting: list[_Row] = []
         loaded, memory = self.loaded, None
 
-        def joined(plan: RunPlan) -> list[Row]:
+        def joined(plan: RunPlan) -> list[_Row]:
             return next(consecutive(waiting, _size, plan.pass_tokens))
 
-        def attempt(plan: RunPlan) -> Sequence[T]:
+        def attempt(plan: RunPlan) -> Sequence[_T]:
             nonlocal memory
             if plan.carry is not None and memory is None:
                 memory = spare_memory(loaded.device)
@@ -126,5 +126,5 @@ class ForwardPasses:
                 waiting = waiting[len(results) :]
 
 
-def _size(row: SizedRow) -> int:
+def _size(row: _SizedRow) -> int:
     return row.num_tokens

@@ -14,7 +14,7 @@ from pathlib import Path
 from treepack.data.packed_header import PackedSource
 from treepack.errors import TreepackError, torch_hint
 
-DEVICE = re.compile(r"auto|cpu|cuda(?::([0-9]{1,4}))?")
+_DEVICE = re.compile(r"auto|cpu|cuda(?::([0-9]{1,4}))?")
 
 
 def require_torch(command: str) -> None:
@@ -43,7 +43,7 @@ def check_device_name(name: str, num_gpus: int | None) -> None:
     Raises:
         TreepackError: no device has this name, or the machine does not have it.
     """
-    match = DEVICE.fullmatch(name)
+    match = _DEVICE.fullmatch(name)
     if match is None:
         raise TreepackError(f"device is {name!r}; expected cpu, cuda or cuda:N")
     if name.startswith("cuda") and num_gpus is not None and int(match[1] or 0) >= num_gpus:

@@ -18,7 +18,7 @@ from treepack.train.options import TrainOptions
 from treepack.train.run import TrainingRun
 
 # Devices with one kernel for the whole update; elsewhere torch chooses.
-FUSED_DEVICES = {"cpu", "cuda"}
+_FUSED_DEVICES = {"cpu", "cuda"}
 
 # Weights of any shape that do not decay, by name: biases (experts have them as matrices) and norms (with one row per
 # head in some models) as in transformers, and besides them the states and scales of some families.
@@ -77,5 +77,5 @@ def make_adamw(
     if options.offload_optimizer is True:
         return OffloadedAdamW(groups, device=parameters[0].device, lr=options.lr, betas=options.betas)
     # One kernel reads and writes every number once.
-    fused = {parameter.device.type for parameter in parameters} <= FUSED_DEVICES
+    fused = {parameter.device.type for parameter in parameters} <= _FUSED_DEVICES
     return torch.optim.AdamW(groups, lr=options.lr, betas=options.betas, fused=fused or None)

@@ -2,7 +2,7 @@
 
 This file imports no numerical library, so that the command line can take its options from here.
 
-The options in `CHANGEABLE_ON_RESUME` change the speed, memory or safety of a run and may differ when it is resumed.
+The options in `_CHANGEABLE_ON_RESUME` change the speed, memory or safety of a run and may differ when it is resumed.
 The options in `LENGTH_OPTIONS` may extend it. All other options change the result and must stay the same.
 """
 
@@ -18,7 +18,7 @@ from treepack.model.adapters.lora_options import LoraOptions
 from treepack.objectives.objective import Objective
 from treepack.option_fields import check_options, expect_type, option
 
-CHANGEABLE_ON_RESUME = frozenset(
+_CHANGEABLE_ON_RESUME = frozenset(
     "checkpoint_layers offload_checkpoints offload_optimizer compile attention carry pass_tokens loss_chunk "
     "device sequence_ranks expert_ranks gather_dtype whole_weights "
     "checkpoint_every keep save_dtype max_skipped".split()
@@ -238,7 +238,7 @@ class TrainOptions:
     @property
     def fixed_options(self) -> dict[str, Any]:
         """The options that a resumed run may not change, as JSON values."""
-        return {name: value for name, value in self.as_record().items() if name not in CHANGEABLE_ON_RESUME}
+        return {name: value for name, value in self.as_record().items() if name not in _CHANGEABLE_ON_RESUME}
 
 
 def stored_use(options: TrainOptions, *, adapted: bool) -> dict[str, bool]:

@@ -20,7 +20,7 @@ from torch import Tensor, distributed
 from treepack.errors import TreepackError
 from treepack.train.input_checks import check_device_name, check_sequence_ranks
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 _JOIN_TIME = timedelta(minutes=10)  # for machines that start one after the other, and read torch from a slow disk
 
 
@@ -87,14 +87,14 @@ class Ranks:
         """Return the largest `number` of all ranks."""
         return -self.smallest(-number)
 
-    def lead(self, function: Callable[[], T]) -> T:
+    def lead(self, function: Callable[[], _T]) -> _T:
         """Call `function` on the first rank only, and return its result, which can be pickled, on all ranks.
 
         Raises:
             TreepackError: on the first rank the error of `function`, on other ranks a reference to it.
         """
         problem: TreepackError | None = None
-        result: list[T | None] = [None]
+        result: list[_T | None] = [None]
         if self.leads:
             try:
                 result[0] = function()

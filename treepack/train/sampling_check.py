@@ -36,14 +36,14 @@ from treepack.train.sharding import whole_weights
 from treepack.train.step import step_memory_errors
 
 # Candidates for the temperature of the recorded values: the usual ones, and their neighbours.
-TEMPERATURES = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 1.0, 1.1, 1.2, 1.3, 1.5, 2.0)
-MAX_TERMS = 512  # terms of each rank that are compared; each is computed at every temperature
+_TEMPERATURES = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 1.0, 1.1, 1.2, 1.3, 1.5, 2.0)
+_MAX_TERMS = 512  # terms of each rank that are compared; each is computed at every temperature
 
 # In nats per token. A sampler in bf16 and a trainer that is some updates ahead differ by up to about 0.02; ratios
 # beyond e^0.5 are outside the clip range of every loss.
 NOISE, UNRELATED = 0.02, 0.5
 CLEAR, BETTER = 0.25, 0.5  # gap of an explanation over the gap that it explains
-ONE_SIDED = 0.97  # share of the differing tokens whose recorded value is the larger one
+_ONE_SIDED = 0.97  # share of the differing tokens whose recorded value is the larger one
 _BYTES = {"fp32": 4, "bf16": 2}  # of a number in the dtypes of runs
 
 
@@ -55,7 +55,7 @@ class SamplingGap:
         num_terms: the number of compared terms.
         gap: mean |recorded - own| at the temperatures of the run.
         mean: the same without absolute values.
-        at: the gap at each of `TEMPERATURES`.
+        at: the gap at each of `_TEMPERATURES`.
         shifted: the gap if each recorded value belongs to the token before it, or after it.
         larger: the share of terms with a larger recorded value, among terms that differ by more than 0.01.
     """
@@ -78,7 +78,7 @@ def compare_sampling(run: TrainingRun) -> str | None:
     if not objective.is_policy or "term_sampling_logprob" not in run.dataset.term_columns:
         return None
     found = measure_gap(run)
-    return None if found is None else describe_gap(found, run)
+    return None if found is None else _describe_gap(found, run)
 
 
 def measure_gap(run: TrainingRun) -> SamplingGap | None:
@@ -90,13 +90,13 @@ def measure_gap(run: TrainingRun) -> SamplingGap | None:
     count, gap, mean, larger, different, *rest = sums
     if not count:
         return None
-    num = len(TEMPERATURES)
+    num = len(_TEMPERATURES)
     (before, num_before), (after, num_after) = rest[num : num + 2], rest[num + 2 :]
     return SamplingGap(
         num_terms=int(count),
         gap=gap / count,
         mean=mean / count,
-        at={t: total / count for t, total in zip(TEMPERATURES, rest[:num], strict=True)},
+        at={t: total / count for t, total in zip(_TEMPERATURES, rest[:num], strict=True)},
         shifted=(before / max(num_before, 1), after / max(num_after, 1)),
         larger=larger / max(different, 1),
     )
@@ -112,7 +112,7 @@ def _sums(run: TrainingRun, batch: Batch) -> Tensor:
     if not isinstance(temperature, Tensor):
         temperature = torch.full((len(terms.tokens),), temperature)
     # All temperatures in one pass: tokens [4, 7] at [.7, 1] -> [4, 7, 4, 7, ...] at [.7, 1, .3, .3, .4, .4, ...]
-    columns = [temperature[terms.index[chosen].long()].float(), *(torch.full((len(tokens),), t) for t in TEMPERATURES)]
+    columns = [temperature[terms.index[chosen].long()].float(), *(torch.full((len(tokens),), t) for t in _TEMPERATURES)]
     divisors = torch.cat(columns).to(loaded.device)
     every = tokens.to(loaded.device).repeat(len(columns))
     kept = None
@@ -139,12 +139,12 @@ def _sums(run: TrainingRun, batch: Batch) -> Tensor:
 
 
 def _choose_terms(terms: TermTensors) -> tuple[Tensor, Tensor]:
-    """Return at most `MAX_TERMS` evenly spaced terms with a recorded value, int64, and the values of all terms."""
+    """Return at most `_MAX_TERMS` evenly spaced terms with a recorded value, int64, and the values of all terms."""
     if terms.sampling_logprob is None:
         return torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.float64)
     known = terms.sampling_logprob.isfinite().nonzero().squeeze(-1)
     # 10 terms, at most 4 of them -> places 0, 3, 6, 9
-    places = torch.linspace(0, len(known) - 1, min(MAX_TERMS, len(known))).long()
+    places = torch.linspace(0, len(known) - 1, min(_MAX_TERMS, len(known))).long()
     return known[places], terms.sampling_logprob.double()
 
 
@@ -158,7 +158,7 @@ def _moved(recorded: Tensor, terms: TermTensors, step: int) -> Tensor:
     return moved
 
 
-def describe_gap(found: SamplingGap, run: TrainingRun) -> str | None:
+def _describe_gap(found: SamplingGap, run: TrainingRun) -> str | None:
     """Return the sentence for the user; None if the values may be of one distribution."""
     if not found.gap > NOISE:
         return None
@@ -169,14 +169,14 @@ def describe_gap(found: SamplingGap, run: TrainingRun) -> str | None:
     temperature = min(found.at, key=found.at.__getitem__)
     shift = min(found.shifted)
     best = min(found.at[temperature], shift)
-    if best <= CLEAR * found.gap or (best <= BETTER * found.gap and found.larger < ONE_SIDED):
+    if best <= CLEAR * found.gap or (best <= BETTER * found.gap and found.larger < _ONE_SIDED):
         if shift == best:
             return (
                 f"{start}, but by {shift:.3f} if they are moved by one token: give every token its own "
                 "log-probability, not that of the token before or after it"
             )
         return f"{start}, but by {best:.3f} at the temperature {temperature:g}: {_temperature_remedy(run, temperature)}"
-    if found.larger >= ONE_SIDED and found.gap < UNRELATED:
+    if found.larger >= _ONE_SIDED and found.gap < UNRELATED:
         return (
             f"{start} and are larger for {found.larger:.0%} of them, as after top-p, top-k or min-p: record the token "
             "ids that these keep (kept_ids), sample without them, or record log-probabilities of the whole distribution"

@@ -188,7 +188,7 @@ def _shard(model: Any, causal: Any, options: TrainOptions, device: torch.device)
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    mesh = expert_mesh(device, options)
+    mesh = _expert_mesh(device, options)
     lower = torch.bfloat16 if options.gather_dtype == "bf16" else None
     settings: dict[str, Any] = {
         "mesh": mesh,
@@ -216,7 +216,7 @@ def _shard(model: Any, causal: Any, options: TrainOptions, device: torch.device)
     return root
 
 
-def expert_mesh(device: torch.device, options: TrainOptions) -> Any:
+def _expert_mesh(device: torch.device, options: TrainOptions) -> Any:
     """Return the mesh of FSDP2, along whose last dimension experts are divided too.
 
     8 ranks with 8 expert ranks: one dimension of 8. With 4: (replica 2, expert 4), and weights are whole on every 4

@@ -25,7 +25,7 @@ from treepack.trajectory import Float64, Int32, Int64, Routes, Tokens, Trajector
 from treepack.trie.nodes import NodeArrays, paths
 from treepack.trie.storage import ArrayStorage, PageReleaser
 
-ROWS_AT_ONCE = 1024  # trajectories that become Python objects at a time
+_ROWS_AT_ONCE = 1024  # trajectories that become Python objects at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +164,7 @@ def trajectories_of(trie: Trie) -> Iterator[Trajectory]:
     names = ["trajectory_id", "group_id", "step", "weight", "reward", "advantage", "metadata", "source", "temperature"]
     names += schema.ROLLOUTS.names
     scalars = table.select([name for name in names if name in table.column_names])
-    rows = (row for batch in scalars.to_batches(max_chunksize=ROWS_AT_ONCE) for row in batch.to_pylist())
+    rows = (row for batch in scalars.to_batches(max_chunksize=_ROWS_AT_ONCE) for row in batch.to_pylist())
     spans = SpanView.of(table)
     lists: dict[str, Any] = {name: list_values(table, stored) for name, stored in STORED.items()}
     routes: Iterator[Routes | None] = repeat(None, trie.num_trajectories)

@@ -87,7 +87,7 @@ def members(trie: Trie, group_id: str, *, where: str) -> list[int]:
     names = trie.trajectories["group_id"].to_pylist()
     indices = [i for i, name in enumerate(names) if name == group_id]
     if not indices:
-        raise unknown(group_id, set(names), noun="group", where=where)
+        raise _unknown(group_id, set(names), noun="group", where=where)
     return indices
 
 
@@ -108,7 +108,7 @@ def trajectories(trie: Trie, wanted: str, *, where: str) -> list[int]:
     indices = [i for i, name in enumerate(ids) if name == wanted]
     indices = indices or [i for i, name in enumerate(ids) if _names_trajectory(wanted, name, sources[i])]
     if not indices:
-        raise unknown(wanted, ids, noun="trajectory", where=where)
+        raise _unknown(wanted, ids, noun="trajectory", where=where)
     return sorted(indices, key=lambda i: (len(ids[i]), ids[i]))  # by length first: turn-9, turn-10
 
 
@@ -131,13 +131,13 @@ def first_named(
         elif source is None:
             ids.append(rollout.trajectory_id)
     if source is None:
-        error = unknown(wanted, ids, noun="trajectory", where=where)
+        error = _unknown(wanted, ids, noun="trajectory", where=where)
         counts, unused = without_unused(skipped)
         listed = [*(f"{reason}: {count:,}" for reason, count in sorted(counts.items())), *filter(None, [unused])]
         raise TreepackError("; ".join([str(error), *listed]))
 
 
-def unknown(wanted: str, names: Iterable[str], *, noun: str, where: str) -> TreepackError:
+def _unknown(wanted: str, names: Iterable[str], *, noun: str, where: str) -> TreepackError:
     """Return the error for a `wanted` name that is none of `names`; it lists the nearest ones."""
     known = sorted(set(names))
     if not known:
@@ -189,7 +189,7 @@ def row_with(directory: Path, manifest: Manifest, wanted: str) -> tuple[Row, int
                     return read_row(directory, manifest, number), i
             ids += row_ids
             number += 1
-    raise unknown(wanted, ids, noun="trajectory", where=str(directory))
+    raise _unknown(wanted, ids, noun="trajectory", where=str(directory))
 
 
 def is_packed(manifest: Manifest) -> bool:

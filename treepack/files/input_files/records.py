@@ -32,7 +32,7 @@ from treepack.files.input_files.tables import values_of_columns
 from treepack.trajectory import Skipped
 
 DAMAGED_RECORD, DAMAGED_FILE = "damaged record", "damaged file, or the damaged rest of one"
-VALUES = 16  # elements of an array in a block: one is a whole rollout, often of several 100 kB
+_VALUES = 16  # elements of an array in a block: one is a whole rollout, often of several 100 kB
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,8 +204,8 @@ def blocks_of_value(value: Any, path: str) -> Iterator[RecordBlock]:
 
 def blocks_of_list(values: list[Any], path: str, field: str = "") -> Iterator[RecordBlock]:
     """Yield the blocks of an array, which is the field `field` of a document if that is a name."""
-    for start in range(0, len(values), VALUES):
-        yield ValueBlock(path, start, values[start : start + VALUES], field)
+    for start in range(0, len(values), _VALUES):
+        yield ValueBlock(path, start, values[start : start + _VALUES], field)
 
 
 def as_conversation(value: Any) -> Any:

@@ -19,7 +19,7 @@ from treepack.errors import TreepackError
 
 # First four bytes. An Arrow file starts with ARROW1, a stream with the marker of a message.
 PARQUET_MAGIC, ARROW_FILE_MAGIC, ARROW_STREAM_MAGIC = b"PAR1", b"ARRO", b"\xff\xff\xff\xff"
-CHUNK = 1 << 20  # bytes of one read
+_CHUNK = 1 << 20  # bytes of one read
 # Limits of a batch: 256 kB of rows keep a block cheap to send to a worker, and 1024 rows bound its records in memory.
 _ROWS, _ROW_BYTES = 1024, 1 << 18
 
@@ -53,7 +53,7 @@ def parquet_batches(source: Any, path: str, groups: Sequence[int] | None = None)
         TreepackError: the file is damaged; `path` names it.
     """
     # Without these two arguments, pyarrow reads a row group at once, which may be the whole file.
-    with _readable(path), pq.ParquetFile(source, buffer_size=CHUNK, pre_buffer=False) as file:
+    with _readable(path), pq.ParquetFile(source, buffer_size=_CHUNK, pre_buffer=False) as file:
         sizes = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
         largest = max((group.total_byte_size / max(1, group.num_rows) for group in sizes), default=0)
         yield from file.iter_batches(batch_size=_num_rows(largest), row_groups=groups)

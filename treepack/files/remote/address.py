@@ -72,8 +72,8 @@ class RemotePath:
 
 
 AnyPath = Path | RemotePath
-OnePath = str | os.PathLike[str] | RemotePath
-Paths = OnePath | Sequence[OnePath]  # one path, or several
+_OnePath = str | os.PathLike[str] | RemotePath
+Paths = _OnePath | Sequence[_OnePath]  # one path, or several
 
 
 def path_names(paths: Paths) -> list[str]:
@@ -94,7 +94,7 @@ def _text(value: object) -> str:
     return str(os.fspath(value))
 
 
-def as_path(value: OnePath) -> Path | RemotePath:
+def as_path(value: _OnePath) -> Path | RemotePath:
     """Return the path or the address that `value` names; `file://` is a local path.
 
     Raises:
@@ -125,7 +125,7 @@ def is_address(value: str) -> bool:
     return _SCHEME.fullmatch(value) is not None
 
 
-def as_output(value: OnePath, *, option: str = "--out") -> Path | RemotePath:
+def as_output(value: _OnePath, *, option: str = "--out") -> Path | RemotePath:
     """Return the path or the address of an output.
 
     Args:

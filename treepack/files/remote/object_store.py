@@ -28,7 +28,7 @@ from typing import Any, Final, TypeVar
 from treepack.errors import TreepackError, first_line, install_hint
 from treepack.files.remote.address import RemotePath
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 ANY: Final = "*"
 """The condition of a write that replaces whatever is there."""
@@ -257,7 +257,7 @@ def _writer_of(path: RemotePath) -> str | None:
     return None if entry is None else entry.get(_WRITER)
 
 
-def _found(path: RemotePath, function: Callable[[Any], T], *, verb: str = "read") -> T | None:
+def _found(path: RemotePath, function: Callable[[Any], _T], *, verb: str = "read") -> _T | None:
     """Return `function` of the client, or None if there is no such object.
 
     Raises:
@@ -269,7 +269,7 @@ def _found(path: RemotePath, function: Callable[[Any], T], *, verb: str = "read"
         return None
 
 
-def _call(path: RemotePath, function: Callable[[Any], T], *, verb: str = "read") -> T:
+def _call(path: RemotePath, function: Callable[[Any], _T], *, verb: str = "read") -> _T:
     """Return `function` of the client.
 
     Raises:

@@ -53,7 +53,7 @@ _SPARE = 1 << 30  # bytes of the disk that are left free
 _HALF = 0.5
 
 
-class PartEntry(TypedDict):
+class _PartEntry(TypedDict):
     """A part of a manifest: name, size and sha256; manifests have more entries."""
 
     name: str
@@ -61,7 +61,7 @@ class PartEntry(TypedDict):
     sha256: str
 
 
-class AlteredError(TreepackError):
+class _AlteredError(TreepackError):
     """A part does not have the hash that the manifest lists."""
 
 
@@ -69,7 +69,7 @@ class PartCopies:
     """Copies of the parts of a directory; they can be pickled and used after a fork, in which threads start again."""
 
     def __init__(
-        self, folder: str | Path | None, limit: int | None, location: DirectoryLocation, entries: Iterable[PartEntry]
+        self, folder: str | Path | None, limit: int | None, location: DirectoryLocation, entries: Iterable[_PartEntry]
     ) -> None:
         """Make the folder of the copies.
 
@@ -182,7 +182,7 @@ class PartCopies:
         self._busy: set[str] = set()
         self._num_threads = 0
         self._rented: defaultdict[str, float] = defaultdict(float)  # share read by range since it was copied
-        self._faults: list[AlteredError] = []
+        self._faults: list[_AlteredError] = []
 
     def _own(self) -> None:
         """Forget the threads and connections of the parent after a fork."""
@@ -225,7 +225,7 @@ class PartCopies:
                 self._busy.add(name)
             try:
                 self._fetch(name)
-            except AlteredError as error:
+            except _AlteredError as error:
                 self._faults.append(error)
             except Exception as error:  # clients raise exceptions of their own; a reader by range meets the same fault
                 _log.info("%s: was not copied to %s (%s)", self._location.file_name(name), self.folder, error)
@@ -254,7 +254,7 @@ class PartCopies:
             if not (self._download(name, descriptor) or self._download(name, descriptor)):
                 if self._stop.is_set():
                     return
-                raise AlteredError(
+                raise _AlteredError(
                     f"{self._location.file_name(name)}: was altered since it was written (its sha256 differs); "
                     "pack the trie again"
                 )
@@ -277,7 +277,7 @@ class PartCopies:
                 offset += os.pwrite(descriptor, block, offset)
         return offset == entry["bytes"] and digest.hexdigest() == entry["sha256"]
 
-    def _reserve(self, descriptor: int, entry: PartEntry) -> bool:
+    def _reserve(self, descriptor: int, entry: _PartEntry) -> bool:
         """Give the open file the size of the part, and remove old copies for it; False if there is no room."""
         with locked(self.cache / ROOM):
             _, fits = make_room(self.cache, entry["bytes"], limit=self.limit, spare=_SPARE)

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from treepack.files.remote.object_store import UnavailableError
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 OUTAGE_SECONDS = 600.0  # a run ends when a store has not answered for this long
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0
@@ -30,7 +30,7 @@ def pauses(reason: str) -> Iterator[None]:
         yield
 
 
-def patiently(action: Callable[[], T]) -> T:
+def patiently(action: Callable[[], _T]) -> _T:
     """Return the result of `action`, which is repeated while the store does not answer.
 
     Raises:

@@ -32,7 +32,7 @@ from treepack.recurrent.entry import enter, plain_functions
 
 # Maximum relative difference of a branch in the tree from the branch alone. float64 gets only 1e-5 because the eager
 # softmax of transformers runs in float32. float16 and bfloat16 allow about 10 and 6 rounding units (2**-10 and 2**-7).
-PROBE_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+_PROBE_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 _FAILS = "its code fails on a packed row, which has positions of its own and no attention mask"
 
@@ -106,9 +106,9 @@ def probe(model: Any, *, source: str, device: torch.device | None = None) -> tup
         # positions are 0, 1, 2, ... by default. [1, length of the branch, D] each
         alone = [_run_alone(model, ids[path]) for path in branches]
     paired = [(tree.states[0, path], states[0]) for path, states in zip(branches, alone, strict=True)]
-    error = _branch_error(paired, compute_dtype(tree))
+    error = _branch_error(paired, _compute_dtype(tree))
     # "not error <=" instead of "error >": a NaN must fail.
-    if not error <= PROBE_TOLERANCE[compute_dtype(tree)]:
+    if not error <= _PROBE_TOLERANCE[_compute_dtype(tree)]:
         cause = "its code mixes tokens outside attention, or needs more than their positions"
         if kind is not None:
             cause = f"its quantised layers ({kind}) round the numbers of tokens too; give the weights in bf16"
@@ -174,10 +174,10 @@ def _path(token: int) -> list[int]:
     return [] if token < 0 else [*_path(_PROBE_PARENT[token]), token]
 
 
-def compute_dtype(seen: ForwardObservation) -> torch.dtype:
+def _compute_dtype(seen: ForwardObservation) -> torch.dtype:
     """Return the dtype of lowest precision in which the model computed: under autocast, that of its layers."""
     dtypes = {call.dtype for call in seen.attention.calls} | {call.dtype for call in seen.attention.recurrent}
-    return max({seen.states.dtype, *dtypes}, key=PROBE_TOLERANCE.__getitem__)
+    return max({seen.states.dtype, *dtypes}, key=_PROBE_TOLERANCE.__getitem__)
 
 
 def _branch_error(branches: list[tuple[Tensor, Tensor]], dtype: torch.dtype) -> float:

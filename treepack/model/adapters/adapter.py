@@ -107,7 +107,7 @@ def put_adapter(
     Without an adapter and without a rank for a new one, the model is `causal`, and there are no weights.
 
     Raises:
-        TreepackError: as `new_adapter` and `read_adapter`.
+        TreepackError: as `_new_adapter` and `_read_adapter`.
     """
     if adapter is None and (options is None or options.rank is None):
         return causal, {}, ()
@@ -115,15 +115,15 @@ def put_adapter(
         # PEFT asks models for a flag that transformers has renamed, which users can do nothing about.
         warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
         if adapter is not None:
-            model, weights, notes = read_adapter(causal, adapter, source=source)
+            model, weights, notes = _read_adapter(causal, adapter, source=source)
         else:
             assert options is not None
-            (model, weights), notes = new_adapter(causal, options, source=source, seed=seed), ()
+            (model, weights), notes = _new_adapter(causal, options, source=source, seed=seed), ()
     follow_adapters(model)
     return model, weights, notes
 
 
-def new_adapter(causal: Any, options: LoraOptions, *, source: str, seed: int) -> tuple[Any, dict[str, Tensor]]:
+def _new_adapter(causal: Any, options: LoraOptions, *, source: str, seed: int) -> tuple[Any, dict[str, Tensor]]:
     """Put an adapter on linear layers and experts of `causal`; return the PeftModel and the adapter's initial weights.
 
     Args:
@@ -174,7 +174,7 @@ def initial_weights(model: nn.Module, seed: int, *, random_b: bool = False) -> d
     return weights
 
 
-def read_adapter(causal: Any, adapter: LocalAdapter, *, source: str) -> tuple[Any, dict[str, Tensor], tuple[str, ...]]:
+def _read_adapter(causal: Any, adapter: LocalAdapter, *, source: str) -> tuple[Any, dict[str, Tensor], tuple[str, ...]]:
     """Put a saved adapter on `causal`; return the PeftModel, the adapter's weights by parameter, and notes.
 
     Raises:

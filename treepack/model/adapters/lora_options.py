@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from treepack.errors import TreepackError, install_hint
 from treepack.option_fields import check_options, option
 
-DEFAULT_ALPHA = 32.0  # for every rank, as in "LoRA Without Regret" (Schulman et al., 2025): the rate fits every rank
+_DEFAULT_ALPHA = 32.0  # for every rank, as in "LoRA Without Regret" (Schulman et al., 2025): the rate fits every rank
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class LoraOptions:
     @property
     def scale_alpha(self) -> float:
         """The numerator of the scale."""
-        return DEFAULT_ALPHA if self.alpha is None else self.alpha
+        return _DEFAULT_ALPHA if self.alpha is None else self.alpha
 
 
 def require_packages(*, quantize: bool) -> None:

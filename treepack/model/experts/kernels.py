@@ -35,7 +35,7 @@ NUM_WARPS = 8  # of the products
 _ROW_BLOCK = 2048  # elements of a row per step of `combine` and `gate_back`
 
 
-class ExpertConfig(NamedTuple):
+class _ExpertConfig(NamedTuple):
     """Largest BLOCK_N and pipeline stages of each kernel."""
 
     gate_up: tuple[int, int]
@@ -43,16 +43,16 @@ class ExpertConfig(NamedTuple):
     outer: tuple[int, int]
 
 
-# HOPPER holds the fastest of three or four shapes for each kernel, measured on an H200 with 128 experts of 2,048 x 768
+# _HOPPER holds the fastest of three or four shapes for each kernel, measured on an H200 with 128 experts of 2,048 x 768
 # and 258,000 pairs: 540, 530 to 640 and 510 to 530 TFLOP/s. They need 147 to 197 KB of shared memory.
-HOPPER = ExpertConfig((128, 3), (256, 4), (256, 4))
+_HOPPER = _ExpertConfig((128, 3), (256, 4), (256, 4))
 # For other GPUs, not measured: at most 99 KB of shared memory, because small GPUs have no more.
-PORTABLE = ExpertConfig((64, 3), (128, 3), (128, 3))
+_PORTABLE = _ExpertConfig((64, 3), (128, 3), (128, 3))
 
 
-def _config(x: Tensor) -> ExpertConfig:
+def _config(x: Tensor) -> _ExpertConfig:
     large = x.is_cuda and torch.version.hip is None and torch.cuda.get_device_capability(x.device)[0] in (9, 10)
-    return HOPPER if large else PORTABLE
+    return _HOPPER if large else _PORTABLE
 
 
 class ExpertTiles(NamedTuple):

@@ -30,14 +30,14 @@ _OURS = "treepack"  # interface.NAME; that file imports this one
 _ALIGNMENT = 16  # ranks that the kernels can multiply; torch's grouped product can read multiples of 8
 
 
-def takes_adapters(module: nn.Module) -> bool:
+def _takes_adapters(module: nn.Module) -> bool:
     """Return True for experts that run in an implementation of transformers' interface, such as this one."""
     return hasattr(type(module), "_apply_gate") and hasattr(module, "num_experts")
 
 
 def runs_ours(experts: Any) -> bool:
     """Return True for experts of a model whose implementation of experts is treepack's."""
-    return takes_adapters(experts) and experts.config._experts_implementation == _OURS
+    return _takes_adapters(experts) and experts.config._experts_implementation == _OURS
 
 
 def stacked_names(causal: nn.Module) -> list[str]:
@@ -45,7 +45,7 @@ def stacked_names(causal: nn.Module) -> list[str]:
     return [
         f"{name}.{own}"
         for name, module in causal.named_modules()
-        if takes_adapters(module)
+        if _takes_adapters(module)
         for own, parameter in module.named_parameters(recurse=False)
         if parameter.ndim == 3
     ]
@@ -63,7 +63,7 @@ def follow_adapters(model: nn.Module) -> None:
         if not isinstance(wrapper, ParamWrapper):
             continue
         experts = wrapper.get_base_layer()
-        if not takes_adapters(experts):
+        if not _takes_adapters(experts):
             raise TreepackError(f"{name}: its experts run in code of their own; train an adapter without them")
         if not hasattr(wrapper, "_did_swap_in_out_features"):
             raise TreepackError("adapters of experts need a later version of PEFT; pip install -U peft")

@@ -34,7 +34,7 @@ from treepack.sequence.share import sequence_of
 
 _SHARE = "_treepack_share"  # attribute of an experts module
 # experts, hidden [U, D], local experts [U, k], weights [U, k], number of pairs --> [U, D]
-LocalExperts = Callable[[Any, Tensor, Tensor, Tensor, int | None], Tensor]
+_LocalExperts = Callable[[Any, Tensor, Tensor, Tensor, int | None], Tensor]
 
 
 @dataclass
@@ -68,11 +68,11 @@ def expert_weight(experts: Any, name: str) -> Tensor:
     if share is not None and name in share.whole:
         return share.whole[name]
     weight: Any = getattr(experts, name)
-    own: Tensor = weight.to_local() if share is not None and name in shared_parameters(experts) else weight
+    own: Tensor = weight.to_local() if share is not None and name in _shared_parameters(experts) else weight
     return own
 
 
-def shared_parameters(experts: Any) -> dict[str, nn.Parameter]:
+def _shared_parameters(experts: Any) -> dict[str, nn.Parameter]:
     """Return the parameters of an experts module that have an entry for each expert."""
     parameters = experts.named_parameters(recurse=False)
     return {name: each for name, each in parameters if each.ndim > 1 and len(each) == experts.num_experts}
@@ -104,7 +104,7 @@ def share_experts(causal: nn.Module, mesh: Any, source: str) -> set[nn.Parameter
             )
         count = experts.num_experts // size
         share = ExpertShare(mesh, size, rank * count, count)
-        for name, parameter in shared_parameters(experts).items():
+        for name, parameter in _shared_parameters(experts).items():
             own = parameter.detach()[share.first : share.first + count].clone()
             # A DTensor has no method that makes one without communication, except this one.
             made = DTensor.from_local(own, mesh, placements, run_check=False)
@@ -122,15 +122,15 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
         ctx.sizes = sent, received, group
-        return exchange_rows(x, sent, received, group)
+        return _exchange_rows(x, sent, received, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         sent, received, group = ctx.sizes
-        return exchange_rows(grad, received, sent, group), None, None, None
+        return _exchange_rows(grad, received, sent, group), None, None, None
 
 
-def exchange_rows(x: Tensor, sent: Sequence[int], received: Sequence[int], group: Any) -> Tensor:
+def _exchange_rows(x: Tensor, sent: Sequence[int], received: Sequence[int], group: Any) -> Tensor:
     """Send the first sent[0] rows of `x` to rank 0 of the group, and so on; return the rows that arrive, in order."""
     out = x.new_empty(sum(received), *x.shape[1:])
     distributed.all_to_all_single(out, x.contiguous(), list(received), list(sent), group=group)
@@ -143,7 +143,7 @@ def compute_over_ranks(
     hidden: Tensor,
     top_k_index: Tensor,
     top_k_weights: Tensor,
-    compute: LocalExperts,
+    compute: _LocalExperts,
     dtype: torch.dtype,
 ) -> Tensor:
     """Return the weighted sum of the experts of each token, [T, D] in the dtype of `hidden`.
@@ -171,7 +171,7 @@ def compute_over_ranks(
     routing = sort_pairs(ranks, size, num_pairs=sum(sent))
 
     exchange: Any = _Exchange.apply
-    chosen = exchange_rows(top_k_index[routing.token], sent, received, group) - share.first
+    chosen = _exchange_rows(top_k_index[routing.token], sent, received, group) - share.first
     chosen = chosen.masked_fill((chosen < 0) | (chosen >= count), count)
     weights = exchange(spread_tokens(top_k_weights, routing), sent, received, group)
     tokens = exchange(spread_tokens(hidden.to(dtype), routing), sent, received, group)
@@ -191,12 +191,12 @@ def whole_experts(causal: nn.Module) -> Iterator[None]:
     try:
         with torch.no_grad():
             for experts, share in layers:
-                for name, parameter in shared_parameters(experts).items():
+                for name, parameter in _shared_parameters(experts).items():
                     whole = parameter.full_tensor()  # type: ignore[attr-defined]
                     share.whole[name] = nn.Parameter(whole, requires_grad=parameter.requires_grad)
         yield
         for experts, share in layers:
-            for name, parameter in shared_parameters(experts).items():
+            for name, parameter in _shared_parameters(experts).items():
                 _add_own_part(share, share.whole.pop(name), parameter)
     finally:
         for _, share in layers:
@@ -224,6 +224,6 @@ def sum_over_replicas(causal: nn.Module) -> None:
     for experts, share in _shared(causal):
         if share.mesh.ndim == 1:
             continue
-        for parameter in shared_parameters(experts).values():
+        for parameter in _shared_parameters(experts).values():
             if parameter.grad is not None:
                 distributed.all_reduce(parameter.grad.to_local(), group=share.mesh.get_group(0))  # type: ignore[attr-defined]

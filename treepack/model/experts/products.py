@@ -20,7 +20,7 @@ from treepack.model.experts.weights import cast_weight
 _ALIGNMENT = 8  # bfloat16 elements in 16 bytes: the strides that torch's grouped product can read
 
 
-def multiply(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
+def _multiply(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
     """Return out[s] = x[s] @ w[e] for the rows s of each expert e: [S, K], [E, K, N] -> [S, N] in the dtype of `x`."""
     if _is_native(x, *w.shape[1:]):
         return grouped_mm(x, w, offs=ends)
@@ -30,7 +30,7 @@ def multiply(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
     return out
 
 
-def outer_products(a: Tensor, b: Tensor, ends: Tensor, dtype: torch.dtype) -> Tensor:
+def _outer_products(a: Tensor, b: Tensor, ends: Tensor, dtype: torch.dtype) -> Tensor:
     """Return out[e] = a[rows of e].T @ b[rows of e]: [S, M], [S, N] -> [E, M, N] in `dtype`, 0 without rows."""
     if _is_native(a, a.shape[1], b.shape[1]):
         return grouped_mm(a.t(), b, offs=ends).to(dtype)
@@ -59,7 +59,7 @@ class _GroupedLinear(torch.autograd.Function):
         ctx.save_for_backward(x, weight, ends)
         ctx.transposed = transposed
         w = cast_weight(weight, x.dtype)
-        return multiply(x, w if transposed else w.transpose(1, 2), ends)
+        return _multiply(x, w if transposed else w.transpose(1, 2), ends)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
@@ -68,10 +68,10 @@ class _GroupedLinear(torch.autograd.Function):
         x_grad = weight_grad = None
         if ctx.needs_input_grad[0]:
             w = cast_weight(weight, grad.dtype)
-            x_grad = multiply(grad, w.transpose(1, 2) if ctx.transposed else w, ends)
+            x_grad = _multiply(grad, w.transpose(1, 2) if ctx.transposed else w, ends)
         if ctx.needs_input_grad[1]:
             a, b = (x, grad) if ctx.transposed else (grad, x)
-            weight_grad = outer_products(a, b, ends, weight.dtype)
+            weight_grad = _outer_products(a, b, ends, weight.dtype)
         return x_grad, weight_grad, None, None
 
 

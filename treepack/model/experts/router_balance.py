@@ -47,7 +47,7 @@ class RouterBalance:
         Raises:
             TreepackError: if the model has no routers whose loss transformers defines.
         """
-        self.routers = find_routers(causal, source)
+        self.routers = _find_routers(causal, source)
         self.coefficient, self.source = coefficient, source
         self._sums: Tensor | None = None  # float64 [2 E + 1]: of chosen, of p, and R, while a step is counted
         self._slopes: Tensor | None = None  # float64 [E]: coefficient * experts * f / R
@@ -147,7 +147,7 @@ def places_of_piece(causal: Any, places: Tensor) -> AbstractContextManager[None]
     return nullcontext() if balance is None else balance.piece(places)
 
 
-def find_routers(causal: Any, source: str) -> list[nn.Module]:
+def _find_routers(causal: Any, source: str) -> list[nn.Module]:
     """Return the routers of a model whose configuration has a coefficient for the loss.
 
     Raises:

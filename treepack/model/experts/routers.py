@@ -34,7 +34,7 @@ _ORDER = ("replay", "carry")
 
 # Returns a torch function mode with a method `finish(router)`, which checks after the call that the choice was seen,
 # and with `hides_choices`, True if it never calls the functions that choose.
-MakeMode: TypeAlias = Callable[[], Any]
+_MakeMode: TypeAlias = Callable[[], Any]
 
 
 class RouterSwitch:
@@ -43,9 +43,9 @@ class RouterSwitch:
     def __init__(self, router: nn.Module) -> None:
         """Let the router choose without a mode."""
         self.router = router
-        self._makers: dict[str, MakeMode] = {}
+        self._makers: dict[str, _MakeMode] = {}
 
-    def set(self, name: str, make: MakeMode | None) -> None:
+    def set(self, name: str, make: _MakeMode | None) -> None:
         """Run the router in a mode that `make` returns for each call; None removes the mode `name`."""
         assert name in _ORDER
         self._makers.pop(name, None)

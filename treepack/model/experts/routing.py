@@ -53,7 +53,7 @@ class _SpreadTokens(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return sum_pairs(grad, ctx.routing.place, grad.dtype), None
+        return _sum_pairs(grad, ctx.routing.place, grad.dtype), None
 
 
 class _SortTokens(torch.autograd.Function):
@@ -71,7 +71,7 @@ class _CombineExperts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, pairs: Tensor, routing: ExpertRouting, dtype: torch.dtype) -> Tensor:
         ctx.routing, ctx.dtype = routing, pairs.dtype
-        return sum_pairs(pairs, routing.place, dtype)
+        return _sum_pairs(pairs, routing.place, dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
@@ -97,12 +97,12 @@ def sort_slots(slots: Tensor, routing: ExpertRouting) -> Tensor:
 
 
 def combine_pairs(pairs: Tensor, routing: ExpertRouting, dtype: torch.dtype) -> Tensor:
-    """Return `sum_pairs` of rows [S, D], with its gradient."""
+    """Return `_sum_pairs` of rows [S, D], with its gradient."""
     total: Tensor = _combine(pairs, routing, dtype)
     return total
 
 
-def sum_pairs(pairs: Tensor, place: Tensor, dtype: torch.dtype) -> Tensor:
+def _sum_pairs(pairs: Tensor, place: Tensor, dtype: torch.dtype) -> Tensor:
     """Return [T, D] in `dtype`: the sum over j of pairs[place[:, j]], from j = 0 on, in float32 or float64."""
     exact = torch.promote_types(pairs.dtype, torch.float32)
     pairs = with_none(pairs, place)

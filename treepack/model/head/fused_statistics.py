@@ -34,7 +34,7 @@ from treepack.model.head.logit_map import LogitMap, TargetSlopes, TargetStatisti
 STATISTICS_BLOCK = 4096  # words per step of a target
 GRADIENT_BLOCK = 4096  # words per program
 KEPT_BLOCK = 1024  # ids of a set per step of a target
-NUM_WARPS = 8
+_NUM_WARPS = 8
 
 
 @triton.jit
@@ -334,7 +334,7 @@ def fused_statistics(x: Tensor, targets: ChunkTargets, logit_map: LogitMap) -> T
         HAS_CAP=logit_map.cap is not None,
         BLOCK=min(STATISTICS_BLOCK, triton.next_power_of_2(num_words)),
         KEPT_BLOCK=KEPT_BLOCK,
-        num_warps=NUM_WARPS,
+        num_warps=_NUM_WARPS,
     )
     return TargetStatistics(logprobs, totals, entropies)
 
@@ -387,7 +387,7 @@ def fused_gradients(
         **switches,
         HAS_KEPT=kept is not None,
         BLOCK=block,
-        num_warps=NUM_WARPS,
+        num_warps=_NUM_WARPS,
     )
     if kept is not None:
         x.index_put_((targets.rows[kept.owners], kept.values), gradients.to(x.dtype))

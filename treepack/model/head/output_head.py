@@ -88,7 +88,7 @@ def head_replaced(
     Args:
         causal: a causal language model of transformers.
         compute: gets the hidden states [B * T, D] and the output layer.
-        known: whether the layer returns `known_logits` for the last token, instead of its own.
+        known: whether the layer returns `_known_logits` for the last token, instead of its own.
 
     Raises:
         TreepackError: if the output layer is not a plain linear layer, does not run once, or is not whole when it runs.
@@ -109,7 +109,7 @@ def head_replaced(
             return last
         # Numbers in float64, so that they can be compared exactly; still attached to the model.
         # Rows of the weight may be sharded, but `out_features` is the number of words.
-        return torch.where(last == last, 0.0 * last, 0).double() + known_logits(head.out_features, last.device)
+        return torch.where(last == last, 0.0 * last, 0).double() + _known_logits(head.out_features, last.device)
 
     head.forward = forward  # type: ignore[method-assign]
     try:
@@ -140,7 +140,7 @@ def logit_map_of(causal: nn.Module) -> LogitMap:
     return _MAPS.get(causal, LogitMap())
 
 
-def known_logits(vocabulary: int, device: torch.device) -> Tensor:
+def _known_logits(vocabulary: int, device: torch.device) -> Tensor:
     """Return the numbers [vocabulary] that the output layer returns for a measurement, float64."""
     # Symmetric around 0 and not in order, so that a change by index is found too: strides of a prime cover all indices.
     spread = torch.linspace(-_LARGEST, _LARGEST, vocabulary, dtype=torch.float64, device=device)
@@ -151,13 +151,13 @@ def known_logits(vocabulary: int, device: torch.device) -> Tensor:
 
 
 def measure_logit_map(causal: nn.Module, logits: Tensor, *, source: str) -> None:
-    """Find the `LogitMap` that turned `known_logits` into `logits` [B, 1, V], and remember it for the model.
+    """Find the `LogitMap` that turned `_known_logits` into `logits` [B, 1, V], and remember it for the model.
 
     Raises:
         TreepackError: if a scale and a soft cap do not explain the logits.
     """
     after = logits[0, -1].detach().double()
-    before = known_logits(len(after), after.device)
+    before = _known_logits(len(after), after.device)
     scale = float(after[0]) / _SMALL
     limit = float(after[1])
     # A linear map keeps the ratio of two numbers; a cap does not let the larger one through.

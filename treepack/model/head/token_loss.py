@@ -105,7 +105,7 @@ def nll_of_rows(
             total = losses.sum()
             if edges is None:
                 return total, total[None]
-            return total, sums_of_rows(losses.new_zeros(len(tokens)).index_copy_(0, order, losses), edges)
+            return total, _sums_of_rows(losses.new_zeros(len(tokens)).index_copy_(0, order, losses), edges)
 
         # In the dtype of the log-probabilities, into which the subtraction casts the weights.
         return TargetPrices(
@@ -115,7 +115,7 @@ def nll_of_rows(
     return priced_terms(hidden, layer, (tokens, input_ids, parent), prices, with_entropies=False, chunk=chunk)
 
 
-def sums_of_rows(values: Tensor, edges: Sequence[int]) -> Tensor:
+def _sums_of_rows(values: Tensor, edges: Sequence[int]) -> Tensor:
     """Return the sum of values[edges[i] : edges[i + 1]] for each row i, in an order that is equal in every run."""
     # values [1 2 3], edges (0, 2, 3) -> [3 3]
     return torch.stack([values[begin:end].sum() for begin, end in pairwise(edges)])

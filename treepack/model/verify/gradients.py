@@ -49,7 +49,7 @@ RunnerMaker: TypeAlias = Callable[[LoadedModel, int], RowRunner]
 _CHUNK = 512
 
 # Maximum relative difference: seven and three digits above the rounding unit, since sums over tokens add up rounding.
-TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 
 # Numbers of a gradient that are in memory in float64 at once: 256 MB.
 _NORM_BLOCK = 1 << 25
@@ -119,7 +119,7 @@ def verify_gradients(
         TreepackError: if the model has a lower precision, the rows have no loss weight, or all gradients are 0.
     """
     model, dtype = loaded.model, loaded.model.dtype
-    if dtype not in TOLERANCE:
+    if dtype not in _TOLERANCE:
         raise TreepackError(f"{loaded.source}: is in {dtype}; verify gradients in float64 or float32")
     if not any(batch.total_weight for batch in batches):
         raise TreepackError("verify: no row has loss weight; choose rows with trained tokens")
@@ -153,7 +153,7 @@ def verify_gradients(
         loss_alone=alone[0],
         loss_scale=alone[2],
         errors=_relative_errors(packed[1], alone[1], _MIN_NORM_SHARE[dtype]),
-        tolerance=TOLERANCE[dtype] if tolerance is None else tolerance,
+        tolerance=_TOLERANCE[dtype] if tolerance is None else tolerance,
     )
 
 

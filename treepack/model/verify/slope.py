@@ -30,8 +30,8 @@ from treepack.model.stored_weights import prepare_products, stored_kind
 from treepack.model.verify.gradients import KeepFloat64
 
 # More tokens round less, and a move sends more of them to other experts, where the loss jumps.
-NUM_TOKENS = 64
-MAX_NUMBERS = 1_000_000  # of a weight that is moved. A larger one is moved only if it has no gradient
+_NUM_TOKENS = 64
+_MAX_NUMBERS = 1_000_000  # of a weight that is moved. A larger one is moved only if it has no gradient
 # Lengths of the moves relative to each weight, and the largest relative difference. Weights of an adapter may bend the
 # loss within the first step, and float32 rounds the last one, so one of them must agree.
 _RULES = {torch.float64: ((1e-4, 1e-5), 1e-3), torch.float32: ((1e-3, 3e-4, 1e-4, 3e-5), 2e-2)}
@@ -100,7 +100,7 @@ def _compare(
             torch.autograd.backward(loss)
     gradients = {name: p.grad for name, p in trained.items() if p.grad is not None and bool(p.grad.any())}
     loaded.model.zero_grad(set_to_none=True)
-    small = [name for name in gradients if trained[name].numel() <= MAX_NUMBERS]
+    small = [name for name in gradients if trained[name].numel() <= _MAX_NUMBERS]
     without = [name for name in trained if name not in gradients]
     generator = torch.Generator().manual_seed(0)
     # The usual size of the slope along such a direction: a single slope may be near 0 by chance.
@@ -146,7 +146,7 @@ def _loss(loaded: LoadedModel) -> Tensor:
     words = loaded.causal.get_input_embeddings()
     size, padding = len(words.weight), getattr(words, "padding_idx", None)
     limit = position_limit(loaded.causal)
-    length = NUM_TOKENS if limit is None else min(NUM_TOKENS, limit[0])
+    length = _NUM_TOKENS if limit is None else min(_NUM_TOKENS, limit[0])
     ids = torch.arange(1, length + 1, device=loaded.device) * 7919 % size  # as in the probe
     if padding is not None:
         ids = ids[ids != padding]  # its embedding moves the loss, and has no gradient by definition

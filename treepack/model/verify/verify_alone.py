@@ -190,7 +190,7 @@ def _scores_alone(
         teacher, beta = terms.teacher[terms.index[mine]], reads.divergence
 
         def compare(logits: Tensor, temperature: Tensor, places: Tensor) -> Tensor:
-            return divergence_alone(logits, teacher[places], temperature, beta)
+            return _divergence_alone(logits, teacher[places], temperature, beta)
 
         every = torch.arange(len(mine), device=mine.device)
         divergences = torch.cat(plain.reduce(tokens, positions - 1, compare, law.temperature[mine], every))
@@ -203,7 +203,7 @@ def _scores_alone(
     return mine, TokenScores(logprobs, entropies if reads.entropies else None, values, divergences)
 
 
-def divergence_alone(logits: Tensor, law: TeacherLaw, temperature: Tensor, beta: float) -> Tensor:
+def _divergence_alone(logits: Tensor, law: TeacherLaw, temperature: Tensor, beta: float) -> Tensor:
     """Return the divergences [n] from the whole softmax of logits [n, V], differentiable by autograd.
 
     Words outside of the teacher's top K are one outcome, whose probabilities are 1 minus the sum of the others.

@@ -31,7 +31,7 @@ from treepack.model.weights.conversion import stored_tensors, trace_saving
 from treepack.model.weights.files import DTYPES, INDEX_FILE, SINGLE_FILE
 from treepack.model.weights.traced import TracedBox, TracedTensor
 
-MAX_FILE_BYTES = 50_000_000_000  # the default of transformers
+_MAX_FILE_BYTES = 50_000_000_000  # the default of transformers
 
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -67,7 +67,7 @@ class SavedWeights:
         for _ in self._rest:
             pass
 
-    def write(self, directory: Path, *, max_file_bytes: int = MAX_FILE_BYTES) -> None:
+    def write(self, directory: Path, *, max_file_bytes: int = _MAX_FILE_BYTES) -> None:
         """Write the weight files, and their index if there are several; files of the same name are replaced.
 
         Raises:

@@ -29,7 +29,7 @@ from treepack.trie.trie import Trie
 
 _QUICK_METHODS = (contiguous, deepest_first)  # O(leaves) and O(nodes log nodes)
 
-Finish = Callable[[Int64], Int64]
+_Finish = Callable[[Int64], Int64]
 
 
 def best_final_rows(
@@ -37,7 +37,7 @@ def best_final_rows(
     forest: PlanForest,
     limits: RowLimits,
     items: Int64,
-    finish: Finish,
+    finish: _Finish,
     *,
     lower_bound: int,
     multiple_of: int,

@@ -40,9 +40,9 @@ from treepack.processes import Progress, ReportProgress
 from treepack.trajectory import Int64
 from treepack.trie.trie import Trie, unshared
 
-Method = Callable[[PlanTree, RowLimits, SearchOptions], TreeSolution]
+_Method = Callable[[PlanTree, RowLimits, SearchOptions], TreeSolution]
 
-METHODS: dict[str, Method] = {
+METHODS: dict[str, _Method] = {
     "auto": auto.auto,
     "contiguous": contiguous.contiguous,
     "heuristic": contiguous.deepest_first,

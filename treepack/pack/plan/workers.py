@@ -20,7 +20,7 @@ from treepack.processes import Progress, ReportProgress, unordered
 from treepack.trajectory import Int64
 
 Method = Callable[[PlanTree, RowLimits, SearchOptions], TreeSolution]
-RowsAndBounds = tuple[Int64, Int64]
+_RowsAndBounds = tuple[Int64, Int64]
 
 # Parts are equal in nodes, not in time. With 8 parts per worker, the last parts are small and end at about one time.
 _PARTS_PER_WORKER = 8
@@ -38,7 +38,7 @@ def plan_trees(
     *,
     workers: int = 1,
     progress: ReportProgress | None = None,
-) -> RowsAndBounds:
+) -> _RowsAndBounds:
     """Plan all trees. Return the row of each leaf, int64 [num_leaves], and a bound for each tree, int64 [num_trees].
 
     No plan of a tree has fewer tokens than its bound.
@@ -54,7 +54,7 @@ def plan_trees(
     # Parts of 3, 9, 5 nodes -> [1, 2, 0]; results come as (number in this list, plan) and go back to their part.
     largest_first = sorted(range(len(parts)), key=lambda i: -parts[i].joined.num_nodes)
     results = unordered(_planner, job, [parts[i] for i in largest_first], workers=min(workers, len(parts)))
-    plan_of: dict[int, RowsAndBounds] = {}
+    plan_of: dict[int, _RowsAndBounds] = {}
     for number, plan in results:
         plan_of[largest_first[number]] = plan
         if progress is not None:
@@ -73,11 +73,11 @@ def _progress(forest: PlanForest, planned: list[PlanForest]) -> Progress:
 _Job = tuple[RowLimits, Method, SearchOptions]
 
 
-def _planner(job: _Job) -> Callable[[PlanForest], RowsAndBounds]:
+def _planner(job: _Job) -> Callable[[PlanForest], _RowsAndBounds]:
     return partial(_plan, job)
 
 
-def _plan(job: _Job, forest: PlanForest) -> RowsAndBounds:
+def _plan(job: _Job, forest: PlanForest) -> _RowsAndBounds:
     limits, method, search = job
     plans = []
     for tree in forest.trees():
@@ -88,7 +88,7 @@ def _plan(job: _Job, forest: PlanForest) -> RowsAndBounds:
     return _join(plans)
 
 
-def _join(plans: Iterable[RowsAndBounds]) -> RowsAndBounds:
+def _join(plans: Iterable[_RowsAndBounds]) -> _RowsAndBounds:
     """Join plans that each number their rows from 0: rows [0, 1, 0] and [0, 0, 1] -> [0, 1, 0, 2, 2, 3]."""
     rows, tree_bounds, num_rows = [], [], 0
     for row_of_leaf, bounds_of_plan in plans:

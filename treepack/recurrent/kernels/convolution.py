@@ -32,7 +32,7 @@ from treepack.recurrent.convolution import ConvolutionTaps, check_activation
 BLOCK_C = 256  # channels of a tile
 BLOCK_T = 8  # tokens of a tile, which a program has all in registers; a part of them in `weight` and with many taps
 PART = 128  # tokens of a program of `weight`, tile after tile: one partial sum
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @triton.jit
@@ -354,7 +354,7 @@ def triton_convolve(
 ) -> Tensor:
     """Return the convolution of the tokens of a tree, [N, C]; arguments as in `convolution.convolve`.
 
-    The dtype of `x` is one of `DTYPES`. Rows may be a part of wider ones; channels side by side are not copied.
+    The dtype of `x` is one of `_DTYPES`. Rows may be a part of wider ones; channels side by side are not copied.
 
     Raises:
         TreepackError: if the activation is not silu or none.

@@ -63,7 +63,7 @@ PORTABLE = DeltaRuleConfigs(DeltaRuleConfig(32, 1, 2), DeltaRuleConfig(64, 4, 2)
 FLOAT32 = DeltaRuleConfigs(DeltaRuleConfig(32, 2, 1), DeltaRuleConfig(32, 4, 1), DeltaRuleConfig(16, 8, 1))
 
 
-def delta_rule_configs(k: Tensor) -> DeltaRuleConfigs:
+def _delta_rule_configs(k: Tensor) -> DeltaRuleConfigs:
     """Return the shapes of the kernels for the dtype and device of `k`."""
     if k.dtype == torch.float32:
         return FLOAT32
@@ -203,7 +203,7 @@ def solve_forward(k: Tensor, v: Tensor, beta: Tensor, a: Tensor, chunks: TokenCh
     assert chunks.size <= CHUNK, "a chunk has at most 64 tokens"
     operands = DeltaRuleOperands(k, v, beta, a, chunks)
     inverse = torch.empty((*beta.shape, CHUNK), dtype=k.dtype, device=k.device)
-    inverse_launch(operands, inverse, delta_rule_configs(k).inverse).run()
+    inverse_launch(operands, inverse, _delta_rule_configs(k).inverse).run()
     return (*multiply_inverse(k, v, beta, a, inverse, chunks), inverse)
 
 
@@ -214,7 +214,7 @@ def multiply_inverse(
     operands = DeltaRuleOperands(k, v, beta, a, chunks)
     w = torch.empty((*beta.shape, k.shape[-1]), dtype=k.dtype, device=k.device)
     u = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    delta_products_launch(operands, inverse, w, u, delta_rule_configs(k).products).run()
+    delta_products_launch(operands, inverse, w, u, _delta_rule_configs(k).products).run()
     return w, u
 
 
@@ -231,7 +231,7 @@ def solve_backward(
     operands = DeltaRuleOperands(k, v, beta, a, chunks)
     new = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (dw, v, beta, a)]
     gradients = DeltaRuleGradients(dw, du, *new)
-    gradient_launch(operands, inverse, gradients, delta_rule_configs(k).backward).run()
+    gradient_launch(operands, inverse, gradients, _delta_rule_configs(k).backward).run()
     return gradients.dk, gradients.dv, gradients.dbeta, gradients.da
 
 

@@ -256,7 +256,7 @@ def outputs_forward(q: Tensor, k: Tensor, new: Tensor, h: Tensor, a: Tensor, chu
         chunks: of the N tokens, on their device.
     """
     o = torch.empty(new.shape, dtype=new.dtype, device=new.device)
-    outputs_launch(OutputOperands(q, k, a, chunks), new, h, o, output_configs(q).outputs).run()
+    outputs_launch(OutputOperands(q, k, a, chunks), new, h, o, _output_configs(q).outputs).run()
     return o
 
 
@@ -268,7 +268,7 @@ def local_backward(q: Tensor, k: Tensor, a: Tensor, do: Tensor, chunks: TokenChu
         do: gradient of the outputs, [N, H, V].
     """
     du = torch.empty(do.shape, dtype=do.dtype, device=do.device)
-    local_launch(OutputOperands(q, k, a, chunks), do, du, output_configs(q).local).run()
+    local_launch(OutputOperands(q, k, a, chunks), do, du, _output_configs(q).local).run()
     return du
 
 
@@ -291,14 +291,14 @@ def products_backward(
     shape = (*new.shape[:2], q.shape[-1])
     dq, dk = (torch.empty(shape, dtype=q.dtype, device=q.device) for _ in range(2))
     dw = torch.empty(shape, dtype=q.dtype, device=q.device) if delta else None
-    config = output_configs(q).products
-    da = torch.empty((*a.shape, count_key_tiles(q.shape[-1], config)), dtype=torch.float32, device=a.device)
+    config = _output_configs(q).products
+    da = torch.empty((*a.shape, _count_key_tiles(q.shape[-1], config)), dtype=torch.float32, device=a.device)
     incoming, results = {"do": do, "dh": dh, "du": du}, {"dq": dq, "dk": dk, "dw": dq if dw is None else dw, "da": da}
     gradient_products_launch(OutputOperands(q, k, a, chunks), new, h, incoming, results, config, delta=delta).run()
     return dq, dk, dw, da.sum(-1)
 
 
-def output_configs(q: Tensor) -> OutputConfigs:
+def _output_configs(q: Tensor) -> OutputConfigs:
     """Return the shapes of the kernels for the dtype and the device of `q`."""
     if q.dtype == torch.float32:
         return FLOAT32
@@ -339,7 +339,7 @@ def gradient_products_launch(
     return KernelLaunch(_products_kernel, programs, arguments, {**constants, "DELTA": delta}, options)
 
 
-def count_key_tiles(keys: int, config: OutputConfig) -> int:
+def _count_key_tiles(keys: int, config: OutputConfig) -> int:
     """Return the number of programs of `products` for a chunk and head: each has a tile of K, and a share of da."""
     # K 96, tiles of 64 -> 2
     return -(-keys // min(config.tile_k, padded_width(keys)))

@@ -294,7 +294,7 @@ def _table(chunks: TokenChunks, stage: RunStage) -> dict[str, Any]:
 
 def _followers(chunks: TokenChunks) -> dict[str, Any]:
     """Return the arguments about the runs that begin from saved states."""
-    return {"state_begins": chunks.state_begins, "state_runs": chunks.state_runs, "num_roots": count_roots(chunks)}
+    return {"state_begins": chunks.state_begins, "state_runs": chunks.state_runs, "num_roots": _count_roots(chunks)}
 
 
 def _launch(
@@ -321,7 +321,7 @@ def _launch(
     return KernelLaunch(kernel, programs, arguments, constants, options)
 
 
-def count_roots(chunks: TokenChunks) -> int:
+def _count_roots(chunks: TokenChunks) -> int:
     """Return the number of runs that begin at roots, which are the runs of the first stage."""
     return len(chunks.stages[0].begins) - 1 if chunks.stages else 0
 

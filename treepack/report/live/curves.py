@@ -20,25 +20,25 @@ from treepack.report.live.run_series import RunSeries, thin_points, trailing_mea
 from treepack.report.words import printable
 from treepack.trajectory import Float64
 
-BINS = 500  # of a line: more than the pixels of a chart's width
-MEAN_BINS = 150  # of a mean, which is smooth
-SMOOTH_SHARE = 25  # the mean takes 1/25 of the steps
-FEW_POINTS = 40  # up to this many points have a dot each, because one point alone makes no line
-MIN_LOG_RANGE = 100  # largest over smallest value: from two decades on, a linear axis hides the small values
+_BINS = 500  # of a line: more than the pixels of a chart's width
+_MEAN_BINS = 150  # of a mean, which is smooth
+_SMOOTH_SHARE = 25  # the mean takes 1/25 of the steps
+_FEW_POINTS = 40  # up to this many points have a dot each, because one point alone makes no line
+_MIN_LOG_RANGE = 100  # largest over smallest value: from two decades on, a linear axis hides the small values
 # After this many new steps, or a quarter of all, a view is made again: its lines are thinned and its means are longer.
 MAX_NEW, NEW_SHARE = 2000, 4
 ZERO = 1e-12  # smaller numbers are what rounding left of 0, such as the loss of a policy
 # 0.25, 12k, 0; eight digits, so that the labels of a curve that hardly moves differ
-NUMBER = (
+_NUMBER = (
     f"abs(datum.value) < {ZERO} ? '0' : abs(datum.value) < 1000 ? format(datum.value, '.8~g') : "
     "format(datum.value, '~s')"
 )
 
 # Numbers about the input of a step, which have no chart.
-INPUT_COLUMNS = set("step epoch num_rows tokens tokens_flat total_weight seconds wait_seconds eval_seconds".split())
+_INPUT_COLUMNS = set("step epoch num_rows tokens tokens_flat total_weight seconds wait_seconds eval_seconds".split())
 # Constant if the policy that is trained is the one that sampled.
-OFF_POLICY_COLUMNS = set("ratio clip_fraction_low clip_fraction_high old_kl".split())
-SAMPLER = "sampler_kl"  # and sampler_kl_to_256, ...: the same by position, in one chart
+_OFF_POLICY_COLUMNS = set("ratio clip_fraction_low clip_fraction_high old_kl".split())
+_SAMPLER = "sampler_kl"  # and sampler_kl_to_256, ...: the same by position, in one chart
 TERMS, PAIRS, NATS, ODDS = "share of terms", "share of pairs", "nats per token", "mean over pairs"
 TITLES_AND_UNITS = {
     "reward": ("Reward", "mean over trajectories"),
@@ -60,11 +60,11 @@ TITLES_AND_UNITS = {
     "peak_gib": ("GPU memory", "peak of the step, GiB"),
 }
 
-CurvePoints = dict[str, list[list[float]]]
+_CurvePoints = dict[str, list[list[float]]]
 
 
 @dataclass(frozen=True, slots=True)
-class CurvePanel:
+class _CurvePanel:
     """The columns of one chart with the label of each; `log` if its axis is logarithmic."""
 
     title: str
@@ -78,31 +78,31 @@ class CurvePanel:
 class CurveView:
     """The charts of a run as a browser shows them; `num_steps` are the steps that it was made for."""
 
-    def __init__(self, series: RunSeries, *, bins: int = BINS) -> None:
+    def __init__(self, series: RunSeries, *, bins: int = _BINS) -> None:
         """Choose the charts of `series`, their axes, and the number of steps of a mean."""
         self.num_steps, self._bins = len(series), bins
         self._names = series.names
         steps = series.steps
-        self.window = 1 + int(steps[-1] - steps[0]) // SMOOTH_SHARE if len(steps) else 1
+        self.window = 1 + int(steps[-1] - steps[0]) // _SMOOTH_SHARE if len(steps) else 1
         self.panels = _panels(series)
 
     def is_outdated(self, series: RunSeries) -> bool:
         """Return true if the run has new columns, or many more steps, so that a new view is due."""
         new = len(series) - self.num_steps
-        few = self.num_steps <= FEW_POINTS < len(series)  # dots become a line
+        few = self.num_steps <= _FEW_POINTS < len(series)  # dots become a line
         return series.names != self._names or few or new > min(MAX_NEW, 20 + self.num_steps // NEW_SHARE)
 
     @property
     def charts(self) -> list[ReportChart]:
         """The charts without their data: the marks read `points`, `mean` and `skipped`."""
-        few = self.num_steps <= FEW_POINTS
+        few = self.num_steps <= _FEW_POINTS
         return [
             ReportChart(f"curve-{i}", panel.title, _spec(panel, few=few), (), ()) for i, panel in enumerate(self.panels)
         ]
 
     def data(self, series: RunSeries) -> dict[str, Any]:
         """Return the points of all steps, at most 2 * bins + 2 on a line."""
-        return self._data(series, 0, self._bins, MEAN_BINS)
+        return self._data(series, 0, self._bins, _MEAN_BINS)
 
     def new_data(self, series: RunSeries, start: int) -> dict[str, Any]:
         """Return the points from step number `start` on; they continue the points of `data`, without thinning."""
@@ -113,7 +113,7 @@ class CurveView:
         first = steps[start] if start < len(steps) else np.inf
         data: dict[str, Any] = {"skipped": [step for step in series.skipped if step >= first]}
         for i, panel in enumerate(self.panels):
-            points: dict[str, CurvePoints] = {"points": {}, "mean": {}}
+            points: dict[str, _CurvePoints] = {"points": {}, "mean": {}}
             for name, label in panel.columns.items():
                 at, values = _finite(steps, series.column(name), log=panel.log)
                 from_ = int(np.searchsorted(at, first))
@@ -139,7 +139,7 @@ def whole_charts(series: RunSeries) -> list[ReportChart]:
     return charts
 
 
-def _rows(lines: CurvePoints) -> list[dict[str, Any]]:
+def _rows(lines: _CurvePoints) -> list[dict[str, Any]]:
     # {"loss": [[1, 2], [2.5, 2.0]]} -> a record for each point, as Vega reads them
     return [
         {"line": label, "step": step, "value": value}
@@ -158,7 +158,7 @@ def _finite(steps: Float64, values: Float64, *, log: bool = False) -> tuple[Floa
     return steps[known], values[known]
 
 
-def _panels(series: RunSeries) -> list[CurvePanel]:
+def _panels(series: RunSeries) -> list[_CurvePanel]:
     """Return the panels of loss, gradient norm, learning rate and speed, and one for each other column of numbers."""
     known = {name: values for name in series.names if len(values := _finite(series.steps, series.column(name))[1])}
     loss = {"loss": "training"} | ({"eval_loss": "held-out"} if "eval_loss" in known else {})
@@ -166,18 +166,18 @@ def _panels(series: RunSeries) -> list[CurvePanel]:
     log = _spans_decades(norms)
     speeds = {"tokens_per_second": "computed", "tokens_flat_per_second": "flat-equivalent"}
     panels = [
-        CurvePanel("Loss", "of the objective", loss),
-        CurvePanel("Gradient norm", "before clipping" + (", log scale" if log else ""), {"grad_norm": ""}, log=log),
-        CurvePanel("Learning rate", "", {"lr": ""}, smooth=False, from_zero=True),
-        CurvePanel("Tokens per second", "", speeds, from_zero=True),
+        _CurvePanel("Loss", "of the objective", loss),
+        _CurvePanel("Gradient norm", "before clipping" + (", log scale" if log else ""), {"grad_norm": ""}, log=log),
+        _CurvePanel("Learning rate", "", {"lr": ""}, smooth=False, from_zero=True),
+        _CurvePanel("Tokens per second", "", speeds, from_zero=True),
     ]
-    excluded = {name for panel in panels for name in panel.columns} | INPUT_COLUMNS
+    excluded = {name for panel in panels for name in panel.columns} | _INPUT_COLUMNS
     if "ratio" in known and bool(np.allclose(known["ratio"], 1, rtol=0, atol=1e-9)):
-        excluded |= OFF_POLICY_COLUMNS
+        excluded |= _OFF_POLICY_COLUMNS
     others = []
-    if SAMPLER in known:
-        lines = {name: _position(name) for name in known if name.startswith(SAMPLER)}
-        others.append(CurvePanel("KL from the sampler", f"{NATS}, by position", lines, from_zero=True))
+    if _SAMPLER in known:
+        lines = {name: _position(name) for name in known if name.startswith(_SAMPLER)}
+        others.append(_CurvePanel("KL from the sampler", f"{NATS}, by position", lines, from_zero=True))
         excluded |= lines.keys()
     for name in known:
         if name not in excluded:
@@ -185,14 +185,14 @@ def _panels(series: RunSeries) -> list[CurvePanel]:
             title, unit = TITLES_AND_UNITS.get(name, (title_of(name), ""))
             # Equal values differ by the rounding of their means, which must not fill the chart.
             equal = float(np.ptp(known[name])) <= 1e-9 * float(np.abs(known[name]).max())
-            others.append(CurvePanel(title, unit, {name: ""}, from_zero=unit == TERMS or equal))
+            others.append(_CurvePanel(title, unit, {name: ""}, from_zero=unit == TERMS or equal))
     order = [title for title, _ in TITLES_AND_UNITS.values()]
     others.sort(key=lambda panel: order.index(panel.title) if panel.title in order else len(order))
     return [panels[0], *others[:4], *panels[1:], *others[4:]]
 
 
 def _position(name: str) -> str:
-    return name.removeprefix(f"{SAMPLER}_").replace("_", " ") if name != SAMPLER else "all"
+    return name.removeprefix(f"{_SAMPLER}_").replace("_", " ") if name != _SAMPLER else "all"
 
 
 def title_of(name: str) -> str:
@@ -202,17 +202,17 @@ def title_of(name: str) -> str:
 
 def _spans_decades(values: Float64) -> bool:
     positive = values[values > 0]
-    return len(positive) > 0 and bool((values >= 0).all()) and float(positive.max() / positive.min()) >= MIN_LOG_RANGE
+    return len(positive) > 0 and bool((values >= 0).all()) and float(positive.max() / positive.min()) >= _MIN_LOG_RANGE
 
 
-def _spec(panel: CurvePanel, *, few: bool) -> Spec:
+def _spec(panel: _CurvePanel, *, few: bool) -> Spec:
     """Return the specification of a panel: each step pale, means dark, and a triangle for each skipped step."""
     labels = list(panel.columns.values())
     x: Spec = {"field": "step", "type": "quantitative", "title": "optimiser step"}
     x |= {"axis": {"tickMinStep": 1, "grid": False}, "scale": {"zero": False, "nice": False, "padding": 6}}
     y: Spec = {"field": "value", "type": "quantitative", "title": panel.unit or None}
     y |= {"scale": {"type": "log"} if panel.log else {"zero": panel.from_zero}}
-    y |= {"axis": {"tickCount": 5, "labelExpr": NUMBER}}
+    y |= {"axis": {"tickCount": 5, "labelExpr": _NUMBER}}
     legend: Spec | None = None
     if len(labels) > 1:
         legend = {"orient": "top", "title": None, "symbolType": "stroke", "symbolOpacity": 1}

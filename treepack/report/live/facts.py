@@ -23,16 +23,16 @@ from treepack.report.live.step_rows import ScheduledRows
 from treepack.report.words import printable
 from treepack.trajectory import Float64
 
-NUM_SLOWEST = 8
-RECENT = 100  # steps whose mean time gives the time left, and whose mean is the figure of a tile
-MAX_TEXT = 300  # characters of a value
-MAX_LINES = 80  # of the plan
-CHOICES = {"None": "off", "False": "no", "True": "yes"}  # words for values of the plan
+_NUM_SLOWEST = 8
+_RECENT = 100  # steps whose mean time gives the time left, and whose mean is the figure of a tile
+_MAX_TEXT = 300  # characters of a value
+_MAX_LINES = 80  # of the plan
+_CHOICES = {"None": "off", "False": "no", "True": "yes"}  # words for values of the plan
 # Figures above the curves, in this order, if the run has them.
-TILES = ("loss", "eval_loss", "reward", "kl", "entropy", "clip_fraction_high", "accuracy", "tokens_per_second")
-FLAT = "tokens_flat_per_second"
+_TILES = ("loss", "eval_loss", "reward", "kl", "entropy", "clip_fraction_high", "accuracy", "tokens_per_second")
+_FLAT = "tokens_flat_per_second"
 
-Line = list[str]
+_Line = list[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +47,14 @@ class RunFacts:
     state: str
     progress: str
     share: float | None
-    tiles: list[Line]
-    plan: list[Line]
-    slowest: list[Line]
-    passes: list[Line]
-    metrics: list[Line]
+    tiles: list[_Line]
+    plan: list[_Line]
+    slowest: list[_Line]
+    passes: list[_Line]
+    metrics: list[_Line]
     notes: list[str]
     last_step: int
-    start: list[Line]
+    start: list[_Line]
     since: float | None
     has_rollouts: bool
 
@@ -95,7 +95,7 @@ def run_facts(
         progress=_progress(last, total, seconds, state),
         share=None if not total else min(1.0, last / total),
         tiles=_tiles(series, seconds),
-        plan=[*_plan(folder.record or {}, finished)][:MAX_LINES],
+        plan=[*_plan(folder.record or {}, finished)][:_MAX_LINES],
         slowest=_slowest(series, seconds, rows),
         passes=_slow_passes(series, rows),
         metrics=_metrics(series),
@@ -112,7 +112,7 @@ def shown_text(value: object) -> str:
     shown = printable(
         value if isinstance(value, str) else shown_number(value) if isinstance(value, float) else str(value)
     )
-    return shown if len(shown) <= MAX_TEXT else shown[: MAX_TEXT - 3] + "..."
+    return shown if len(shown) <= _MAX_TEXT else shown[: _MAX_TEXT - 3] + "..."
 
 
 def shown_number(value: float) -> str:
@@ -124,7 +124,7 @@ def shown_number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 or value == int(value) else f"{value:.4g}"
 
 
-def shown_duration(seconds: float) -> str:
+def _shown_duration(seconds: float) -> str:
     """Return a duration in a unit that fits: 1.5 h, 12 s."""
     for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= size:
@@ -169,25 +169,25 @@ def _progress(last: int, total: int, seconds: Float64, state: RunState) -> str:
         return f"step 1 of {total:,}" if total else "before the first step"
     shown = f"step {last:,} of {total:,}" if total else f"step {last:,}"
     spent = float(np.nansum(seconds))
-    parts = [shown, f"{shown_duration(spent)} of training"] if spent else [shown]
-    recent = seconds[1:][-RECENT:]  # the first step compiles
+    parts = [shown, f"{_shown_duration(spent)} of training"] if spent else [shown]
+    recent = seconds[1:][-_RECENT:]  # the first step compiles
     recent = recent[np.isfinite(recent)]
     if state.kind == "running" and total > last and len(recent):
-        parts.append(f"{shown_duration(float(recent.mean()) * (total - last))} left")
+        parts.append(f"{_shown_duration(float(recent.mean()) * (total - last))} left")
     return ", ".join(parts)
 
 
-def _start_lines(state: RunState) -> list[Line]:
+def _start_lines(state: RunState) -> list[_Line]:
     """Return the lines of a command that has not done a step yet: seconds since its first line, and text."""
     if state.kind not in ("starting", "failed", "died"):
         return []
     lines = state.start.lines
-    return [[f"{max(0.0, time - lines[0][0]):.1f} s", text] for time, text in lines][-MAX_LINES:]
+    return [[f"{max(0.0, time - lines[0][0]):.1f} s", text] for time, text in lines][-_MAX_LINES:]
 
 
-def _tiles(series: RunSeries, seconds: Float64) -> list[Line]:
+def _tiles(series: RunSeries, seconds: Float64) -> list[_Line]:
     tiles = []
-    for name in TILES:
+    for name in _TILES:
         values = series.column(name)
         values = values[np.isfinite(values)]
         if not len(values):
@@ -209,11 +209,11 @@ def _short(value: float) -> str:
     return f"{value:.0f}"
 
 
-def _plan(record: dict[str, Any], finished: dict[str, Any]) -> Iterator[Line]:
+def _plan(record: dict[str, Any], finished: dict[str, Any]) -> Iterator[_Line]:
     """Yield what the run has chosen first, then its data, model and options; names and values."""
     if isinstance(record.get("chosen"), dict):
         for name, chosen in _flat(record["chosen"], "chosen: "):
-            yield [name, CHOICES.get(chosen, chosen)]
+            yield [name, _CHOICES.get(chosen, chosen)]
     for name in ("packed", "model", "attention", "num_ranks", "treepack"):
         value = record.get(name, finished.get(name))
         if value is not None:
@@ -225,7 +225,7 @@ def _plan(record: dict[str, Any], finished: dict[str, Any]) -> Iterator[Line]:
             yield [name, value]
 
 
-def _flat(entries: dict[str, Any], prefix: str) -> Iterator[Line]:
+def _flat(entries: dict[str, Any], prefix: str) -> Iterator[_Line]:
     """Yield the entries of an object and of the objects in it: {"a": {"b": 1}} -> a b, 1."""
     waiting = [(prefix, entries)]
     while waiting:
@@ -236,14 +236,14 @@ def _flat(entries: dict[str, Any], prefix: str) -> Iterator[Line]:
                 continue
             # A list of sentences, such as the reasons of the choices, is a line for each.
             lines = value if isinstance(value, list) and all(isinstance(each, str) for each in value) else [value]
-            for line in lines[:MAX_LINES]:
+            for line in lines[:_MAX_LINES]:
                 yield [shown_text(f"{start}{name}".replace("_", " ")), shown_text(line)]
 
 
-def _slowest(series: RunSeries, seconds: Float64, rows: ScheduledRows | None) -> list[Line]:
+def _slowest(series: RunSeries, seconds: Float64, rows: ScheduledRows | None) -> list[_Line]:
     """Return the slowest steps: step, seconds, seconds of waiting, tokens, tokens per second, and the largest row."""
     known = np.flatnonzero(np.isfinite(seconds))
-    order = known[np.argsort(-seconds[known], kind="stable")][:NUM_SLOWEST]
+    order = known[np.argsort(-seconds[known], kind="stable")][:_NUM_SLOWEST]
     steps, columns = series.steps, [series.column(name) for name in ("wait_seconds", "tokens", "tokens_per_second")]
     lines = []
     for i in order.tolist():
@@ -254,11 +254,11 @@ def _slowest(series: RunSeries, seconds: Float64, rows: ScheduledRows | None) ->
     return lines
 
 
-def _slow_passes(series: RunSeries, rows: ScheduledRows | None) -> list[Line]:
+def _slow_passes(series: RunSeries, rows: ScheduledRows | None) -> list[_Line]:
     """Return the slowest passes of recent steps: step, seconds, tokens, tokens per second, rows, and how to see one."""
     recent = [each for each in series.passes if each.step > series.steps[0]]  # the first step compiles
     lines = []
-    for each in sorted(recent, key=lambda each: -each.seconds)[:NUM_SLOWEST]:
+    for each in sorted(recent, key=lambda each: -each.seconds)[:_NUM_SLOWEST]:
         numbers = [f"{each.step}", f"{each.seconds:.3g}", shown_number(each.tokens)]
         shown = [*numbers, shown_number(each.tokens / each.seconds), ", ".join(map(str, each.rows)) or "-"]
         # The rows of several directories are numbered over all of them, and `show` takes one directory.
@@ -287,7 +287,7 @@ def rows_fit(series: RunSeries, rows: ScheduledRows) -> bool:
     return (len(own), int(rows.num_tokens[own].sum())) == (sizes[-1], tokens[-1])
 
 
-def _metrics(series: RunSeries) -> list[Line]:
+def _metrics(series: RunSeries) -> list[_Line]:
     """Return for each number its name, last value, mean of the last steps, and lowest and highest value with steps."""
     steps, lines = series.steps, []
     for name in series.names:
@@ -301,7 +301,7 @@ def _metrics(series: RunSeries) -> list[Line]:
             [
                 printable(name),
                 shown_number(float(values[-1])),
-                shown_number(float(values[-RECENT:].mean())),
+                shown_number(float(values[-_RECENT:].mean())),
                 f"{shown_number(float(values[low]))} at {int(at[low]):,}",
                 f"{shown_number(float(values[high]))} at {int(at[high]):,}",
             ]

@@ -16,8 +16,8 @@ from treepack.report.page import SCRIPTS, as_json, compressed_vega, fill_page, p
 from treepack.report.payload import compress
 from treepack.report.words import printable
 
-TEMPLATE = "live/run.html"
-EMPTY: dict[str, Any] = {"special": [], "roles": [], "headers": [], "firstNode": [], "kept": None, "text": "none"}
+_TEMPLATE = "live/run.html"
+_EMPTY: dict[str, Any] = {"special": [], "roles": [], "headers": [], "firstNode": [], "kept": None, "text": "none"}
 
 
 def page_scripts() -> str:
@@ -27,8 +27,8 @@ def page_scripts() -> str:
 
 def live_page(watch: RunWatch) -> str:
     """Return the page that a server sends, which contains no data of the run but its name."""
-    settings = as_json({**EMPTY, "live": True, "hasRollouts": watch.rows is not None})
-    return fill_page(TEMPLATE, name=_name(watch), live=True, text_note="", settings=settings, blocks=[])
+    settings = as_json({**_EMPTY, "live": True, "hasRollouts": watch.rows is not None})
+    return fill_page(_TEMPLATE, name=_name(watch), live=True, text_note="", settings=settings, blocks=[])
 
 
 def whole_page(watch: RunWatch, rollouts: StepRollouts | None) -> str:
@@ -37,13 +37,13 @@ def whole_page(watch: RunWatch, rollouts: StepRollouts | None) -> str:
     Raises:
         TreepackError: vl-convert-python, which contains Vega, is not installed.
     """
-    settings = {**EMPTY, "live": False, "hasRollouts": rollouts is not None}
+    settings = {**_EMPTY, "live": False, "hasRollouts": rollouts is not None}
     blocks = {"run": compress(as_bytes(watch.snapshot())), "vega": compressed_vega()}
     if rollouts is not None:
         settings |= {**rollouts.settings, "first": rollouts.first, "last": rollouts.last, "about": rollouts.about}
         blocks |= rollouts.blocks
     return fill_page(
-        TEMPLATE,
+        _TEMPLATE,
         name=_name(watch),
         live=False,
         text_note="",

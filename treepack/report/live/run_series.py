@@ -20,14 +20,14 @@ import numpy as np
 
 from treepack.trajectory import Float64
 
-MAX_COLUMNS = 64  # the trainer writes about thirty; a damaged file could have a new name in every line
-MAX_NAME = 80  # characters
-RECENT_PASSES = 1000  # steps whose slowest passes are kept
-MAX_ROWS = 8  # of a pass
+_MAX_COLUMNS = 64  # the trainer writes about thirty; a damaged file could have a new name in every line
+_MAX_NAME = 80  # characters
+_RECENT_PASSES = 1000  # steps whose slowest passes are kept
+_MAX_ROWS = 8  # of a pass
 
 
 @dataclass(frozen=True, slots=True)
-class SlowPass:
+class _SlowPass:
     """The slowest pass of a step: the ids of its rows, their tokens, and its seconds."""
 
     step: int
@@ -43,7 +43,7 @@ class RunSeries:
         names: names of the columns, in the order in which they first occur.
         skipped: steps that changed no weights.
         passes: the slowest pass of each of the last steps.
-        names_left_out: True if there were more than `MAX_COLUMNS` names.
+        names_left_out: True if there were more than `_MAX_COLUMNS` names.
     """
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class RunSeries:
         self._steps = array("d")
         self._columns: dict[str, array[float]] = {}
         self.skipped: list[int] = []
-        self.passes: deque[SlowPass] = deque(maxlen=RECENT_PASSES)
+        self.passes: deque[_SlowPass] = deque(maxlen=_RECENT_PASSES)
         self.names_left_out = False
 
     def __len__(self) -> int:
@@ -88,7 +88,7 @@ class RunSeries:
             if name == "step" or number is None:
                 continue
             if name not in self._columns:
-                if len(self._columns) == MAX_COLUMNS or len(name) > MAX_NAME:
+                if len(self._columns) == _MAX_COLUMNS or len(name) > _MAX_NAME:
                     self.names_left_out = True
                     continue
                 self._columns[name] = array("d", [math.nan]) * before
@@ -98,16 +98,16 @@ class RunSeries:
                 column.append(math.nan)
 
 
-def _slow_pass(record: Mapping[str, Any]) -> SlowPass | None:
+def _slow_pass(record: Mapping[str, Any]) -> _SlowPass | None:
     """Return the slowest pass of a step, None if the record has none or a damaged one."""
     entry = record.get("slowest_pass")
     if not isinstance(entry, dict) or not isinstance(entry.get("rows"), list):
         return None
     seconds, tokens = (_number(entry.get(name)) for name in ("seconds", "tokens"))
-    rows = [row for row in entry["rows"][:MAX_ROWS] if type(row) is int and 0 <= row < 1 << 53]
+    rows = [row for row in entry["rows"][:_MAX_ROWS] if type(row) is int and 0 <= row < 1 << 53]
     if seconds is None or tokens is None or not math.isfinite(seconds + tokens) or seconds <= 0:
         return None
-    return SlowPass(record["step"], seconds, tokens, tuple(rows))
+    return _SlowPass(record["step"], seconds, tokens, tuple(rows))
 
 
 def _number(value: object) -> float | None:

@@ -32,10 +32,10 @@ from treepack.report.live.start_log import start_file
 
 FINISHED, METRICS = "train.json", "metrics.jsonl"
 FORMAT = "treepack-train"
-MAX_RECORD_BYTES = 1 << 24
+_MAX_RECORD_BYTES = 1 << 24
 # A file system without locks: the run counts as running if its metrics are this young.
-YOUNG_SECONDS = 120
-LOOK_SECONDS = 0.5  # between two looks for a run that has started
+_YOUNG_SECONDS = 120
+_LOOK_SECONDS = 0.5  # between two looks for a run that has started
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class RunFolder:
         self.metrics = folder / METRICS
         self._start = StartLines(folder)
         self._free: tuple[int, int] | None = None  # inode and time of a lock file that no process held
-        self.record = read_run_file(folder / RUN)
+        self.record = _read_run_file(folder / RUN)
         if self.record is None and not self.metrics.exists() and not self._start.path.exists():
             raise TreepackError(f"{folder}: has no {RUN} and no {METRICS}; give the --out of treepack train")
         if self.record is not None and self.record.get("format") != FORMAT:
@@ -77,12 +77,12 @@ class RunFolder:
     def refresh(self) -> None:
         """Read run.json again, which a resumed run may have replaced; a damaged one keeps the record before."""
         with suppress(TreepackError):
-            self.record = read_run_file(self.path / RUN) or self.record
+            self.record = _read_run_file(self.path / RUN) or self.record
 
     def finished(self) -> dict[str, Any] | None:
         """Return train.json of a finished run; empty if it is damaged, None if there is none."""
         try:
-            return read_run_file(self.path / FINISHED)
+            return _read_run_file(self.path / FINISHED)
         except TreepackError:
             return {}
 
@@ -108,7 +108,7 @@ class RunFolder:
 
     def _is_young(self) -> bool:
         with suppress(OSError):
-            return time.time() - self.metrics.stat().st_mtime < YOUNG_SECONDS
+            return time.time() - self.metrics.stat().st_mtime < _YOUNG_SECONDS
         return False
 
     def _probe(self, file: Path) -> tuple[bool | None, str]:
@@ -141,10 +141,10 @@ def is_run(path: Path) -> bool:
 def wait_for_run(path: Path) -> None:
     """Return when `path` is the directory of a run."""
     while not is_run(path):
-        time.sleep(LOOK_SECONDS)
+        time.sleep(_LOOK_SECONDS)
 
 
-def read_run_file(path: Path) -> dict[str, Any] | None:
+def _read_run_file(path: Path) -> dict[str, Any] | None:
     """Return the object of a JSON file of a run; None if the file does not exist.
 
     Raises:
@@ -154,12 +154,12 @@ def read_run_file(path: Path) -> dict[str, Any] | None:
     if descriptor is None:
         return None
     with os.fdopen(descriptor, "rb") as file:
-        content = file.read(MAX_RECORD_BYTES + 1)
+        content = file.read(_MAX_RECORD_BYTES + 1)
     try:
         record = json.loads(content)
     except (ValueError, RecursionError) as error:
         raise TreepackError(f"{path}: is damaged ({error}); restore it from a copy") from error
-    if not isinstance(record, dict) or len(content) > MAX_RECORD_BYTES:
+    if not isinstance(record, dict) or len(content) > _MAX_RECORD_BYTES:
         raise TreepackError(f"{path}: is damaged (no object of a run); restore it from a copy")
     return record
 

@@ -32,20 +32,20 @@ from treepack.report.live.watch import RunWatch, ViewerPlace
 from treepack.report.page import page_file, vega
 
 POLL_SECONDS = 0.5
-KEEP_ALIVE_SECONDS = 15  # a comment is sent to a viewer without news, which shows whether it is still there
-TIMEOUT_SECONDS = 60  # for a viewer that reads slowly
+_KEEP_ALIVE_SECONDS = 15  # a comment is sent to a viewer without news, which shows whether it is still there
+_TIMEOUT_SECONDS = 60  # for a viewer that reads slowly
 HEAD_SECONDS = 5.0  # for a whole request; somebody without the address could otherwise hold all connections
-LAST_NEWS_SECONDS = 2.0  # for viewers to take the last news at the end
-MAX_PORT = 65_535
+_LAST_NEWS_SECONDS = 2.0  # for viewers to take the last news at the end
+_MAX_PORT = 65_535
 ADDRESS = re.compile(r"http://127\.0\.0\.1:(?P<port>[0-9]{1,5})/(?P<token>[A-Za-z0-9_-]{22})/")
 MAX_CONNECTIONS = 64  # a browser opens up to six; each has a thread
-HOSTS = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:\d{1,5})?", re.IGNORECASE)
-POLICY = (
+_HOSTS = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:\d{1,5})?", re.IGNORECASE)
+_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src data:; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-HEADERS = {
-    "Content-Security-Policy": POLICY,
+_HEADERS = {
+    "Content-Security-Policy": _POLICY,
     "X-Content-Type-Options": "nosniff",
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cross-Origin-Opener-Policy": "same-origin",
@@ -77,7 +77,7 @@ class RunServer:
 
     def _listen_again(self, earlier: str) -> _LoopbackServer | None:
         match = ADDRESS.fullmatch(earlier)
-        if match is None or int(match["port"]) > MAX_PORT:
+        if match is None or int(match["port"]) > _MAX_PORT:
             return None
         with suppress(TreepackError):
             server = self._listen(int(match["port"]))
@@ -107,7 +107,7 @@ class RunServer:
             self._stopped.set()
             self.watch.close()  # its viewers get the last news
             self._server.shutdown()
-            self._server.wait_until_idle(LAST_NEWS_SECONDS)
+            self._server.wait_until_idle(_LAST_NEWS_SECONDS)
             self._server.server_close()
 
     def stop(self) -> None:
@@ -128,7 +128,7 @@ class _RequestStream(io.RawIOBase):
         """Raise TimeoutError if the time is over."""
         self._connection.settimeout(max(0.001, self._end - time.monotonic()))
         number = self._connection.recv_into(buffer)
-        self._connection.settimeout(TIMEOUT_SECONDS)
+        self._connection.settimeout(_TIMEOUT_SECONDS)
         return number
 
 
@@ -174,7 +174,7 @@ def _handler(run: RunServer) -> type[BaseHTTPRequestHandler]:
     }
 
     class RunHandler(BaseHTTPRequestHandler):
-        timeout = TIMEOUT_SECONDS
+        timeout = _TIMEOUT_SECONDS
         server_version, sys_version = "treepack", ""
 
         def setup(self) -> None:
@@ -182,7 +182,7 @@ def _handler(run: RunServer) -> type[BaseHTTPRequestHandler]:
             self.rfile = io.BufferedReader(_RequestStream(self.connection))
 
         def do_GET(self) -> None:
-            if not HOSTS.fullmatch(self.headers.get("Host", "")):
+            if not _HOSTS.fullmatch(self.headers.get("Host", "")):
                 self._send(HTTPStatus.MISDIRECTED_REQUEST, "text/plain", b"open the page at its own address\n")
                 return
             # Not `urlsplit`, which fails on some paths, such as "http://[".
@@ -209,7 +209,7 @@ def _handler(run: RunServer) -> type[BaseHTTPRequestHandler]:
 
         def _head(self, status: HTTPStatus, kind: str, more: dict[str, str]) -> None:
             self.send_response(status)
-            for header, value in {"Content-Type": kind, **HEADERS, **more}.items():
+            for header, value in {"Content-Type": kind, **_HEADERS, **more}.items():
                 self.send_header(header, value)
             self.end_headers()
 
@@ -226,7 +226,7 @@ def _handler(run: RunServer) -> type[BaseHTTPRequestHandler]:
             place = _place_of(self.headers.get("Last-Event-ID", ""), run.session)
             self._head(HTTPStatus.OK, "text/event-stream", {"Connection": "close"})
             while True:
-                message = run.watch.wait(place, KEEP_ALIVE_SECONDS)
+                message = run.watch.wait(place, _KEEP_ALIVE_SECONDS)
                 if message is None:
                     self.wfile.write(b": still here\n\n")
                     continue

@@ -16,8 +16,8 @@ from treepack.errors import TreepackError
 from treepack.report.live.metrics_tail import open_regular
 from treepack.report.live.start_log import start_file
 
-MAX_BYTES = 1 << 16
-MAX_TEXT = 1000  # characters
+_MAX_BYTES = 1 << 16
+_MAX_TEXT = 1000  # characters
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class StartLines:
             exists = self._open()
             if self._descriptor is None:
                 return NO_START
-            records = [_parse(line) for line in os.pread(self._descriptor, MAX_BYTES, 0).split(b"\n")]
+            records = [_parse(line) for line in os.pread(self._descriptor, _MAX_BYTES, 0).split(b"\n")]
             lines = tuple((each["time"], _shown(each["text"])) for each in records if "text" in each)
             error = next((_shown(each["error"]) for each in records if "error" in each), "")
             return RunStart(lines, error, exists and not error)
@@ -79,4 +79,4 @@ def _parse(line: bytes) -> dict[str, Any]:
 
 def _shown(value: object) -> str:
     # Not `words.printable`, whose module imports much more than a look at a path needs.
-    return "".join(letter if letter.isprintable() else " " for letter in str(value)[:MAX_TEXT])
+    return "".join(letter if letter.isprintable() else " " for letter in str(value)[:_MAX_TEXT])

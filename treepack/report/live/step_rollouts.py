@@ -19,7 +19,7 @@ from treepack.report.rebuilt import trie_of_rows
 from treepack.report.rollouts import explorer_parts
 from treepack.tokenise.saved_template import tokenizer_of
 
-MAX_STEPS = 8
+_MAX_STEPS = 8
 MAX_TOKENS = 400_000  # of several steps: the explorer is ready in a second or two
 MAX_STEP_TOKENS = 2_000_000  # of the only step
 
@@ -82,7 +82,7 @@ def read_steps(rows: ScheduledRows, last: int, texts: RolloutTexts) -> StepRollo
     if not 1 <= last <= rows.num_steps:
         raise TreepackError(f"step {last} is not one of the {rows.num_steps:,} steps of the run")
     first, tokens = last, int(rows.num_tokens[rows.of_step(last)].sum())
-    while first > 1 and last - first + 1 < MAX_STEPS:
+    while first > 1 and last - first + 1 < _MAX_STEPS:
         more = int(rows.num_tokens[rows.of_step(first - 1)].sum())
         if tokens + more > MAX_TOKENS:
             break

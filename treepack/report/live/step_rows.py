@@ -28,7 +28,7 @@ from treepack.pack.files import row_of_table
 from treepack.pack.row import Row
 from treepack.trajectory import Int64
 
-SCALARS = ["row_id", "step", "num_tokens", "total_weight"]
+_SCALARS = ["row_id", "step", "num_tokens", "total_weight"]
 
 
 @dataclass(slots=True)
@@ -147,7 +147,7 @@ def _open(directories: list[Path], options: dict[str, Any]) -> ScheduledRows:
     for owner, path in _parts(directories, manifests):
         try:
             part = pq.ParquetFile(path)
-            tables.append(part.read(columns=SCALARS))
+            tables.append(part.read(columns=_SCALARS))
             sizes = [part.metadata.row_group(i).num_rows for i in range(part.metadata.num_row_groups)]
         except (pa.ArrowException, OSError) as error:
             raise TreepackError(f"{path}: is not readable as Parquet ({error}); pack the trie again") from error

@@ -29,8 +29,8 @@ from treepack.report.live.run_state import RunFolder, RunState
 from treepack.report.live.step_rollouts import RolloutTexts, read_steps, rollout_texts
 from treepack.report.live.step_rows import ScheduledRows, open_run_rows
 
-MAX_RESUMES = 5  # notes about resumes that are shown
-MAX_CACHED = 4  # explorers in memory
+_MAX_RESUMES = 5  # notes about resumes that are shown
+_MAX_CACHED = 4  # explorers in memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ class RunWatch:
             if is_reset:
                 kept = min(before, int(self.series.steps[-1]) if len(self.series) else 0)
                 if kept:
-                    self._resumes = [*self._resumes, f"The run was resumed after step {kept:,}."][-MAX_RESUMES:]
+                    self._resumes = [*self._resumes, f"The run was resumed after step {kept:,}."][-_MAX_RESUMES:]
             self._check_rows()
             self.facts = run_facts(self.folder, self.series, state, self.rows, self._notes())
             if is_reset or self.view.is_outdated(self.series):
@@ -183,7 +183,7 @@ class RunWatch:
         with self._reading:  # one at a time: a step may have millions of tokens
             if step not in cached:
                 cached[step] = as_bytes(read_steps(rows, step, texts).as_record())
-                while len(cached) > MAX_CACHED:
+                while len(cached) > _MAX_CACHED:
                     cached.popitem(last=False)
             return cached[step]
 

@@ -36,7 +36,7 @@ from treepack.sequences import SpanView
 from treepack.trajectory import Float64, Int32, Int64, positions
 from treepack.trie.trie import Trie, sequences_of
 
-BOUNDARIES = ("token", "turn")
+_BOUNDARIES = ("token", "turn")
 _TOP_VALUE_SHARE = 0.1  # of the window, by a critic's value: the paper's highest tenth
 
 
@@ -130,8 +130,8 @@ def augment(
         TreepackError: an unknown boundary, or a successful rollout whose entropies or values are missing, not finite,
             or their number differs from its trained tokens.
     """
-    if boundary not in BOUNDARIES:
-        raise TreepackError(f"boundary is {boundary!r}; expected {' or '.join(BOUNDARIES)}")
+    if boundary not in _BOUNDARIES:
+        raise TreepackError(f"boundary is {boundary!r}; expected {' or '.join(_BOUNDARIES)}")
     if not math.isfinite(success_above):
         raise TreepackError(f"success_above is {success_above}; expected a finite reward")
     counts: Counter[str] = Counter()

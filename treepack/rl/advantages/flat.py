@@ -7,7 +7,7 @@
 
 Every standard deviation is the sample deviation (n - 1), as in the trainers of the papers, and `epsilon` is added to
 it. With a `weight` float64 [n] of each trajectory, means are weighted, and the deviation has the denominator of
-reliability weights, sum w - sum w^2 / sum w, which is n - 1 for weights of 1. If a deviation is below `ROUNDING` times
+reliability weights, sum w - sum w^2 / sum w, which is n - 1 for weights of 1. If a deviation is below `_ROUNDING` times
 the largest of the compared rewards, the values differ only by rounding, and the advantage is 0.
 """
 
@@ -19,7 +19,7 @@ from treepack.rl.advantages.advantage_options import EPSILON
 from treepack.trajectory import Float64, Int64
 
 # Relative to the largest reward. Sums of n float64 values are off by up to n * 1e-16, so this covers 10^4 trajectories.
-ROUNDING = 1e-12
+_ROUNDING = 1e-12
 
 
 def dr_grpo(reward: Float64, group: Int64, *, weight: Float64 | None = None) -> Float64:
@@ -91,7 +91,7 @@ def deviations(values: Float64, part: Int64, magnitude: Float64, weight: Float64
     `magnitude` float64 [num_parts] is the largest reward that the values were computed from. A part with fewer than
     two values of positive weight has 0.
     """
-    # Two passes: the difference of large sums of squares would lose the digits that ROUNDING relies on.
+    # Two passes: the difference of large sums of squares would lose the digits that _ROUNDING relies on.
     apart = values - means(values, part, weight)[part]
     if weight is None:
         count = np.bincount(part, minlength=len(magnitude))
@@ -104,7 +104,7 @@ def deviations(values: Float64, part: Int64, magnitude: Float64, weight: Float64
         freedom = total - np.divide(squared, total, out=np.zeros_like(total), where=total > 0)
     squares = np.bincount(part, apart**2 if weight is None else weight * apart**2, minlength=len(magnitude))
     deviation: Float64 = np.sqrt(np.divide(squares, freedom, out=np.zeros(len(count)), where=count > 1))
-    return np.where(deviation > ROUNDING * magnitude, deviation, 0.0)
+    return np.where(deviation > _ROUNDING * magnitude, deviation, 0.0)
 
 
 def standardise(

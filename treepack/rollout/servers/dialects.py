@@ -23,7 +23,7 @@ from treepack.rollout.engine import ABORT, EngineError, Segment
 from treepack.rollout.options import Sampling
 from treepack.trajectory import Int32
 
-Json = dict[str, Any]
+_Json = dict[str, Any]
 _T = TypeVar("_T")
 
 # vLLM sends this number in place of a log-probability that is missing, infinite or not a number.
@@ -66,17 +66,17 @@ class ServerDialect:
 
     name: str
     path: str
-    body: Callable[[SamplingRequest], Json]
+    body: Callable[[SamplingRequest], _Json]
     segments: Callable[[Any], list[Segment]]
     first: Callable[[Any], dict[int, float]]
     num_prompt: Callable[[Any], int | None]
     routes: Callable[[Any], list[Any]]
 
 
-def _sampling_fields(wish: SamplingRequest) -> Json:
+def _sampling_fields(wish: SamplingRequest) -> _Json:
     """Return the fields that the three APIs share. All are explicit, because a server has defaults of its own."""
     sampling = wish.sampling
-    fields: Json = {
+    fields: _Json = {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         # Old servers refuse 0 and new ones take -1 for the whole vocabulary.
@@ -94,7 +94,7 @@ def _sampling_fields(wish: SamplingRequest) -> Json:
     return fields
 
 
-def _vllm_fields(wish: SamplingRequest) -> Json:
+def _vllm_fields(wish: SamplingRequest) -> _Json:
     fields = _sampling_fields(wish) | {
         "n": wish.count,
         "max_tokens": wish.max_tokens,
@@ -106,25 +106,25 @@ def _vllm_fields(wish: SamplingRequest) -> Json:
     return fields if wish.seed is None else fields | {"seed": wish.seed}
 
 
-def _vllm_common(wish: SamplingRequest) -> Json:
+def _vllm_common(wish: SamplingRequest) -> _Json:
     return ({"model": wish.model} if wish.model else {}) | ({"cache_salt": wish.salt} if wish.salt else {})
 
 
-def _generate_body(wish: SamplingRequest) -> Json:
+def _generate_body(wish: SamplingRequest) -> _Json:
     fields = _vllm_fields(wish) | {"detokenize": False}
     return {"token_ids": wish.ids.tolist(), "sampling_params": fields, **_vllm_common(wish)}
 
 
-def _completions_body(wish: SamplingRequest) -> Json:
+def _completions_body(wish: SamplingRequest) -> _Json:
     fields = {"return_token_ids": True, "return_tokens_as_token_ids": True}
     return {"prompt": wish.ids.tolist(), **_vllm_fields(wish), **fields, **_vllm_common(wish)}
 
 
-def _sglang_body(wish: SamplingRequest) -> Json:
+def _sglang_body(wish: SamplingRequest) -> _Json:
     # ignore_eos would switch off stop_token_ids too, so the model's own end of sequence always ends a continuation.
     fields = _sampling_fields(wish) | {"max_new_tokens": wish.max_tokens}
     ids = wish.ids.tolist()
-    body: Json = {"input_ids": ids, "sampling_params": fields | {"n": wish.count}}
+    body: _Json = {"input_ids": ids, "sampling_params": fields | {"n": wish.count}}
     if wish.seed is not None:
         # With n, all continuations would get the same seed, and be equal under --enable-deterministic-inference.
         seeds = [fields | {"sampling_seed": wish.seed + number} for number in range(wish.count)]

@@ -50,7 +50,7 @@ class SampleText:
 
 
 @dataclass(frozen=True, slots=True)
-class ServerFacts:
+class _ServerFacts:
     """The API of a server, the name of its model, and the longest sequence that it takes, None if it is not reported.
 
     `route_layers` are the layers of the model, if the experts of its routers are kept and the server reports none.
@@ -107,13 +107,13 @@ async def connect(
     except BaseException:
         await client.close()
         raise
-    return ServerEngine(client, ServerFacts(dialect, name, max_len, is_seeded, keep_routes, route_layers), sampling)
+    return ServerEngine(client, _ServerFacts(dialect, name, max_len, is_seeded, keep_routes, route_layers), sampling)
 
 
 class ServerEngine:
     """An engine that sends each call to a server as one request; made by `connect`."""
 
-    def __init__(self, client: HttpClient, found: ServerFacts, sampling: Sampling) -> None:
+    def __init__(self, client: HttpClient, found: _ServerFacts, sampling: Sampling) -> None:
         """Take over the open `client`."""
         self.found = found
         self._client = client

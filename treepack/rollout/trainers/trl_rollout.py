@@ -32,8 +32,8 @@ from treepack.rollout.trainers.sampled_leaves import SampledLeaf, TrainerWorld, 
 from treepack.rollout.tree import Tree
 
 _Result = TypeVar("_Result")
-EngineOf = Callable[[Any], Engine | Awaitable[Engine]]
-Reward = Callable[..., Sequence[float | None]]
+_EngineOf = Callable[[Any], Engine | Awaitable[Engine]]
+_Reward = Callable[..., Sequence[float | None]]
 
 _ATTEMPTS = 5  # of a request; the pauses between them are 0.5, 1, 2 and 4 seconds
 _TIMEOUT = 3600.0  # seconds of an attempt: a server answers late when many trees wait for it
@@ -42,7 +42,7 @@ _TIMEOUT = 3600.0  # seconds of an attempt: a server answers late when many tree
 def tree_rollouts(
     options: TreeOptions,
     *,
-    engine: Engine | EngineOf | None = None,
+    engine: Engine | _EngineOf | None = None,
     environment: EnvironmentFactory | None = None,
     seed: int = 0,
     max_requests: int = 256,
@@ -74,7 +74,7 @@ def environment_reward(environment_reward: list[float | None], **_: Any) -> list
     return environment_reward
 
 
-def leaf_weighted(reward: Reward, *, fallback_leaves: bool = False) -> Reward:
+def leaf_weighted(reward: _Reward, *, fallback_leaves: bool = False) -> _Reward:
     """Return a reward function whose advantages in GRPOTrainer are weighted by the leaf weights of `tree_rollouts`.
 
     GRPO's advantage is the reward less the plain mean of its group. On a tree this mean is biased towards long paths,
@@ -152,7 +152,7 @@ class TreeRollouts:
     def __init__(
         self,
         options: TreeOptions,
-        engine: Engine | EngineOf | None,
+        engine: Engine | _EngineOf | None,
         environment: EnvironmentFactory | None,
         seed: int,
         max_requests: int,
@@ -231,7 +231,7 @@ def _check_copies(prompts: list[Any], count: int, name: str) -> None:
         )
 
 
-async def _open(source: Engine | EngineOf | None, trainer: Any) -> Engine:
+async def _open(source: Engine | _EngineOf | None, trainer: Any) -> Engine:
     """Return the engine that the caller named.
 
     Raises:

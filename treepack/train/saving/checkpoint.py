@@ -47,7 +47,7 @@ from treepack.train.saving.checkpoint_targets import CheckpointTarget, as_target
 from treepack.train.saving.checkpoint_tensors import TensorPart, write_parts
 from treepack.train.saving.state import SavedCheckpoint, load_state, training_state
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
 class Checkpoints:
@@ -176,7 +176,7 @@ class Checkpoints:
         self._target.commit(folder, name, keep=self._keep, best=self._best)
 
 
-def _described(function: Callable[[], T]) -> T:
+def _described(function: Callable[[], _T]) -> _T:
     """Return the result of `function`; its error becomes the TreepackError that `RankGroup.together` shares."""
     try:
         return function()

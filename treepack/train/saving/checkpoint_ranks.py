@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from treepack.errors import TreepackError
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -21,21 +21,21 @@ class RankGroup:
     rank: int
     size: int
 
-    def gather(self, value: T) -> list[T]:
+    def gather(self, value: _T) -> list[_T]:
         """Return the `value` of every rank, on every rank."""
         gathered = [value] * self.size
         if self.size > 1:
             dist.all_gather_object(gathered, value, group=self.group)
         return gathered
 
-    def together(self, function: Callable[[], T]) -> list[T]:
+    def together(self, function: Callable[[], _T]) -> list[_T]:
         """Return the result of `function` on every rank, on every rank.
 
         Raises:
             TreepackError: it raised one on any rank; so that no rank waits for another one.
         """
         try:
-            own: tuple[T | None, str | None] = function(), None
+            own: tuple[_T | None, str | None] = function(), None
         except TreepackError as error:
             own = None, str(error)
         results = self.gather(own)
@@ -44,9 +44,9 @@ class RankGroup:
             raise TreepackError(problem)
         return [value for value, _ in results]  # type: ignore[misc]  # None only if T allows it
 
-    def lead(self, function: Callable[[], T]) -> T:
+    def lead(self, function: Callable[[], _T]) -> _T:
         """Return the result of `function` on the first rank, which alone calls it, on every rank; as `together`."""
-        results: list[T | None] = self.together(lambda: function() if self.rank == 0 else None)
+        results: list[_T | None] = self.together(lambda: function() if self.rank == 0 else None)
         return results[0]  # type: ignore[return-value]  # None only if T allows it
 
 

@@ -84,7 +84,7 @@ def scalars(record: Mapping[str, Any]) -> dict[str, float]:
     return {
         f"eval/{name.removeprefix('eval_')}" if name.startswith("eval_") else f"train/{name}": value
         for name, value in record.items()
-        if name != "step" and is_number(value)
+        if name != "step" and _is_number(value)
     }
 
 
@@ -139,7 +139,7 @@ def read_metrics(path: Path) -> dict[str, list[Any]]:
     return {name: [record.get(name) for record in records] for name in names}
 
 
-def is_number(value: object) -> bool:
+def _is_number(value: object) -> bool:
     """Return true if `value` is a finite number; a boolean is not a number."""
     # True is an int, and so a Real, for Python; numpy's scalars are registered as Real too.
     return not isinstance(value, bool) and isinstance(value, Real) and math.isfinite(value)

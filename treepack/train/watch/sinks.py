@@ -35,12 +35,12 @@ from treepack.train.watch.metrics import TensorBoardLog, scalars
 if TYPE_CHECKING:
     from treepack.train.saving.place import Place  # imports torch, and a check of names must not
 
-TRACKER = "tracker.json"
-PACKAGES = {"page": ("vl-convert", "report")}  # package and extra of trackers that are not named like them
-PAGE_SECONDS = 5  # for the page to show the last step
+_TRACKER = "tracker.json"
+_PACKAGES = {"page": ("vl-convert", "report")}  # package and extra of trackers that are not named like them
+_PAGE_SECONDS = 5  # for the page to show the last step
 
 
-class Sink(Protocol):
+class _Sink(Protocol):
     """A tracker with an open run."""
 
     def write(self, record: Mapping[str, Any]) -> None:
@@ -77,7 +77,7 @@ class Sinks:
         run: SinkRun,
         note: Callable[[str], None],
         *,
-        opened: Mapping[str, Sink] = MappingProxyType({}),
+        opened: Mapping[str, _Sink] = MappingProxyType({}),
     ) -> None:
         """Open the trackers of `SINKS` with these names, except for those that are `opened` already.
 
@@ -86,7 +86,7 @@ class Sinks:
         """
         check_sinks(names)
         self._note = note
-        self._sinks: dict[str, Sink] = {}
+        self._sinks: dict[str, _Sink] = {}
         for name in dict.fromkeys(names):  # each once
             try:
                 self._sinks[name] = opened[name] if name in opened else SINKS[name](run)
@@ -122,11 +122,11 @@ def tracker_id(place: Place) -> str:
     Raises:
         TreepackError: tracker.json is damaged, or the store fails.
     """
-    path = place.out / TRACKER
+    path = place.out / _TRACKER
     content = read_stored(path)
     if content is None:
         identifier = secrets.token_hex(4)
-        with finished_file(place.folder / TRACKER, overwrite=True) as temporary:
+        with finished_file(place.folder / _TRACKER, overwrite=True) as temporary:
             temporary.write_text(json.dumps({"run_id": identifier}) + "\n")
         return identifier
     try:
@@ -146,7 +146,7 @@ def check_sinks(names: Sequence[str]) -> None:
     for name in names:
         if name not in SINKS:
             raise TreepackError(f"report_to is {name!r}; expected one of {', '.join(SINKS)}")
-        package, extra = PACKAGES.get(name, (name, name))
+        package, extra = _PACKAGES.get(name, (name, name))
         if find_spec(package.replace("-", "_")) is None:
             raise TreepackError(f"--report-to {name} needs {package}, which is not installed; {install_hint(extra)}")
 
@@ -224,16 +224,16 @@ class RunPage:
         if self._announcing.is_alive():
             self._process.kill()  # it has no address yet, so no viewer
         try:
-            self._process.wait(PAGE_SECONDS)
+            self._process.wait(_PAGE_SECONDS)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
 
 
-SINKS: dict[str, Callable[[SinkRun], Sink]] = {
+SINKS: dict[str, Callable[[SinkRun], _Sink]] = {
     "tensorboard": lambda run: TensorBoardLog(run.folder / "tensorboard", keep_until=run.done),
     "wandb": _Wandb,
     "trackio": _Trackio,
     "page": RunPage,
 }
-"""The trackers by the name of their package, which is also the name of their extra; see `PACKAGES` for others."""
+"""The trackers by the name of their package, which is also the name of their extra; see `_PACKAGES` for others."""

@@ -34,7 +34,7 @@ from treepack.pack.plan.problem import PlanTree, RowLimits, SearchOptions, TreeS
 from treepack.pack.plan.unions import row_tokens
 from treepack.trajectory import Int64
 
-MAX_LEAVES = 500  # of trees that are searched; bounds need leaves * nodes of memory
+_MAX_LEAVES = 500  # of trees that are searched; bounds need leaves * nodes of memory
 _MAX_LEAVES_WITH_BUDGETS = 60  # the same for integer programs, which have leaves * nodes variables
 _NARROW_WIDTHS = (8, 64)  # states per node of the narrow runs
 _TARGETS = (0.0, 0.125, 0.5)  # shares of the way from the bound to the best plan: bound 100, best 108 -> 100, 101, 104
@@ -51,7 +51,7 @@ def exact(tree: PlanTree, limits: RowLimits, search: SearchOptions) -> TreeSolut
     best = _quick_plan(tree, limits, search)
     if limits.pairs is not None or limits.terms is not None:
         return _exact_with_budgets(tree, limits, search, best)
-    if tree.num_leaves > MAX_LEAVES:
+    if tree.num_leaves > _MAX_LEAVES:
         return TreeSolution(best.row_of_leaf)
     shape = SubtreeShape.of(tree, limits.capacity)
     bounds = CompletionBounds(shape, best.tokens, best.rows)

@@ -14,7 +14,7 @@ from treepack.pack.plan.methods.completion import Rooms
 
 NEW = -1
 # The new rooms, and for each item the index of the earlier traversal that it joins, or NEW.
-Placement = tuple[Rooms, tuple[int, ...]]
+_Placement = tuple[Rooms, tuple[int, ...]]
 
 
 class RoundedRooms(dict[int, int]):
@@ -33,7 +33,7 @@ class RoundedRooms(dict[int, int]):
 
 def placements(
     rooms: Rooms, rounded: list[int], items: Rooms, most_new: int, room: int, rounding: RoundedRooms
-) -> Iterator[Placement]:
+) -> Iterator[_Placement]:
     """Yield every way to place the traversals `items` of a child: each joins a different one of `rooms` or is new.
 
     At most `most_new` of them are new. Of equal rooms only the first is tried. Yields the new rooms, and for each item
@@ -62,13 +62,13 @@ def placements(
 
 def _of_many(
     rooms: Rooms, rounded: list[int], items: Rooms, most_new: int, room: int, rounding: RoundedRooms
-) -> Iterator[Placement]:
+) -> Iterator[_Placement]:
     """Yield the placements of several items: the same as `placements`, by depth-first search over the items."""
     num, end = len(items), len(rooms)
     places: list[int] = []
     free = [True] * end
 
-    def place_next(most_new: int) -> Iterator[Placement]:
+    def place_next(most_new: int) -> Iterator[_Placement]:
         at = len(places)
         if at == num:
             result = [rounded[i] for i in range(end) if free[i]]
@@ -104,7 +104,7 @@ def _of_many(
     yield from place_next(most_new)
 
 
-def placements_of_closed(rooms: Rooms, items: Rooms, room: int) -> Iterator[Placement]:
+def placements_of_closed(rooms: Rooms, items: Rooms, room: int) -> Iterator[_Placement]:
     """Yield the best placement if nothing can be added later: as many items as possible join a traversal."""
     # The item with the largest room joins the first traversal with room for it: rooms (2, 5), items (4, 7), room 8 ->
     # 7 joins the 2 (2 + 7 >= 8), 4 joins the 5 (5 + 4 >= 8) -> places [1, 0].
