@@ -64,7 +64,7 @@ def test_the_probe_runs_at_the_first_batch_only() -> None:
         before = calls.count
         batch_loss(model, inputs())
         counts.append(calls.count - before)
-    assert counts == [7, 1, 1]  # a tree and its four branches, and the batch twice
+    assert counts == [6, 1, 1]  # a tree and its four branches, and the batch
 
 
 def test_a_refused_model_is_refused_again() -> None:

@@ -173,10 +173,8 @@ def _run(model: Any, inputs: dict[str, Any], compute: Callable[[Tensor, OutputLa
     # Layers make their schedules in it when they need them, once for all layers of a kind.
     columns["schedule"] = BatchSchedules(inputs["subtree_end"])
     source = f"{type(causal).__name__} (model type {causal.config.get_text_config().model_type})"
-    use_routes(causal, source, None)  # the checks run rows of their own
-    check_first_batch(
-        model, causal, inputs["position_ids"], lambda record: model(**columns, use_cache=False, record=record)
-    )
+    use_routes(causal, source, None)  # the check runs a row of its own
+    check_first_batch(model, causal, inputs["position_ids"])
     if routes is not None:
         check_routes(causal, source, routes)
         use_routes(causal, source, routes if share is None else share.cut_flat(routes))

@@ -1,31 +1,23 @@
 """Checks of a model that treepack did not load, at its first batch; the losses of `collation` call them.
 
-    weights whole      the probe of `load_model`, before the batch
-    both               the batch runs once without gradients: every layer calls tree attention, and the logits are
-                       the output layer of the hidden states, with a scale and a soft cap that are measured
+    model with the wrappers of its trainer --probe of `load_model`--> refusal on all ranks, or never checked again
 
-FSDP and ZeRO-3 gather weights only inside a forward pass that all ranks run together, so sharded weights get no probe,
-and all ranks agree on the result of the checks. Each model object is checked once. Each refusal is one sentence.
+FSDP and ZeRO-3 gather weights only inside a forward pass that all ranks run together. So the probe runs through the
+wrappers, and all ranks agree on its result. Each model object is checked once. Each refusal is one sentence.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
 
-from treepack.attention.indexed import skip_indexers
-from treepack.attention.interface import BadCallError
-from treepack.errors import MODELS_HINT, TreepackError
+from treepack.errors import TreepackError
 from treepack.model.accept.compatibility import check_config, path_too_long, position_limit
-from treepack.model.accept.observation import ForwardObservation, check_observed_attention, observe
 from treepack.model.accept.probe import probe
-from treepack.model.head.output_head import measure_logit_map
 from treepack.model.stored_weights import check_stored, check_types, prepare_products
-from treepack.recurrent.entry import enter
 
 # Models that passed, and the limit of positions of each model. Weak, so that a model can be freed.
 _CHECKED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -51,17 +43,15 @@ def check_positions(position_ids: Tensor, causal: Any, source: str) -> None:
         raise TreepackError(f"{source}: {path_too_long('a row has', largest, limit)}")
 
 
-def check_first_batch(model: nn.Module, causal: Any, position_ids: Tensor, run: Callable[[Any], Any]) -> None:
+def check_first_batch(model: nn.Module, causal: Any, position_ids: Tensor) -> None:
     """Check the model before its first batch, and the positions of every batch.
 
-    The check runs the batch once without gradients, through the wrappers, so all ranks that share weights must call
-    this function together.
+    The probe runs through the wrappers, so all ranks that share weights must call this function together.
 
     Args:
         model: the model with the wrappers of the trainer.
         causal: the causal language model of transformers inside `model`.
         position_ids: of the batch.
-        run: runs the batch through `model`, passes its argument as `record`, and returns the model's output.
 
     Raises:
         TreepackError: if the model fails a check, on all ranks that share its weights; or if the batch has positions
@@ -78,30 +68,14 @@ def check_first_batch(model: nn.Module, causal: Any, position_ids: Tensor, run: 
     if torch.is_grad_enabled():
         check_types(source, causal)
     prepare_products(causal)
-    skip_indexers(causal)
-    enter(causal)
-    groups = sharding_groups(model)
-    if groups is None:
-        probe(causal, source=source, device=position_ids.device)
-    check_positions(position_ids, causal, source)
+    complaint = None
     try:
-        with observe(causal) as seen:
-            seen.logits = run(seen.attention).logits
-    except BadCallError as error:
-        raise TreepackError(f"{source}: {error.code}; {MODELS_HINT}") from error
-    _agree(_complaint(seen, causal, source), groups or [], seen.states.device, source)
-    mark_checked(causal)
-
-
-def _complaint(seen: ForwardObservation, causal: Any, source: str) -> TreepackError | None:
-    """Return the reason to refuse the model whose forward pass was observed, None if there is none."""
-    assert seen.logits is not None
-    try:
-        check_observed_attention(seen, causal, source=source)
-        measure_logit_map(causal, seen.logits, source=source)
+        probe(causal, source=source, device=position_ids.device, wrapped=model)
     except TreepackError as error:
-        return error
-    return None
+        complaint = error
+    _agree(complaint, sharding_groups(model) or [], position_ids.device, source)
+    check_positions(position_ids, causal, source)
+    mark_checked(causal)
 
 
 def sharding_groups(model: nn.Module) -> list[Any] | None:

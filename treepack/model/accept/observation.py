@@ -3,11 +3,10 @@
     with observe(causal) as seen:
         seen.logits = model(..., record=seen.attention).logits      model: `causal`, or a wrapper of a trainer around it
     seen.states           [B, T, D], the input of the output layer
-    check_attention       every attention layer called tree attention, and every recurrent layer its functions on trees
+    check_observed_attention    every layer that mixes tokens called a function on trees
     measure_logit_map     how the model changes the result of its output layer (`head`)
 
-The two checks need no second forward pass, so they work at any precision, and with sharded weights. `probe`
-compares two forward passes, and needs the whole weights.
+The two checks need no second forward pass, so they work at any precision. `probe` compares two forward passes.
 """
 
 from __future__ import annotations

@@ -64,7 +64,9 @@ def use_attention(model: Any, name: str) -> Iterator[None]:
             setattr(config, name_of_setting, setting)
 
 
-def probe(model: Any, *, source: str, device: torch.device | None = None) -> tuple[AttentionKind, ...]:
+def probe(
+    model: Any, *, source: str, device: torch.device | None = None, wrapped: Any = None
+) -> tuple[AttentionKind, ...]:
     """Run a small tree and refuse a model that does not treat each branch as if it were alone.
 
     Three checks: every layer calls tree attention; the logits are the output layer applied to the hidden states,
@@ -77,6 +79,8 @@ def probe(model: Any, *, source: str, device: torch.device | None = None) -> tup
         model: a causal language model of transformers, registered for tree attention.
         source: the model's name in error messages.
         device: device of the inputs, by default the device of the model's weights.
+        wrapped: the model with the wrappers of a trainer, which the probe runs; None for the model itself. All ranks
+            that share its weights must call this function together.
 
     Returns:
         the kind of attention of each call, in the order of the layers.
@@ -92,19 +96,21 @@ def probe(model: Any, *, source: str, device: torch.device | None = None) -> tup
     device = device or next(iter(model.parameters())).device
     skip_indexers(model)
     enter(model)
-    vocabulary = len(model.get_input_embeddings().weight)
+    wrapped, embedding = model if wrapped is None else wrapped, model.get_input_embeddings()
+    # A weight that a trainer has sharded may have length 0 here, and a layer with an adapter has its weight alone.
+    vocabulary = getattr(embedding, "num_embeddings", None) or len(embedding.weight)
     # 7919 is a prime, so the ids differ from each other: 19, 38, 7, 26, ... in a vocabulary of 50.
     ids = torch.arange(1, len(_PROBE_PARENT) + 1, device=device) * 7919 % vocabulary
     kind, fails, hint = stored_kind(model.config), _FAILS, MODELS_HINT
     if kind is not None:
         fails = f"its quantised layers ({kind}) or its code cannot compute a packed row here"
         hint = "give the checkpoint in bf16 of the same model"
-    with _undisturbed(model, device), translate_errors(f"{source}: {fails}", hint):
-        tree = _run_tree(model, ids, source)
+    with _undisturbed(wrapped, device), translate_errors(f"{source}: {fails}", hint):
+        tree = _run_tree(model, wrapped, ids, source)
         branches = [torch.tensor(_path(leaf), device=device) for leaf in _PROBE_LEAVES]
         # Every model has the eager attention, and it is code of transformers, not of treepack. Without padding, so
         # positions are 0, 1, 2, ... by default. [1, length of the branch, D] each
-        alone = [_run_alone(model, ids[path]) for path in branches]
+        alone = [_run_alone(model, wrapped, ids[path]) for path in branches]
     paired = [(tree.states[0, path], states[0]) for path, states in zip(branches, alone, strict=True)]
     error = _branch_error(paired, _compute_dtype(tree))
     # "not error <=" instead of "error >": a NaN must fail.
@@ -137,7 +143,7 @@ def _undisturbed(model: Any, device: torch.device) -> Iterator[None]:
             module.training = mode
 
 
-def _run_tree(model: Any, ids: Tensor, source: str) -> ForwardObservation:
+def _run_tree(model: Any, wrapped: Any, ids: Tensor, source: str) -> ForwardObservation:
     """Return the observed forward pass of the probe tree, after the checks of attention and logits.
 
     Raises:
@@ -150,7 +156,7 @@ def _run_tree(model: Any, ids: Tensor, source: str) -> ForwardObservation:
     try:
         # The probe tests the model, not the attention, so it runs the implementation whose result is not in doubt.
         with use_attention(model, IMPLEMENTATIONS["reference"]), observe(model) as seen:
-            seen.logits = model(**row, record=seen.attention).logits
+            seen.logits = wrapped(**row, record=seen.attention).logits
     except BadCallError as error:
         # The call above is complete, so the reason is in the code of the model.
         raise TreepackError(f"{source}: {error.code}; {MODELS_HINT}") from error
@@ -162,10 +168,10 @@ def _run_tree(model: Any, ids: Tensor, source: str) -> ForwardObservation:
     return seen
 
 
-def _run_alone(model: Any, ids: Tensor) -> Tensor:
+def _run_alone(model: Any, wrapped: Any, ids: Tensor) -> Tensor:
     """Return the hidden states [1, length of `ids`, D] under transformers' eager attention."""
     with use_attention(model, "eager"), observe(model) as seen:
-        model(input_ids=ids[None], use_cache=False)
+        wrapped(input_ids=ids[None], use_cache=False)
     return seen.states
 
 
