@@ -467,10 +467,21 @@ def test_shares_may_be_larger_than_the_cache_together_but_not_alone(
     )
 
 
-def test_a_format_with_files_beside_it_needs_a_shared_folder(tmp_path: Path, store: Any) -> None:
-    lines = [{"task": "x", "example_id": i, "prompt": [], "completion": [], "reward": 1.0} for i in range(3)]
-    store.pipe_file("/bucket/in/results.jsonl", as_lines(lines))
-    store.pipe_file("/bucket/in/metadata.json", b'{"env_id": "x"}')
-    assert "format verifiers-results needs other files of its folder" in refusal(
-        build_trie_on, PickledScheduler(), ["memory://bucket/in"], tmp_path / "on"
+@pytest.mark.parametrize(
+    ("format_", "name", "content"),
+    [
+        (
+            "verifiers-results",
+            "results.jsonl",
+            as_lines([{"task": "x", "example_id": 0, "prompt": [], "completion": [], "reward": 1.0}]),
+        ),
+        ("opencode", "storage/session/p/s.json", b'{"id": "s", "projectID": "p", "directory": "/", "time": {}}'),
+    ],
+)
+def test_a_format_with_files_beside_it_needs_a_shared_folder(
+    tmp_path: Path, store: Any, format_: str, name: str, content: bytes
+) -> None:
+    store.pipe_file(f"/bucket/in/{name}", content)
+    assert f"format {format_} needs other files of its folder" in refusal(
+        build_trie_on, PickledScheduler(), ["memory://bucket/in"], tmp_path / "on", BuildOptions(format=format_)
     )

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -96,6 +97,18 @@ def test_build_trie_and_pack_are_as_in_one_process(
     alone = successful(treepack("build-trie", rollouts, "--out", tmp_path / "alone"))
     assert lines_of(built) == lines_of(alone)
     assert "N_pack" in made.out
+
+
+def test_rows_are_even_in_the_time_of_a_model(treepack: Run, cluster: str, trie: Path, tmp_path: Path) -> None:
+    options = ("--capacity", CAPACITY, "--partitions", 2, "--balance", 2, "--model", "qwen3-8b")
+    successful(treepack("pack", trie, "--out", tmp_path / "on", *options, "--ray", cluster))
+    successful(treepack("pack", trie, "--out", tmp_path / "alone", *options))
+    assert_same_bytes(tmp_path / "alone", tmp_path / "on")
+    manifest, tables = local_tables(tmp_path / "on")
+    assert manifest["options"]["token_pairs"] > 0
+    steps = Counter(step for table in tables.values() for step in table["step"].to_pylist())
+    assert steps
+    assert all(number % 2 == 0 for number in steps.values())
 
 
 def test_a_local_cluster_gives_the_same_trie(rollouts: Path, trie: Path, tmp_path: Path) -> None:

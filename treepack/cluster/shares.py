@@ -27,10 +27,9 @@ from typing import Any
 from treepack.errors import TreepackError
 from treepack.files.directory import finished_directory
 from treepack.files.input_files.inputs import InputHash, displayed
-from treepack.files.input_files.records import LineBlock, ValueBlock
 from treepack.files.manifest import Provenance
 from treepack.files.remote.address import AnyPath, as_path, is_address
-from treepack.files.remote.cache import addresses_in, naming_addresses
+from treepack.files.remote.cache import naming_addresses
 from treepack.files.remote.stored_files import object_info, read_stored, write_stored
 from treepack.ingest.options import BuildOptions
 from treepack.ingest.read_log import NoTrajectoryError, ReadLog
@@ -41,8 +40,6 @@ from treepack.trie.builders.builder import TrieBuilder
 from treepack.trie.builders.earlier_tries import reading_entry
 from treepack.trie.directory import built_totals
 
-# Formats that read further files of the folder, which a copy of one object lacks.
-_WITH_FILES_BESIDE = frozenset({"atif", "auto-code-rover", "dars", "openhands", "tau2", "verifiers-results"})
 _SHARED = "give an address (s3://...), or a folder that all machines share"
 
 _Part = UnreadPart | FinishedPart | WholePart
@@ -161,7 +158,6 @@ def build_share(share: Share, job: ShareJob, earlier: Sequence[str] | None) -> S
     listed = ListedInputs(files, share.searched, is_share=True, turns=turns)
     digest = InputHash()
     parts: Iterator[_Part] = read_parts(listed, job.files, input_hash=digest)
-    parts = _refuse_beside(share, parts)
     if earlier is None:
         parts = _without_sessions(parts, listed.turns)
     name = f"{key}-{secrets.token_hex(4)}"
@@ -249,20 +245,3 @@ def _refuse_unseen(share: Share, folder: AnyPath) -> None:
     for path, state in share.files:
         if state.version is not None and not is_address(path) and not Path(path).exists():
             raise TreepackError(f"{displayed(path)}: a worker does not see this file; {_SHARED}")
-
-
-def _refuse_beside(share: Share, parts: Iterator[_Part]) -> Iterator[_Part]:
-    """Yield `parts`, and refuse a format whose records need other objects of the same prefix.
-
-    Raises:
-        TreepackError: with the remedy.
-    """
-    for part in parts:
-        if isinstance(part, UnreadPart) and part.format in _WITH_FILES_BESIDE:
-            path = addresses_in(part.block.path) if isinstance(part.block, LineBlock | ValueBlock) else ""
-            if is_address(path) and path in share.searched:
-                raise TreepackError(
-                    f"{path}: a rollout of the format {part.format} needs other files of its folder, which a task on "
-                    "another machine does not see; copy the prefix to a folder that all machines share"
-                )
-        yield part

@@ -107,5 +107,6 @@ FORMAT = Format(
     used="role content tool_calls tool_call_id",
     dropped="rounds before the last (beginnings of it)",
     keeps="masks, lineage",
+    needs_folder=True,
     read_file=_read_auto_code_rover,
 )

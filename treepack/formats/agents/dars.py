@@ -115,5 +115,6 @@ FORMAT = Format(
         node_count, iterations, current_node_id, node_id_stack (bookkeeping)
     """,
     keeps="masks, lineage",
+    needs_folder=True,
     read=read_dars,
 )

@@ -316,5 +316,6 @@ FORMAT = Format(
     """,
     keeps="masks",
     links="info.id info.parentID info.sessionID id parentID sessionID messageID",
+    needs_folder=True,
     read_file=_read_opencode,
 )

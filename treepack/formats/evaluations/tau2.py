@@ -205,5 +205,6 @@ FORMAT = Format(
     """,
     keeps="masks, rewards, lineage",
     failed="termination_reason",
+    needs_folder=True,
     read=read_tau2,
 )

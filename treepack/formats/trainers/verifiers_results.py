@@ -153,5 +153,6 @@ FORMAT = Format(
     """,
     keeps="token ids, masks, log-probabilities, rewards, lineage",
     failed="error stop_condition",
+    needs_folder=True,
     read=_read_verifiers_results,
 )

@@ -78,6 +78,8 @@ class Format:
     read_file: ReadFile | None = None
     # True if a record may be in several files with the same answers: one process reads them all (`ReadOptions.turns`).
     overlaps: bool = False
+    # True if a rollout needs other files of its folder, which a copy of one object of a store lacks.
+    needs_folder: bool = False
     # The records that must have the required fields: each, the first of a file only, or none, if the reader itself
     # refuses a record with a more precise message.
     checked: Literal["each", "first", "none"] = "each"

@@ -184,6 +184,7 @@ def read_parts(
             input_hash=input_hash,
             # The local copy of an object may be removed before a worker opens it.
             as_ranges=as_ranges and not is_address(path),
+            is_share=listed.is_share,
         )
         yield from parts
         if error is not None:
@@ -200,13 +201,15 @@ def parts_of_path(
     is_searched: bool = False,
     input_hash: InputHash | None = None,
     as_ranges: bool = False,
+    is_share: bool = False,
 ) -> tuple[Iterator[UnreadPart | FinishedPart], TreepackError | None]:
     """Return the parts of one file, and the error if it has no known format.
 
-    `is_searched` is True for a file that a search of a folder found; then such an error is only counted.
+    `is_searched` is True for a file that a search of a folder found; then such an error is only counted. A task reads a
+    file of its share without the other objects of the prefix.
 
     Raises:
-        TreepackError: as `read_parts`.
+        TreepackError: as `read_parts`, or an object of a share has a format that needs the others.
     """
     blocks = read_blocks(path, options.limits, input_hash=input_hash, as_ranges=as_ranges)
     try:
@@ -225,6 +228,11 @@ def parts_of_path(
     first = [FinishedPart(recognised.skipped)] if recognised.skipped else []
     if recognised.format is None:
         return iter(first), None
+    if is_share and is_searched and is_address(path) and recognised.format.needs_folder:
+        raise TreepackError(
+            f"{path}: a rollout of the format {recognised.format.name} needs other files of its folder, which a task "
+            "on another machine does not see; copy the prefix to a folder that all machines share"
+        )
     return chain(first, _parts_of_file(recognised.format.name, recognised.blocks, options)), None
 
 

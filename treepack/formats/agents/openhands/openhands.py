@@ -179,5 +179,6 @@ FORMAT = Format(
     keeps="masks, rewards",
     links="kind id",
     failed="error",
+    needs_folder=True,
     read_file=_read_openhands,
 )

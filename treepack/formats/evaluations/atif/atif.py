@@ -376,5 +376,6 @@ FORMAT = Format(
     also="exception_info.exception_type step_results.exception_info.exception_type",
     keeps="token ids, masks, log-probabilities, rewards, lineage",
     failed="exception",
+    needs_folder=True,
     read=read_atif,
 )
