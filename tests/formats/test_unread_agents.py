@@ -79,7 +79,10 @@ RECORDS: dict[str, list[dict[str, Any]]] = {
     ],
     "Kimi CLI": [{"type": "metadata", "protocol_version": "1.4", "created_at": 1}],
     "Kiro or Amazon Q": [{"conversation_id": "c", "history": [{"user": {"content": {}}, "assistant": {}}]}],
-    "gptme": [{"role": "system", "content": "s", "timestamp": "t", "pinned": True}],
+    "gptme": [
+        {"role": "system", "content": "s", "timestamp": "t", "pinned": True},
+        {"role": "assistant", "content": "Seven.", "timestamp": "t", "call_id": "c"},
+    ],
     "Antigravity": [{"step_index": 0, "source": "USER", "type": "USER_INPUT", "status": "DONE", "content": "q"}],
     "Goose": [{"working_dir": "/w", "description": "d", "message_count": 2, "total_tokens": 9}],
     "Grok Build": [{"type": "system", "content": "s"}, {"type": "user", "content": [{"type": "text", "text": "q"}]}],
@@ -105,6 +108,13 @@ def test_a_later_line_that_looks_like_a_format_does_not_hide_the_program(tmp_pat
     path = tmp_path / "log.jsonl"
     path.write_text("".join(json.dumps(each) + "\n" for each in lines))
     with pytest.raises(TreepackError, match="is an export of gemini --output-format stream-json"):
+        list(read_trajectories([path]))
+
+
+def test_a_line_with_one_message_is_refused_with_the_form_of_a_record(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    path.write_text('{"role": "assistant", "content": "Seven.", "timestamp": "t"}\n')
+    with pytest.raises(TreepackError, match="if it is a message, write each conversation as one record with messages"):
         list(read_trajectories([path]))
 
 

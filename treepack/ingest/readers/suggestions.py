@@ -3,9 +3,9 @@
     {"log": {"steps": [{"who": "customer", "said": "Bolts?"}, {"who": "clerk", "said": "Seven."}]}}
     --suggested_columns-->  messages=log.steps,role=who,content=said,user=customer,assistant=clerk
 
-Words in names of fields, and the kinds of their values, give candidates: a list of messages, a prompt with one or
-several answers, or token ids. A user types a printed candidate, so a word that may mean two things gives no candidate,
-and no candidate trains a text of a tool or of a user, or JSON of a program.
+Words in names of fields, and the kinds of their values, give candidates: a list of messages, or a prompt with one or
+several answers. A user types a printed candidate, so a word that may mean two things gives no candidate, and no
+candidate trains a text of a tool or of a user, or JSON of a program.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from treepack.ingest.readers.column_records import read_columns
 from treepack.ingest.readers.columns.mapped_messages import ROLE_NAMES, as_messages
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.rewards import REWARDS
+from treepack.ingest.readers.fields.unread import is_prose
 from treepack.ingest.readers.fields.values import JsonObject
-from treepack.ingest.readers.kinds import IDS
+from treepack.ingest.readers.kinds import TEXTS
 from treepack.ingest.readers.messages.conversation_settings import TOOLS
 from treepack.ingest.readers.messages.normal_form import RENAMED_ROLES, ROLES
 from treepack.ingest.readers.turn_flags import said_turns
@@ -41,22 +42,20 @@ _ANSWERS = (
     "response responses completion completions answer answers output outputs reply replies generation generations "
     "generated said solution solutions prediction predictions rollout rollouts sample samples assistant bot a"
 ).split()
+_STEPS = "turn step observation action".split()
 _LISTS = {*_ANSWERS, *"candidates choices tries attempts".split()}  # of answers to one prompt
 # No answers: thoughts, facts, references, and what a tool or a user said.
 _NO_ANSWERS = _PROMPTS | set(
     "scratchpad reasoning thinking thought thoughts language format type hash sha url path canonical reference gold "
     "expected tool tools observation id system user human customer environment env".split()
 )
-_OF_TURNS = _PROMPTS | set("turn step observation action role from speaker".split())
-_REWARD, _MASK = re.compile(r"reward|score|return|correct|pass", re.I), re.compile(r"mask|train|loss|flag", re.I)
-# In this order: a tool_response is not an answer of the model.
-_KINDS = {
+_REWARD = re.compile(r"reward|score|return|correct|pass", re.I)
+_KINDS = {  # in this order: a tool_response is not an answer of the model
     "": re.compile(r"call|action|thought|plan"),
     "tool": re.compile(r"tool|env|observ|function|result"),
     "user": re.compile(r"user|human|customer|client|student|patient|caller"),
     "assistant": re.compile(r"assist|agent|bot|\bai\b|gpt|llm|clerk"),
 }
-_FLAG = re.compile(r"(?:is|from|by)_?(?:(user|human)|bot|assistant|agent|model|ai)", re.I)
 
 
 def suggested_columns(records: Sequence[Record], options: ReadOptions) -> str | None:
@@ -66,7 +65,7 @@ def suggested_columns(records: Sequence[Record], options: ReadOptions) -> str | 
     reward = f",reward={rewards[0]}" if len(rewards) == 1 and not fields.keys() & set(REWARDS) else ""
     # Several objects that no column reads may be turns of the same conversation.
     talks = {path for path, field in fields.items() if len(as_messages(field) or ()) > 1} - TOOLS
-    for line in chain(_conversations(fields), _ids(fields), _answers(fields)):
+    for line in chain(_conversations(fields), _answers(fields)):
         line += "" if "reward=" in line else reward
         read = {part.partition("=")[2].partition("[].")[0] for part in line.split(",")}
         if talks <= read and all(_is_right(record, line, options) for record in records):
@@ -85,10 +84,7 @@ def _is_right(record: Record, line: str, options: ReadOptions) -> bool:
 
 
 def _fields(value: JsonObject, before: str, depth: int) -> Iterator[tuple[str, Any]]:
-    """Yield path and value of each field that is not null, outer fields first; JSON text is read.
-
-    Fields of the first element of a list of answers are among them: `tries[].text`.
-    """
+    """Yield path and value of each field, outer ones first, in JSON text and the first of a list: `tries[].text`."""
     inner = []
     for name, field in value.items():
         if field is None or not isinstance(name, str) or not _PLAIN.fullmatch(name):
@@ -99,7 +95,7 @@ def _fields(value: JsonObject, before: str, depth: int) -> Iterator[tuple[str, A
         objects = as_messages(opened)
         if isinstance(opened, dict) and depth > 1:
             inner.append((opened, f"{before}{name}.", depth - 1))
-        elif objects and _words(name) & _LISTS and not objects[0].keys() & _OF_TURNS:
+        elif objects and _words(name) & _LISTS and not objects[0].keys() & {*_PROMPTS, *_SPEAKERS[:3], *_STEPS}:
             first = {key: each for key, each in objects[0].items() if all(key in other for other in objects)}
             inner.append((first, f"{before}{name}[].", 1))
     for each in inner:
@@ -107,48 +103,37 @@ def _fields(value: JsonObject, before: str, depth: int) -> Iterator[tuple[str, A
 
 
 def _conversations(fields: JsonObject) -> Iterator[str]:
-    for path, messages in ((path, as_messages(field)) for path, field in fields.items() if "[]" not in path):
+    # {"ask": .., "reply": .., "rounds": [..]}: the turns may be other ones than a question and its answer.
+    texts = {path: field for path, field in fields.items() if isinstance(field, str)}
+    asked = {path for path, text in texts.items() if is_prose(text) and _words(path) & _PROMPTS}
+    beside = [text for path, text in texts.items() if path in asked or _is_answer(path)]
+    for path, messages in ((path, as_messages(field) or []) for path, field in fields.items() if "[]" not in path):
         first = messages[0] if messages else {}
-        flags = [name for name, each in first.items() if _FLAG.fullmatch(name) and isinstance(each, bool)]
-        for role in (*_SPEAKERS, *flags):
+        for role in _SPEAKERS:
             said = next((name for name in _SPEECH if name != role and isinstance(first.get(name), str | list)), None)
-            roles = _roles(role, [True, False] if role in flags else [each.get(role) for each in messages or ()])
-            if said and roles:
+            roles = _roles([each.get(role) for each in messages])
+            if said and roles and all(any(text in str(each.get(said)) for each in messages) for text in beside):
                 # The usual names need no column: content=content.
                 parts = (f"{key}={name}" for key, name in (("role", role), ("content", said), *roles) if key != name)
                 yield ",".join((f"messages={path}", *parts))
                 break
 
 
-def _roles(field: str, names: list[Any]) -> list[tuple[str, str]]:
-    """Return each role with its names in the field `field`, as (user, customer); none if one of them is not clear."""
+def _roles(names: list[Any]) -> list[tuple[str, str]]:
+    """Return each role with its `names`, as (user, customer); none if one of them is not clear."""
     found: dict[str, list[str]] = {}
-    flag = _FLAG.fullmatch(field)
     is_known = False  # the role assistant
-    for name in dict.fromkeys(map(str, names)) if all(isinstance(name, str | bool) for name in names) else ():
+    for name in dict.fromkeys(names) if all(isinstance(name, str) for name in names) else ():
         text = name.lower()
         known = ROLE_NAMES.get(text) or RENAMED_ROLES.get(text) or (text if text in ROLES else "")
-        # is_bot: true -> assistant; is_user: false -> assistant
-        by_flag = flag and ("user" if (text == "true") == bool(flag[1]) else "assistant")
-        role = known or by_flag or next((kind for kind, words in _KINDS.items() if words.search(text)), "")
+        role = known or next((kind for kind, words in _KINDS.items() if words.search(text)), "")
         if not role or not _PLAIN.fullmatch(text):
             return []
         is_known |= known == "assistant"
-        found.setdefault(role, []).extend([] if known else [text if flag else name])
+        found.setdefault(role, []).extend([] if known else [name])
     # Beside the role assistant, another name of the model may be anybody.
     is_clear = "assistant" in found and not (is_known and found["assistant"])
     return [(role, "+".join(each) or role) for role, each in found.items()] if is_clear else []
-
-
-def _ids(fields: JsonObject) -> Iterator[str]:
-    listed = {path: list(field) for path, field in fields.items() if IDS.test(field)}
-    ids = {path: field for path, field in listed.items() if field and all(type(n) is int and n >= 0 for n in field)}
-    masks = [path for path in ids if _MASK.search(path) and {*ids[path]} <= {0, 1}]
-    plain = [path for path in ids if path not in masks]
-    for prompt in (path for path in plain if _words(path) & _PROMPTS):
-        answers = [path for path in plain if path != prompt and (_is_answer(path) or len(plain) == 2)]
-        yield from (f"prompt_ids={prompt},answer_ids={path}" for path in answers[:1])
-    yield from (f"ids={path},mask={mask}" for path in plain for mask in masks if len(ids[mask]) == len(ids[path]))
 
 
 def _answers(fields: JsonObject) -> Iterator[str]:
@@ -156,7 +141,9 @@ def _answers(fields: JsonObject) -> Iterator[str]:
     talks = {path: field for path, field in fields.items() if isinstance(field, str) or as_messages(field)}
     systems = [path for path in talks if "system" in _words(path) and isinstance(fields[path], str)]
     prompts = [path for path in talks if _words(path) & _PROMPTS and "[]" not in path and path not in systems]
-    answers = [path for path, field in fields.items() if _is_answer(path) and _is_said(field)]
+    # Texts, or messages; a list of texts is several answers.
+    said = [path for path, field in fields.items() if path in talks or TEXTS.test(field or None)]
+    answers = [path for path in said if _is_answer(path) and all("role" in m for m in as_messages(fields[path]) or ())]
     ranks = {word: rank for rank, word in enumerate(_ANSWERS)}
     answers.sort(key=lambda path: (path.count("."), min(ranks.get(word, len(ranks)) for word in _words(path))))
     # "prompt" before "task"
@@ -164,28 +151,18 @@ def _answers(fields: JsonObject) -> Iterator[str]:
         for path in answers:
             if path == prompt:
                 continue
-            whole, _, inner = path.rpartition("[].")
-            scores = (each for each in fields if inner and each.startswith(f"{whole}[].") and _REWARD.search(each))
-            numbers = [f",reward={each}" for each in scores if isinstance(fields[each], int | float)]
-            key = "prompt" if "prompt" in _words(prompt) else "question"
-            system = f",system_prompt={systems[0]}" if systems else ""
-            yield f"{key}={prompt},answer={path}{''.join(numbers[:1])}{system}"
-
-
-def _is_said(field: Any) -> bool:
-    messages = as_messages(field)
-    is_text = isinstance(field, str) or (isinstance(field, list) and bool(field) and isinstance(field[0], str))
-    return is_text or (bool(messages) and all("role" in each for each in messages or ()))
+            whole = f"{path.rpartition('[].')[0]}[]."
+            scores = (each for each in fields if "[]" in path and each.startswith(whole) and _REWARD.search(each))
+            more = [f",reward={each}" for each in scores if isinstance(fields[each], int | float)][:1]
+            more += [f",system_prompt={each}" for each in systems[:1]]
+            yield f"{'prompt' if 'prompt' in _words(prompt) else 'question'}={prompt},answer={path}{''.join(more)}"
 
 
 def _is_answer(path: str) -> bool:
-    words = _words(path)
-    # The text of one of several answers: tries[].text
-    is_text = "[]" in path and bool(words & {"content", "text"})
-    return (is_text or bool(words.intersection(_ANSWERS))) and not words & _NO_ANSWERS
+    words, more = _words(path), ["content", "text"] if "[]" in path else []  # tries[].text
+    return bool(words.intersection([*_ANSWERS, *more])) and not words & _NO_ANSWERS
 
 
 def _words(path: str) -> set[str]:
-    """Return the words of the last name of a path, in lower case."""
-    # "log.userQuery_text" -> user query text
+    """Return the words of the last name of a path, in lower case: "log.userQuery_text" -> user query text."""
     return {word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+", path.rpartition(".")[2])}

@@ -19,6 +19,7 @@ from treepack.files.remote.address import is_address
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.values import SIMILAR
 from treepack.ingest.readers.format import Format
+from treepack.ingest.readers.kinds import has_fields
 from treepack.ingest.readers.recognition import is_episode, lists_of_objects
 from treepack.ingest.readers.suggestions import suggested_columns
 from treepack.ingest.readers.unread_programs import UnknownFormatError
@@ -80,6 +81,8 @@ def _remedy(records: Sequence[Record], formats: Sequence[Format], known: Sequenc
         return f"rename '{renamed[0]}' if it is '{renamed[1]}'; 'treepack formats' lists the formats and their fields"
     if (line := suggested_columns(records, options)) is not None:
         return f"if its fields mean this, add --columns {line}; 'treepack formats --record FILE' shows the fields"
+    if has_fields(record.value, "role|from|speaker:text, content|text|value:text"):
+        return f"if it is a message, write each conversation as one record with messages; {_LISTS_FORMATS}"
     names = [name for name in lists_of_objects(record.value) if _has_records(record, name, formats)]
     if episodes := [name for name in names if is_episode(record.value, name)]:
         return (

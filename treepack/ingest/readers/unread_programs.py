@@ -187,7 +187,9 @@ UNREAD: tuple[UnreadProgram, ...] = (
     ),
     UnreadProgram("Kimi CLI", "type:=metadata, protocol_version"),
     UnreadProgram("Kiro or Amazon Q", "conversation_id:text, history:first(user:object, assistant)"),
-    UnreadProgram("gptme", "role:text, content:text, timestamp:text, pinned|hide|files"),
+    UnreadProgram(
+        "gptme", "role:text, content:text, timestamp:text, pinned|hide|files|file_hashes|call_id|ui_only|ephemeral_ttl"
+    ),
     UnreadProgram("Antigravity", "step_index, source:text, type:text, status"),
     UnreadProgram("Goose", "working_dir:text, message_count"),
     UnreadProgram("Grok Build", "type:=system|user|assistant, content, message:!, sessionId:!"),

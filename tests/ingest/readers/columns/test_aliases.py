@@ -168,11 +168,14 @@ def test_two_possible_answers_are_refused_with_the_lines_that_read_them(
     assert len(set(trained)) == len(lines)
 
 
-def test_earlier_rounds_beside_a_question_are_never_left_out_in_silence(tmp_path: Path) -> None:
-    said = refusal(tmp_path, {"query": "Bolts?", "answer": "Seven.", "history": [["Nuts?", "Four."]]})
+@pytest.mark.parametrize(
+    ("name", "rounds"), [("history", [["Nuts?", "Four."]]), ("rounds", [USER, ANSWER]), ("talk", json.dumps([USER]))]
+)
+def test_earlier_rounds_beside_a_question_are_never_left_out_in_silence(tmp_path: Path, name: str, rounds: Any) -> None:
+    said = refusal(tmp_path, {"query": "Bolts?", "answer": "Seven.", name: rounds})
     assert said == (
-        "r.jsonl:1: has earlier rounds in history, which belong to the prompt; write them as messages, or leave them "
-        "out with --columns question=query,answer=answer,ignore=history"
+        f"r.jsonl:1: has earlier rounds in {name}, which belong to the prompt; write them as messages, or leave them "
+        f"out with --columns question=query,answer=answer,ignore={name}"
     )
     assert turns(chat_of(one(tmp_path, {"query": "Bolts?", "answer": "Seven.", "history": []}))) == SHOP
 
@@ -256,15 +259,9 @@ def test_a_pair_as_json_text_is_a_pair_of_conversations(tmp_path: Path) -> None:
             "question=ask,answer=completions[].said",
         ),
         ({"prompt": "Sum.", "canonical_solution": "a + b", "solution": "b + a"}, "prompt=prompt,answer=solution"),
-        ({"toks": [1, 2, 3], "train": [0, 0, 1]}, "ids=toks,mask=train"),
-        ({"prompt_toks": [1, 2], "output_toks": [3]}, "prompt_ids=prompt_toks,answer_ids=output_toks"),
         (
             {"messages": [{"speaker": "human", "text": "Bolts?"}, {"speaker": "agent", "text": "Seven."}]},
             "messages=messages,role=speaker,content=text,assistant=agent",
-        ),
-        (
-            {"thread": [{"is_bot": False, "body": "Bolts?"}, {"is_bot": True, "body": "Seven."}]},
-            "messages=thread,role=is_bot,content=body,assistant=true,user=false",
         ),
     ],
 )
@@ -288,9 +285,12 @@ THREAD = [{"who": "customer", "said": "Bolts?"}, {"who": "clerk", "said": "Seven
         {"thread": THREAD, "log": {"steps": [{"note": "a"}, {"note": "b"}]}},
         {"ask": "Bolts?", "said": "Seven.", "rounds": [{"note": "a"}, {"note": "b"}]},
         {"thread": THREAD, "earlier": json.dumps(THREAD)},
+        {"ask": "Nuts?", "final_reply": "Four.", "rounds": THREAD},
+        {"question_text": "How many nuts?", "rounds": THREAD},
+        {"meta": {"output_text": "Four."}, "rounds": json.dumps(THREAD)},
     ],
 )
-def test_no_hint_leaves_out_a_second_list_of_turns(tmp_path: Path, value: dict[str, Any]) -> None:
+def test_no_hint_leaves_out_other_turns(tmp_path: Path, value: dict[str, Any]) -> None:
     assert "--columns m" not in refusal(tmp_path, value)
     assert "--columns question" not in refusal(tmp_path, value)
 

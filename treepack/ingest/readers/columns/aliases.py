@@ -111,10 +111,13 @@ def _refuse_left_out(value: JsonObject, source: str, line: str) -> None:
     Raises:
         TreepackError: earlier rounds are next to a question, or a prompt is next to messages that begin with an answer.
     """
-    if _is_filled(value.get("history")) and "history" not in _fields(line):
+    others = {name: as_messages(value[name]) or [] for name in value.keys() - _fields(line) - {"history"}}
+    rounds = ["history"] if _is_filled(value.get("history")) and "history" not in _fields(line) else []
+    rounds += sorted(name for name, each in others.items() if each and any(_has_parts(each, parts) for parts in _PARTS))
+    if rounds:
         raise TreepackError(
-            f"{source}: has earlier rounds in history, which belong to the prompt; write them as messages, or leave "
-            f"them out with --columns {line},ignore=history"
+            f"{source}: has earlier rounds in {rounds[0]}, which belong to the prompt; write them as messages, or "
+            f"leave them out with --columns {line},ignore={rounds[0]}"
         )
     prompt = next((name for name in ("prompt", "question") if _is_filled(value.get(name))), None)
     if prompt is None or not line.startswith("messages="):
