@@ -894,8 +894,58 @@ def _checkpoint(*letters: str) -> dict[str, Any]:
     }
 
 
+def _asked(*letters: str) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """Yield the name of each answer among `letters`, and the messages before it and itself."""
+    said = [{"role": "user" if name.islower() else "assistant", "content": f"Zq7 {name}."} for name in letters]
+    yield from ((name, said[: place + 1]) for place, name in enumerate(letters) if name.isupper())
+
+
+def _langfuse(*letters: str) -> dict[str, Any]:
+    """A page of the observations of a trace."""
+    about = {"traceId": "t", "type": "GENERATION"}
+    return {
+        "data": [
+            about | {"id": f"o{name}", "startTime": f"2026-01-01T00:00:0{k}Z", "input": talk[:-1], "output": talk[-1]}
+            for k, (name, talk) in enumerate(_asked(*letters))
+        ],
+        "meta": {"page": len(letters)},
+    }
+
+
+def _langsmith(*letters: str) -> dict[str, Any]:
+    about = {"run_type": "llm", "trace_id": "t", "parent_run_id": "p"}
+    return {
+        "runs": [
+            about | {"id": name, "dotted_order": f"1.{k}", "inputs": {"messages": talk[:-1]}, "outputs": talk[-1]}
+            for k, (name, talk) in enumerate(_asked(*letters))
+        ]
+    }
+
+
+def _spans(*letters: str) -> dict[str, Any]:
+    def attribute(name: str, value: Any) -> dict[str, Any]:
+        return {"key": f"gen_ai.{name}.messages", "value": {"stringValue": json.dumps(value)}}
+
+    def parts(message: dict[str, Any]) -> dict[str, Any]:
+        return {"role": message["role"], "parts": [{"type": "text", "content": message["content"]}]}
+
+    spans = [
+        {
+            "traceId": "t",
+            "spanId": name,
+            "startTimeUnixNano": str(k),
+            "attributes": [
+                attribute("input", [parts(each) for each in talk[:-1]]),
+                attribute("output", [parts(talk[-1])]),
+            ],
+        }
+        for k, (name, talk) in enumerate(_asked(*letters))
+    ]
+    return {"resourceSpans": [{"scopeSpans": [{"spans": spans}]}]}
+
+
 @pytest.mark.parametrize("workers", [1, 2])
-@pytest.mark.parametrize("export", [_chatgpt, _checkpoint])
+@pytest.mark.parametrize("export", [_chatgpt, _checkpoint, _langfuse, _langsmith, _spans])
 def test_exports_that_overlap_train_each_answer_once(tmp_path: Path, export: Callable[..., Any], workers: int) -> None:
     for number, letters in enumerate(("aB", "aBcD", "aBcD", "aBcDeF")):
         (tmp_path / f"{number}.json").write_text(json.dumps(export(*letters), indent=number))
@@ -909,7 +959,18 @@ def test_exports_that_overlap_train_each_answer_once(tmp_path: Path, export: Cal
     assert_shares_are_equal(inputs, tmp_path, options)
 
 
-@pytest.mark.parametrize("export", [_chatgpt, _checkpoint])
+@pytest.mark.parametrize("export", [_langfuse, _langsmith, _spans])
+def test_an_export_that_repeats_a_record_trains_it_once(tmp_path: Path, export: Callable[..., Any]) -> None:
+    lines = [json.dumps(export(*letters)) + "\n" for letters in ("aB", "aBcD", "aBcD")]
+    options = BuildOptions(tokenizer=str(SAMPLE_DATA / "tokenizer"))
+    found = []
+    for name, text in (("all", "".join(lines)), ("last", lines[-1])):
+        (tmp_path / f"{name}.jsonl").write_text(text)
+        found.append(num_trained(read_to_trie([tmp_path / f"{name}.jsonl"], options)[0].trajectories))
+    assert found[0] == found[1] > 0
+
+
+@pytest.mark.parametrize("export", [_chatgpt, _checkpoint, _langfuse, _langsmith, _spans])
 def test_an_answer_that_differs_is_no_copy(tmp_path: Path, export: Callable[..., Any]) -> None:
     for number, letters in enumerate(("aB", "aC")):
         text = json.dumps(export(*letters)).replace('"C"', '"B"')  # ChatGPT: another text of the same node

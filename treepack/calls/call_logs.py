@@ -8,14 +8,13 @@ log.read(record, options, ..)    the trajectories with the notes, or a skipped r
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from treepack.calls.chat_calls import ChatCall, read_chats
 from treepack.calls.conversations import with_notes
+from treepack.calls.copied_turns import COPIED_NOTE, CopiedLine, is_copy
 from treepack.files.input_files.records import Record
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.messages.content_blocks import skip_reason
@@ -23,7 +22,6 @@ from treepack.trajectory import Outcomes, Skipped
 
 _UNUSED = "call not used: "
 NO_CALL = "session without a turn of the model"
-COPIED_NOTE = "turns that were copied from another session not trained"
 ORDER_NOTE = "session whose answers do not follow the results of their calls, such as one of iFlow CLI"
 
 
@@ -65,15 +63,9 @@ class CallLog:
         """The first note on a call that is not used."""
         return next((note for note in self.notes if note.startswith(_UNUSED) or note == COPIED_NOTE), None)
 
-    def is_copy(self, lines: Iterable[tuple[Any, Any]]) -> bool:
-        """Return whether a file read before has one of the `lines` of a turn: the same content under the same id.
-
-        A line that no file has is kept as one of this file. Without an id, it is never a copy.
-        """
-        texts = [json.dumps(line, sort_keys=True, default=str) for line in lines if line[0] is not None]
-        keys = [hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest() for text in texts]
-        files = [] if self.turns is None else [self.turns.setdefault(key, self.path) for key in keys]
-        return any(file != self.path for file in files)
+    def is_copy(self, lines: Iterable[CopiedLine]) -> bool:
+        """Return whether a file read before has one of the `lines` of a turn, as `copied_turns.is_copy`."""
+        return is_copy(lines, self.turns, self.path)
 
     def note(self, *notes: str) -> None:
         """Add `notes`."""
@@ -86,7 +78,7 @@ class CallLog:
         *,
         reason: str | None = None,
         model: Any = None,
-        lines: Iterable[tuple[Any, Any]] = (),
+        lines: Iterable[CopiedLine] = (),
         **settings: Any,
     ) -> None:
         """Add a call with the fields `settings` of a `ChatCall`, or a note on it.

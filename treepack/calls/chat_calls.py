@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from treepack.calls.copied_turns import once
 from treepack.calls.rollout_names import with_rollout_names
 from treepack.files.input_files.records import Record
 from treepack.ingest.readers.fields import endings
@@ -26,7 +27,8 @@ class ChatCall:
     """One call by its messages, as logged. The assistant messages of the response are trained, the prompt is not.
 
     `temperature` is that of the sampler for the response, None if it is not known. `ending` is the raw value of the
-    field with the reason why the response ended (`endings`), None if there is none or if the messages have it.
+    field with the reason why the response ended (`endings`), None if there is none or if the messages have it. `name`
+    is the id of the response, which other exports of the same call have too.
     """
 
     prompt: Sequence[Any]
@@ -35,6 +37,7 @@ class ChatCall:
     chat_template_kwargs: Any = None
     temperature: float | None = None
     ending: Any = None
+    name: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +49,12 @@ class JoinedChat:
     notes: tuple[str, ...] = ()
 
 
+@once
 def read_chats(record: Record, calls: Sequence[ChatCall], options: ReadOptions) -> Outcomes:
     """Yield the trajectories of a rollout whose `calls` are messages; `record` has its other fields.
 
-    A bad value, such as that of the reward, or a message without content, skips the rollout.
+    A bad value, such as that of the reward, or a message without content, skips the rollout. A call that another
+    record has too, by its name, is left out.
 
     Raises:
         TreepackError: `readers.messages` refuses messages or tools.

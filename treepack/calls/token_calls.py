@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from treepack.calls.copied_turns import once
 from treepack.calls.rollout_names import with_rollout_names
 from treepack.errors import TreepackError
 from treepack.files.input_files.records import Record
@@ -40,7 +41,7 @@ class TokenCall:
     temperatures`): one per token of the response, one per trained token, or one for all. None and empty lists count as
     absent. `routes` are the recorded experts of prompt and response (`route_fields`), and `kept` the kept sets of the
     tokens of the response, or of its trained ones (`kept_fields`). `ending` is the raw value of the
-    field with the reason why the response ended (`endings`), None if there is none.
+    field with the reason why the response ended (`endings`), None if there is none. `name` is as in `ChatCall`.
     """
 
     prompt: Any
@@ -49,6 +50,7 @@ class TokenCall:
     routes: Any = None
     ending: Any = None
     kept: Any = None
+    name: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,7 @@ class JoinedTokens:
     notes: tuple[str, ...] = ()
 
 
+@once
 def read_calls(record: Record, calls: Sequence[TokenCall], options: ReadOptions) -> Outcomes:
     """Yield the trajectories of a rollout with these `calls`; `record` has its other fields.
 

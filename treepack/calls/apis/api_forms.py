@@ -297,10 +297,12 @@ def _responses_of_response(value: JsonObject, source: str) -> list[list[Message]
             reason = details.get("reason") if isinstance(details, dict) else None
             messages[-1]["finish_reason"] = _CUT.get(str(reason), reason or "length")
         return [messages]
+    if isinstance(value.get("output"), dict):
+        return _responses_of_response(value["output"], source)
     if isinstance(entries := value.get("generations"), list):
         lists = entries if all(isinstance(each, list) for each in entries) else [entries]
         found = [each for one in lists if is_messages(one) for each in one]
-        return [chat_messages(generated(each), source) for each in found] or None
+        return [_of_generation(each, source) for each in found] or None
     if isinstance(value.get("content"), dict) or isinstance(value.get("message"), dict):
         return [_of_choice(value, source)]
     if any(name in value for name in ("role", "content", "tool_calls")) or _is_other(value):
@@ -315,9 +317,16 @@ def _responses_of_response(value: JsonObject, source: str) -> list[list[Message]
     return None
 
 
+def _of_generation(generation: JsonObject, source: str) -> list[Message]:
+    """Return the messages of a generation of LangChain, with the reason why it ends if it has one beside them."""
+    info = generation.get("generation_info")
+    reason = endings.raw_of(info) if isinstance(info, dict) else None
+    return endings.mark(chat_messages(generated(generation), source), reason)
+
+
 def _of_choice(choice: JsonObject, source: str) -> list[Message]:
     """Return the messages of one choice or candidate, with the reason why it ends."""
-    content = choice.get("message", choice.get("content"))
+    content = parsed(choice.get("message", choice.get("content")))
     if isinstance(content, dict):
         said = content if _is_other(content) else {"role": "assistant"} | content
         messages = gemini_messages([content], None, source) if "parts" in content else _message(said, source)

@@ -111,8 +111,12 @@ def calls_of_span(span: TraceSpan) -> SpanCalls | Skipped:
             notes: dict[str, None] = {}
             settings = parsed(get(attributes, _SETTINGS))
             model = " ".join(str(get(attributes, name)) for name in _MODELS)
+            name = f"{span.trace}/{span.name}" if span.name else ""
             calls = [
-                replace(call, prompt=mark_prefills(call.prompt, settings, model=model)) for call in read(span, notes)
+                replace(
+                    call, prompt=mark_prefills(call.prompt, settings, model=model), name=name and f"{name}/{number}"
+                )
+                for number, call in enumerate(read(span, notes))
             ]
             return SpanCalls(calls, tuple(notes))
     return _without_messages(span)

@@ -14,10 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import Any
 
+from treepack.calls.apis.api_forms import prompt_of, responses_of
 from treepack.calls.apis.api_paths import requests, responses
-from treepack.calls.apis.langchain_messages import chat_messages, generated
 from treepack.formats.kit import (
     ChatCall,
     Format,
@@ -29,14 +30,11 @@ from treepack.formats.kit import (
     TreepackError,
     as_id,
     as_objects,
-    endings,
     mark_prefills,
-    messages_of_items,
     object_at,
     object_or_empty,
     objects_at,
     read_chats,
-    shown,
     skip_reason,
     temperature_of,
 )
@@ -170,68 +168,26 @@ def _calls(run: JsonObject, source: str) -> Iterator[ChatCall]:
     """Yield one call for each response. A run may have several prompts, and each prompt may have several responses."""
     inputs, outputs = object_or_empty(run.get("inputs")), object_or_empty(run.get("outputs"))
     extra = object_or_empty(run.get("extra"))
-    params = object_or_empty(extra.get("invocation_params"))
-    tools = inputs.get("tools") or params.get("tools") or params.get("functions") or None
-    temperature = temperature_of(params)
-    if temperature is None:
-        temperature = temperature_of({"temperature": object_or_empty(extra.get("metadata")).get("ls_temperature")})
-    # The form of OpenAI's Responses API.
-    if "input" in inputs and isinstance(outputs.get("output"), list):
-        system = [{"role": "system", "content": inputs["instructions"]}] if inputs.get("instructions") else []
-        prompt = messages_of_items(inputs["input"], source=source).messages
-        said = messages_of_items(outputs["output"], source=source).messages
-        yield ChatCall([*system, *prompt], said, tools, None, temperature, endings.raw_of_response(outputs))
+    params, metadata = object_or_empty(extra.get("invocation_params")), object_or_empty(extra.get("metadata"))
+    messages, entries = inputs.get("messages"), outputs.get("generations")
+    if not isinstance(messages, list) and "input" not in inputs:
         return
-    messages = inputs.get("messages")
-    if not isinstance(messages, list):
-        return
-    # [m, m] is one prompt, and [[m, m], [m]] are two.
-    prompts = messages if all(isinstance(each, list) for each in messages) else [messages]
-    answers = _responses(outputs, source)
-    if len(answers) != len(prompts):
-        raise TreepackError(
-            f"{source}: has {len(prompts)} prompts and responses to {len(answers)}; expected responses to each prompt"
-        )
-    for prompt, said_to_it in zip(prompts, answers, strict=True):
-        prompt_messages = [each for message in prompt for each in chat_messages(message, source)]
-        if isinstance(inputs.get("system"), str):
-            prompt_messages.insert(0, {"role": "system", "content": inputs["system"]})
-        model = object_or_empty(extra.get("metadata")).get("ls_model_name")
-        prompt_messages = mark_prefills(prompt_messages, params, model=model)
-        for response, ending in said_to_it:
-            said = chat_messages(response, source)
-            response_messages = [each if each["role"] == "tool" else each | {"role": "assistant"} for each in said]
-            yield ChatCall(prompt_messages, response_messages, tools, None, temperature, ending or _ending(response))
-
-
-def _responses(outputs: JsonObject, source: str) -> list[list[tuple[Any, Any]]]:
-    """Return the responses to each prompt, each with the reason why it ended if that is next to it."""
-    if isinstance(entries := outputs.get("generations"), list):
-        lists = entries if all(isinstance(each, list) for each in entries) else [entries]
-        return [[_generation(object_or_empty(each)) for each in one] for one in lists]
-    if isinstance(entries := outputs.get("choices"), list):
-        return [[(object_or_empty(each).get("message"), endings.raw_of(object_or_empty(each))) for each in entries]]
-    # Forms of other wrappers: one message, or the whole conversation with the response at its end.
-    for name in ("message", "output"):
-        if isinstance(outputs.get(name), dict):
-            return [[(outputs[name], endings.raw_of(outputs))]]
-    if isinstance(entries := outputs.get("messages"), list):
-        return [[(each, endings.raw_of(outputs)) for each in entries[-1:]]]
-    if "content" in outputs or "tool_calls" in outputs:
-        return [[(outputs, None)]]
-    raise TreepackError(f"{source}: outputs is {shown(outputs)}; expected generations, choices or a message")
-
-
-def _generation(generation: JsonObject) -> tuple[Any, Any]:
-    return generated(generation), endings.raw_of(object_or_empty(generation.get("generation_info")))
-
-
-def _ending(message: Any) -> Any:
-    """Return why the response `message` ended: a field of it, or of its `response_metadata`."""
-    fields = object_or_empty(message)
-    fields = object_or_empty(fields.get("kwargs")) or object_or_empty(fields.get("data")) or fields
-    reasons = (endings.raw_of(object_or_empty(each)) for each in (fields.get("response_metadata"), fields))
-    return next((reason for reason in reasons if reason is not None), None)
+    # [m, m] is one prompt, and [[m, m], [m]] are two, each with its own generations.
+    several = isinstance(messages, list) and len(messages) > 1 and all(isinstance(each, list) for each in messages)
+    if several and (not isinstance(entries, list) or len(entries) != len(messages)):
+        raise TreepackError(f"{source}: has {len(messages)} prompts; expected generations of each of them")
+    pairs = [(inputs, outputs)]
+    if several:
+        pairs = [({"messages": a}, {"generations": b}) for a, b in zip(messages, entries, strict=True)]
+    names = (f"{run.get('id')}/{number}" for number in count())
+    for asked, said in pairs:
+        prompt = prompt_of(asked, source=source)
+        settings = (params, {"temperature": metadata.get("ls_temperature")}, {"temperature": prompt.temperature})
+        heat = next((each for each in map(temperature_of, settings) if each is not None), None)
+        tools = prompt.tools or params.get("tools") or params.get("functions") or None
+        before = mark_prefills(prompt.messages, params, model=metadata.get("ls_model_name"))
+        for response in responses_of(said, source=source):
+            yield ChatCall(before, response, tools, temperature=heat, name=next(names))
 
 
 _ALSO = (

@@ -271,7 +271,11 @@ def _calls(value: JsonObject, source: str, notes: dict[str, None]) -> list[ChatC
     tools = prompt.tools or defined or _schemas(metadata, attributes)
     model = _either(value, "model", "providedModelName", "provided_model_name")
     messages = mark_prefills(prompt.messages, settings, model=model)
-    return [ChatCall(messages, response, tools, temperature=temperature) for response in responses]
+    # Observations of one trace may be in several pages or exports.
+    return [
+        ChatCall(messages, response, tools, temperature=temperature, name=f"{value.get('id')}/{number}")
+        for number, response in enumerate(responses)
+    ]
 
 
 def _are_same(tools: Any, defined: list[JsonObject], source: str) -> bool:
