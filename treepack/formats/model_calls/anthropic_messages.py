@@ -64,7 +64,8 @@ def _call(exchange: ApiExchange) -> ChatCall:
     tools = request.get("tools") or None
     ending = endings.raw_of(exchange.response)
     prompt = [*system, *mark_prefills(split_blocks(messages), request, model="claude")]
-    return ChatCall(prompt, response, tools, temperature=temperature_of(request), ending=ending)
+    heat, name = temperature_of(request), exchange.response.get("id")
+    return ChatCall(prompt, response, tools, temperature=heat, ending=ending, name=name)
 
 
 FORMAT = Format(

@@ -169,7 +169,8 @@ def _calls(run: JsonObject, source: str) -> Iterator[ChatCall]:
     inputs, outputs = object_or_empty(run.get("inputs")), object_or_empty(run.get("outputs"))
     extra = object_or_empty(run.get("extra"))
     params, metadata = object_or_empty(extra.get("invocation_params")), object_or_empty(extra.get("metadata"))
-    messages, entries = inputs.get("messages"), outputs.get("generations")
+    messages: Any = inputs.get("messages")
+    entries: Any = outputs.get("generations")
     if not isinstance(messages, list) and "input" not in inputs:
         return
     # [m, m] is one prompt, and [[m, m], [m]] are two, each with its own generations.

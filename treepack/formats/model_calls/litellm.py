@@ -148,8 +148,9 @@ def _add(session: _SessionCalls, record: Record) -> str | None:
             response,
             prompt.tools or settings.get("tools") or settings.get("functions") or None,
             temperature=prompt.temperature if temperature is None else temperature,
+            name=f"{value.get('id') or value.get('request_id')}/{number}",
         )
-        for response in responses
+        for number, response in enumerate(responses)
     ]
     reason = skip_reason([message for call in calls for message in (*call.prompt, *call.response)])
     if reason is not None:
@@ -183,7 +184,7 @@ def _with_ids(session: _SessionCalls, calls: list[ChatCall], response: Any) -> l
     choices = response.get("choices") if isinstance(response, dict) else None
     if not is_messages(choices) or len(choices) != len(calls):
         return [(call, None) for call in calls]
-    ids = [token_call(response, choice, call.temperature) for call, choice in zip(calls, choices, strict=True)]
+    ids = [token_call(response, choice, call) for call, choice in zip(calls, choices, strict=True)]
     if None in ids and any(choice.get("logprobs") for choice in choices):
         session.notes[LOGPROBS_NOTE] = None
     return list(zip(calls, ids, strict=True))

@@ -115,7 +115,7 @@ def _calls(exchange: ApiExchange) -> list[_ChoiceCall]:
             f"{source}: messages or choices are not lists of objects; expected a request and its response"
         )
     calls = []
-    for choice in exchange.response["choices"]:
+    for number, choice in enumerate(exchange.response["choices"]):
         message = choice.get("message")
         if not isinstance(message, dict):
             raise TreepackError(f"{source}: a choice is {shown(choice)}; expected an object with a message")
@@ -125,8 +125,9 @@ def _calls(exchange: ApiExchange) -> list[_ChoiceCall]:
         ending = endings.raw_of(choice)
         model = request.get("model") or exchange.response.get("model")
         prompt = mark_prefills(request["messages"], request, model=model)
-        chat = ChatCall(prompt, [said], tools, temperature=temperature, ending=ending)
-        tokens = token_call(exchange.response, choice, temperature)
+        name = f"{exchange.response['id']}/{number}" if exchange.response.get("id") else None
+        chat = ChatCall(prompt, [said], tools, temperature=temperature, ending=ending, name=name)
+        tokens = token_call(exchange.response, choice, chat)
         notes = cut_note(request) if tokens is not None and tokens.kept is None else ()
         calls.append(_ChoiceCall(chat, tokens, bool(token_parts(choice)), notes))
     return calls

@@ -152,7 +152,8 @@ def _add(
     rollout.exchanges.append(exchange)
     temperature = temperature_of(request if request.get("temperature") is not None else response)
     ending = endings.raw_of_response(response)
-    rollout.calls.append(ChatCall([*system, *prompt], output.messages, tools, temperature=temperature, ending=ending))
+    about: JsonObject = {"temperature": temperature, "ending": ending, "name": response.get("id")}
+    rollout.calls.append(ChatCall([*system, *prompt], output.messages, tools, **about))
     rollout.notes |= dict.fromkeys((*question.notes, *output.notes))
     return [*prompt, *output.messages]
 
