@@ -37,12 +37,16 @@ def once(read: _ReadCalls) -> _ReadCalls:
 
     @wraps(read)
     def read_new(record: Record, calls: Sequence[Any], options: ReadOptions) -> Outcomes:
-        # A copy has the same end of the prompt; programs shorten and number responses in their own ways.
-        lines = [[(call.name, (list(call.prompt[-1:]), list(call.response)))] if call.name else [] for call in calls]
-        new = [call for k, call in enumerate(calls) if not is_copy(lines[k], options.turns, f"{record.source} {k}")]
+        lines = [(call.name or None, (_end_of(call.prompt), call.response)) for call in calls]
+        new = [call for k, call in enumerate(calls) if not is_copy([lines[k]], options.turns, f"{record.source} {k}")]
         if calls and not new:
             yield Skipped(record.source, COPIED_NOTE)
             return
         yield from with_notes(read(record, new, options), (COPIED_NOTE,) if len(new) < len(calls) else ())
 
     return read_new
+
+
+def _end_of(prompt: Any) -> Any:
+    # Two calls of made-up names such as "1" may have the same response to different prompts.
+    return prompt[-1:] if isinstance(prompt, list | tuple) else None

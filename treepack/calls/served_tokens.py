@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from treepack.calls.chat_calls import ChatCall
+from typing import Any
+
 from treepack.calls.token_calls import TokenCall
 from treepack.ingest.readers.fields import endings
 from treepack.ingest.readers.fields.token_fields import KEPT_SETS
@@ -13,8 +14,10 @@ SOME_NOTE = "token ids of some calls only, not used"
 LOGPROBS_NOTE = "log-probabilities without token ids not used"
 
 
-def token_call(response: JsonObject, choice: JsonObject, chat: ChatCall) -> TokenCall | None:
-    """Return the call of a `choice` of `response` by its token ids, which is `chat`; None if the server added none."""
+def token_call(
+    response: JsonObject, choice: JsonObject, temperature: float | None = None, name: Any = None
+) -> TokenCall | None:
+    """Return the call of a `choice` of `response` by its token ids; None if the server added none."""
     message, extra = (object_or_empty(choice.get(name)) for name in ("message", "provider_specific_fields"))
     parts = token_parts(choice)
     # vLLM adds the ids to the response and the choice, LiteLLM to provider_specific_fields, NeMo to the message.
@@ -25,9 +28,9 @@ def token_call(response: JsonObject, choice: JsonObject, chat: ChatCall) -> Toke
     if not prompt or not generated:
         return None
     logprobs = message.get("generation_log_probs") or [part.get("logprob") for part in parts]
-    values = {"rollout_log_probs": logprobs, "temperatures": chat.temperature}
+    values = {"rollout_log_probs": logprobs, "temperatures": temperature}
     kept = next((holder[name] for holder in (choice, extra, message) for name in KEPT_SETS if holder.get(name)), None)
-    return TokenCall(prompt, generated, values, ending=endings.raw_of(choice), kept=kept, name=chat.name)
+    return TokenCall(prompt, generated, values, ending=endings.raw_of(choice), kept=kept, name=name)
 
 
 def token_parts(choice: JsonObject) -> list[JsonObject]:

@@ -184,7 +184,9 @@ def _with_ids(session: _SessionCalls, calls: list[ChatCall], response: Any) -> l
     choices = response.get("choices") if isinstance(response, dict) else None
     if not is_messages(choices) or len(choices) != len(calls):
         return [(call, None) for call in calls]
-    ids = [token_call(response, choice, call) for call, choice in zip(calls, choices, strict=True)]
+    ids = [
+        token_call(response, choice, call.temperature, call.name) for call, choice in zip(calls, choices, strict=True)
+    ]
     if None in ids and any(choice.get("logprobs") for choice in choices):
         session.notes[LOGPROBS_NOTE] = None
     return list(zip(calls, ids, strict=True))

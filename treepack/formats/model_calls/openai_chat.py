@@ -127,7 +127,7 @@ def _calls(exchange: ApiExchange) -> list[_ChoiceCall]:
         prompt = mark_prefills(request["messages"], request, model=model)
         name = f"{exchange.response['id']}/{number}" if exchange.response.get("id") else None
         chat = ChatCall(prompt, [said], tools, temperature=temperature, ending=ending, name=name)
-        tokens = token_call(exchange.response, choice, chat)
+        tokens = token_call(exchange.response, choice, temperature, name)
         notes = cut_note(request) if tokens is not None and tokens.kept is None else ()
         calls.append(_ChoiceCall(chat, tokens, bool(token_parts(choice)), notes))
     return calls

@@ -272,10 +272,9 @@ def _calls(value: JsonObject, source: str, notes: dict[str, None]) -> list[ChatC
     model = _either(value, "model", "providedModelName", "provided_model_name")
     messages = mark_prefills(prompt.messages, settings, model=model)
     # Observations of one trace may be in several pages or exports.
-    return [
-        ChatCall(messages, response, tools, temperature=temperature, name=f"{value.get('id')}/{number}")
-        for number, response in enumerate(responses)
-    ]
+    name = f"{_either(value, 'traceId', 'trace_id')}/{value.get('id')}"
+    about: JsonObject = {"tools": tools, "temperature": temperature}
+    return [ChatCall(messages, said, **about, name=f"{name}/{k}") for k, said in enumerate(responses)]
 
 
 def _are_same(tools: Any, defined: list[JsonObject], source: str) -> bool:
