@@ -1,6 +1,6 @@
 """Every family of docs/models.md has the same gradients from a row in pieces as from the whole row, in float64.
 
-`tests/model/test_supported_models.py` compares the gradients of the whole row with gradients of the trajectories alone.
+`tests/model/test_families.py` compares the gradients of the whole row with gradients of the trajectories alone.
 """
 
 from __future__ import annotations

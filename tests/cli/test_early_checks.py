@@ -1,4 +1,4 @@
-"""Wrong input is refused before torch is imported, and a missing torch is one sentence."""
+"""Wrong input is refused before torch is imported; a missing torch is one sentence, and its allocator is set."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import os
 import re
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
+import click
 import pytest
 
 from support.paths import ROOT
@@ -90,6 +92,8 @@ RIGHT = [
     "values fit data --model m.json --out x",
     "rollout rollouts.jsonl --engine m.json --sampler independent --out x.jsonl",
 ]
+
+
 REMEDY = f"needs torch, which is not installed; {torch_hint()}"
 
 
@@ -126,3 +130,31 @@ def test_a_missing_path_is_refused_before_the_readers_are_imported(folder: Path)
     done = subprocess.run(arguments, cwd=folder, capture_output=True, text=True, check=True)
     refusal = "treepack: x: no such file or folder, and no glob that matches one; check the path\n"
     assert json.loads(done.stdout) == [[1, refusal]] * len(commands)
+
+
+stages = import_module("treepack_cli.stages")
+
+
+NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
+        ({"PYTORCH_ALLOC_CONF": "backend:native"}, {"PYTORCH_ALLOC_CONF": "backend:native"}),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, {"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}),
+    ],
+    ids=["nothing", "new name", "old name"],
+)
+def test_segments_can_grow_unless_the_environment_says_otherwise(
+    given: dict[str, str], expected: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in NAMES:
+        monkeypatch.setenv(name, "before")  # so that pytest removes the value of the command
+        monkeypatch.delenv(name)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    with click.Context(click.Command("train")):
+        stages.import_torch()
+    assert {name: os.environ[name] for name in NAMES if name in os.environ} == expected

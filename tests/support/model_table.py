@@ -3,7 +3,7 @@
     Family --tiny_family_config--> a small configuration of its type, in which windows are shorter than paths
            --attention kinds of the checkpoint--> the kernels that serve it (docs/models.md)
 
-`tests/model/test_supported_models.py` proves every line: an accepted family has the gradients of its trajectories
+`tests/model/test_families.py` proves every line: an accepted family has the gradients of its trajectories
 alone, and a refused one is refused for the reason that the table gives. `docs/generate.py` prints the table.
 """
 

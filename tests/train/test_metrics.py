@@ -1,4 +1,4 @@
-"""The metrics file: strict JSON, no line lost to a kill, and after a resume no line of steps that are repeated."""
+"""The metrics file, the lines of steps and trackers: strict JSON, nothing lost or repeated, failures left out."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 import subprocess
 import sys
 from contextlib import closing
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,16 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from support.command_line import Run
+from support.oracle_model import packed_directory, tiny_config
 from support.refusal import refusal
+from support.strategies import make
 from treepack.errors import TreepackError
-from treepack.train.watch.metrics import MetricsLog, TensorBoardLog, read_metrics
+from treepack.train.step import StepMetrics
+from treepack.train.watch.metrics import MetricsLog, TensorBoardLog, read_metrics, scalars
+from treepack.train.watch.sinks import SINKS, SinkRun, Sinks, check_sinks
 
 
 def write_log(path: Path, *records: dict[str, Any], keep_until: int | None = None) -> Path:
@@ -203,3 +210,108 @@ def test_importing_brings_neither_torch_nor_tensorboard() -> None:
         "print({'torch', 'tensorboard'} & set(sys.modules))"
     )
     assert run_python(code).stdout == "set()\n"
+
+
+def sink_run(folder: Path) -> SinkRun:
+    return SinkRun(folder, "project", "name", "1f2e3d4c", {"lr": 0.1})
+
+
+def test_trackers_get_finite_numbers_under_train_and_eval() -> None:
+    record = {"step": 3, "loss": 2.0, "kl": math.nan, "eval_loss": 2.5, "eval_kl": None, "skipped_rows": [1]}
+    assert scalars(record) == {"train/loss": 2.0, "eval/loss": 2.5}
+
+
+def test_a_tracker_that_fails_is_left_out_with_one_note(tmp_path: Path) -> None:
+    (tmp_path / "tensorboard").write_text("a file in the place of the folder")
+    notes: list[str] = []
+    with closing(Sinks(["tensorboard"], sink_run(tmp_path), notes.append)) as sinks:
+        for step in (1, 2):
+            sinks.write({"step": step, "loss": 1.0})
+    assert len(notes) == 1
+    assert notes[0].startswith("tensorboard gets no more metrics (")
+    assert notes[0].endswith("; metrics.jsonl has them all")
+
+
+def test_a_tracker_named_twice_is_opened_once(tmp_path: Path) -> None:
+    with closing(Sinks(["tensorboard", "tensorboard"], sink_run(tmp_path), pytest.fail)) as sinks:
+        sinks.write({"step": 1, "loss": 1.0})
+    assert len(list((tmp_path / "tensorboard").iterdir())) == 1
+
+
+def test_unknown_and_missing_trackers_are_refused_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "report_to is 'mlflow'; expected one of tensorboard, wandb, trackio" in refusal(check_sinks, ["mlflow"])
+    monkeypatch.setattr(sys, "meta_path", [])  # no package can be found any more
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    assert "--report-to wandb needs wandb, which is not installed; install" in refusal(check_sinks, ["wandb"])
+
+
+def test_the_command_reports_every_step(treepack: Run, tmp_path: Path) -> None:
+    packed = packed_directory(tmp_path / "packed", [make("a", [1, 2, 3]), make("b", [1, 4])], capacity=8)
+    config = tiny_config(tmp_path / "tiny.json")
+    arguments = ["train", str(packed), "--model", str(config), "--steps", "2", "--out", str(tmp_path / "out")]
+    done = treepack(*arguments, "--report-to", "tensorboard")
+    assert done.status == 0, done.err
+    events = EventAccumulator(str(tmp_path / "out" / "tensorboard")).Reload()
+    assert [event.step for event in events.Scalars("train/loss")] == [1, 2]
+
+
+def test_the_command_offers_every_tracker(treepack: Run) -> None:
+    assert f"--report-to [{'|'.join(SINKS)}]" in treepack("train", "--help").out
+
+
+summary = import_module("treepack_cli.run_summary")
+
+
+MEANS = {"ratio": 1.0, "clip_fraction_low": 0.25, "clip_fraction_high": 0.125, "old_kl": 0.5, "entropy": 2.0}
+
+
+MEANS["zero_advantage"] = 0.1
+
+
+def metrics(loss: float, **means: float) -> StepMetrics:
+    numbers: dict[str, Any] = dict.fromkeys(("lr", "grad_norm", "total_weight", "seconds", "wait_seconds"), 1.0)
+    numbers |= {"tokens_per_second": 1.0, "tokens_flat_per_second": 1.0}
+    return StepMetrics(step=1, epoch=0, loss=loss, num_rows=1, tokens=1, tokens_flat=2, means=means, **numbers)
+
+
+def test_a_step_of_a_policy_shows_reward_divergence_entropy_and_clip_share() -> None:
+    values = summary.step_values(metrics(0.0, reward=0.5, **MEANS))
+    chosen = {name: values[name] for name in ("reward", "KL to the old policy", "entropy", "clip share")}
+    assert chosen == {"reward": "0.5", "KL to the old policy": "0.5", "entropy": "2", "clip share": "0.375"}
+    with_reference = summary.step_values(metrics(0.0, kl=0.75, **MEANS))
+    assert (with_reference["KL"], "KL to the old policy" in with_reference) == ("0.75", False)
+
+
+def test_the_summary_of_a_policy_has_its_means_and_that_of_others_the_loss() -> None:
+    steps = [metrics(0.0, reward=0.5, **MEANS), metrics(0.0, reward=0.75, **MEANS)]
+    shown = summary._outcome(steps)
+    assert shown["reward, first and last"] == "0.5, 0.75"
+    assert "first loss" not in shown
+    assert summary._outcome([metrics(2.0), metrics(1.0)]) == {"first loss": 2.0, "last loss": 1.0}
+    pairs = summary._outcome([metrics(0.7, accuracy=0.5, margin=0.0)])
+    assert pairs["accuracy, first and last"] == "0.5, 0.5"
+
+
+def test_a_large_divergence_from_the_sampler_and_many_terms_without_advantage_are_said() -> None:
+    means = {**MEANS, "sampler_kl": 0.5, "sampler_kl_to_256": 0.25, "sampler_kl_to_1k": 0.75, "zero_advantage": 0.5}
+    shown = summary._outcome([metrics(0.0, **means), metrics(0.0, **means)])
+    assert shown["KL from the sampler by position, last"] == "to 256: 0.25, to 1k: 0.75"
+    assert shown["KL from the sampler, first and last"] == "0.5, 0.5"
+    assert shown["terms with advantage 0"].startswith("50.0%; `treepack advantages --reject-equal`")
+    step = metrics(0.0, **MEANS, sampler_kl=0.001)
+    small = summary._outcome([step])
+    assert [name for name in small if "sampler" in name or "advantage" in name] == [
+        "KL from the sampler, first and last"
+    ]
+    assert not [name for name in summary.step_values(step) if "sampler" in name]
+
+
+def test_a_distillation_shows_its_loss_and_divergence_and_no_ratios() -> None:
+    means = {"entropy": 2.0, "divergence": 0.5}
+    shown = summary._outcome([metrics(0.5, **means), metrics(0.25, **{**means, "divergence": 0.25})])
+    assert shown == {
+        "first loss": 0.5,
+        "last loss": 0.25,
+        "divergence from the teacher, first and last": "0.5, 0.25",
+        "entropy, first and last": "2, 2",
+    }
