@@ -11,7 +11,6 @@ joined rows follow this slice, and the rows stay sorted by step.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -60,46 +59,38 @@ class SliceLayout:
     num_groups: int
 
 
-@dataclass
-class _NextNumbers:
-    """The numbers of the next row and of the next part of the output."""
-
-    has_terms: bool
-    row: int = 0
-    part: int = 0
-
-    def take(self, rows: RowSizes) -> tuple[int, int]:
-        """Return the numbers of the first of `rows` and of its part, and count all of them."""
-        first = self.row, self.part
-        self.row += len(rows.tokens)
-        self.part += num_parts(rows.tokens, rows.terms if self.has_terms else np.zeros_like(rows.terms))
-        return first
-
-
 def make_layout(slices: Sequence[TrieSlice], plans: Sequence[SlicePlan], job: PackJob) -> SliceLayout:
     """Return the numbers of all rows, and the facts that each slice needs of the others."""
     known = frozenset[str]().union(*(plan.known for plan in plans))
     groups, num_groups = _groups_of_all([plan.groups for plan in plans])
     shared = _times_trained(plans)
     joined = _join_open_rows(plans, job)
-    numbers = _NextNumbers(has_terms=not known.isdisjoint(MAKES_TERMS))
+    has_terms = not known.isdisjoint(MAKES_TERMS)
     facts: list[SliceFacts] = []
     joins: list[OpenRowJoin] = []
     sizes: list[RowSizes] = []
+    first = 0, 0  # numbers of the next row and of the next part
+
+    def place(rows: RowSizes) -> tuple[int, int]:
+        """Add `rows`, and return the numbers of the first of them and of its part."""
+        nonlocal first
+        here, terms = first, rows.terms if has_terms else np.zeros_like(rows.terms)
+        first = here[0] + len(rows.tokens), here[1] + num_parts(rows.tokens, terms)
+        sizes.append(rows)
+        return here
+
     for number, (part, plan) in enumerate(zip(slices, plans, strict=True)):
         open_rows = np.array(
             sorted(row for rows in joined.values() for join in rows for i, row in join if i == number), np.int64
         )
-        complete = plan.row_sizes.take(np.setdiff1d(np.arange(plan.num_rows), open_rows))
+        complete = plan.sizes.take(np.setdiff1d(np.arange(plan.num_rows), open_rows))
         own = {node: shared[node] for node, _ in shared_nodes(part) if node in shared}
         table = groups[number] if job.options.normalize == "group" else None
-        facts.append(SliceFacts(known, table, own, *numbers.take(complete), open_rows))
-        sizes.append(complete)
+        facts.append(SliceFacts(known, table, own, *place(complete), open_rows))
         if number in joined:
-            rows, merged = joined[number], _sizes_of_joins(plans, joined[number])
-            facts_of_join = SliceFacts(known, None, {}, *numbers.take(merged), np.zeros(0, np.int64))
-            joins.append(OpenRowJoin(number, tuple(rows), facts_of_join))
-            sizes.append(merged)
+            rows = joined[number]
+            of_join = SliceFacts(known, None, {}, *place(_sizes_of_joins(plans, rows)), np.zeros(0, np.int64))
+            joins.append(OpenRowJoin(number, tuple(rows), of_join))
     rows_of_all = PlanTotals(
         *(np.concatenate([getattr(each, name) for each in sizes]) for name in ("tokens", "pairs", "terms"))
     )
@@ -149,9 +140,9 @@ def _join_open_rows(plans: Sequence[SlicePlan], job: PackJob) -> dict[int, list[
 
 def _open_rows(plan: SlicePlan, step: int | None, job: PackJob) -> list[int]:
     own = np.flatnonzero(plan.row_step == plan.steps.index(step))
-    own = own[plan.row_tokens[own] < _OPEN_FILL * job.limits.capacity]
+    own = own[plan.sizes.tokens[own] < _OPEN_FILL * job.limits.capacity]
     # Tokens [9, 2, 5] of the rows [4, 6, 7], two of them -> rows [6, 7].
-    rows: list[int] = sorted(own[np.argsort(plan.row_tokens[own], kind="stable")[:_OPEN_ROWS]].tolist())
+    rows: list[int] = sorted(own[np.argsort(plan.sizes.tokens[own], kind="stable")[:_OPEN_ROWS]].tolist())
     return rows
 
 
@@ -169,13 +160,9 @@ def _merge(plans: Sequence[SlicePlan], open_rows: list[tuple[int, int]], job: Pa
 
 def _sizes_of_joins(plans: Sequence[SlicePlan], rows: Sequence[_JoinedRow]) -> RowSizes:
     """Return the sizes of rows that consist of open rows, which share no token with each other."""
-    sums: list[Counter[str]] = []
-    for join in rows:
-        size: Counter[str] = Counter()
-        for number, row in join:
-            plan = plans[number]
-            size.update(
-                tokens=int(plan.row_tokens[row]), pairs=int(plan.row_pairs[row]), terms=int(plan.row_terms[row])
-            )
-        sums.append(size)
-    return RowSizes(*(np.array([size[name] for size in sums], np.int64) for name in ("tokens", "pairs", "terms")))
+    sums = [[sum(size) for size in zip(*(_size_of(plans[i], row) for i, row in join), strict=True)] for join in rows]
+    return RowSizes(*np.array(sums, np.int64).T)
+
+
+def _size_of(plan: SlicePlan, row: int) -> tuple[int, ...]:
+    return tuple(int(values[row]) for values in (plan.sizes.tokens, plan.sizes.pairs, plan.sizes.terms))

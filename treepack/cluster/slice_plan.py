@@ -70,7 +70,7 @@ class SlicePlan:
             number of the node; only for semantics "once".
         steps: training steps of the rows, ascending, None first.
         row_step: place in `steps` of each row, int64 [num_rows], ascending.
-        row_tokens: tokens of each row, int64 [num_rows]; the same for score pairs and loss terms.
+        sizes: of each row.
     """
 
     counts: Counter[str] = field(default_factory=Counter)
@@ -81,17 +81,11 @@ class SlicePlan:
     times_trained: dict[int, Int32] = field(default_factory=dict)
     steps: tuple[int | None, ...] = ()
     row_step: Int64 = field(default_factory=lambda: np.zeros(0, np.int64))
-    row_tokens: Int64 = field(default_factory=lambda: np.zeros(0, np.int64))
-    row_pairs: Int64 = field(default_factory=lambda: np.zeros(0, np.int64))
-    row_terms: Int64 = field(default_factory=lambda: np.zeros(0, np.int64))
+    sizes: RowSizes = field(default_factory=lambda: RowSizes(*np.zeros((3, 0), np.int64)))
 
     @property
     def num_rows(self) -> int:
-        return len(self.row_tokens)
-
-    @property
-    def row_sizes(self) -> RowSizes:
-        return RowSizes(self.row_tokens, self.row_pairs, self.row_terms)
+        return len(self.sizes.tokens)
 
 
 def plan_slice(job: PackJob, part: TrieSlice) -> tuple[pa.Table, SlicePlan]:
@@ -132,9 +126,7 @@ def plan_slice(job: PackJob, part: TrieSlice) -> tuple[pa.Table, SlicePlan]:
         times_trained=_shared_counts(trie, part) if options.semantics == "once" else {},
         steps=steps,
         row_step=steps_of(plan.row_of, trie.step_rank, plan.num_rows),
-        row_tokens=totals.row_tokens,
-        row_pairs=totals.row_pairs,
-        row_terms=totals.row_terms,
+        sizes=RowSizes(totals.row_tokens, totals.row_pairs, totals.row_terms),
     )
 
 
