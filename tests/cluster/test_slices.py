@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support.markov_law import MarkovLaw
 from support.pickled_scheduler import PickledScheduler
 from support.refusal import refusal
 from support.sampled_trees import rollouts_of_tree, sample_trees, three_tokens
@@ -28,7 +29,6 @@ from treepack.files import parts
 from treepack.pack.files import read_rows
 from treepack.pack.options import METHODS, NORMALIZE, SEMANTICS
 from treepack.rollout.options import TreeOptions
-from treepack.rollout.simulated import MarkovLaw
 from treepack.trajectory import Trajectory
 from treepack.trie.builders.in_memory import build_trie
 from treepack.trie.check import check_trie

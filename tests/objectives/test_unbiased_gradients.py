@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from support.markov_law import MarkovLaw
 from support.oracle_objectives import Rollout, step_loss
 from support.sampled_trees import rollouts_of_tree, sample_trees
 from support.tree_estimates import Estimate, mean_and_error
@@ -29,7 +30,6 @@ from treepack.pack.options import PackOptions
 from treepack.pack.packing import plan_packing
 from treepack.pack.row import Row
 from treepack.rollout.options import TreeOptions
-from treepack.rollout.simulated import MarkovLaw
 from treepack.trajectory import Float64, Int32, Tokens, Trajectory
 from treepack.trie.builders.in_memory import build_trie
 

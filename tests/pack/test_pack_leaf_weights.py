@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from support.command_line import Run
+from support.markov_law import MarkovLaw
 from support.refusal import refusal
 from support.sampled_trees import rollouts_of_tree, sample_trees, three_tokens
 from support.strategies import make
@@ -21,7 +22,6 @@ from treepack.pack.row import Row
 from treepack.rl.group_tree import group_codes
 from treepack.rl.leaf_weights import leaf_weights
 from treepack.rollout.options import TreeOptions
-from treepack.rollout.simulated import MarkovLaw
 from treepack.trajectory import Float64, Int32, Trajectory
 from treepack.trie.builders.in_memory import build_trie
 from treepack.trie.store.trie_files import write_trie

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from support import oracle_rl as oracle
 from support.command_line import Run
 from support.critic_values import value_after, with_values
+from support.markov_law import MarkovLaw
 from support.sampled_trees import sample_trees, three_tokens
 from support.strategies import make, trajectories
 from support.trie_files import saved
@@ -27,7 +28,6 @@ from treepack.rl.advantages.estimate import estimate_advantages, with_advantages
 from treepack.rl.advantages.gae import LIMITS
 from treepack.rollout.options import TreeOptions
 from treepack.rollout.records import tree_trajectories
-from treepack.rollout.simulated import MarkovLaw
 from treepack.rollout.tree import ANSWER, REPETITION, STOPPED, TOO_DEEP, TOO_LONG
 from treepack.trajectory import Tokens, Trajectory, positions
 from treepack.trie.builders.in_memory import build_trie

@@ -11,16 +11,17 @@ import pytest
 
 from support import oracle_leaf_weights as oracle
 from support.command_line import Run
+from support.markov_law import MarkovLaw
 from support.refusal import refusal
 from support.sampled_trees import continuations_of, rollouts_of_tree, sample_trees, three_tokens
 from support.strategies import make
+from support.trie_targets import trie_targets
 from treepack.errors import TreepackError
 from treepack.research.pros.selection import effective_counts, read_state
-from treepack.research.trace.targets import anchors, binary_rewards, effective_ratios, recursive_targets, trie_targets
+from treepack.research.trace.targets import anchors, binary_rewards, effective_ratios, recursive_targets
 from treepack.rl.leaf_weights import LeafWeights, leaf_weights
 from treepack.rollout.options import TreeOptions, independent
 from treepack.rollout.records import tree_lines
-from treepack.rollout.simulated import MarkovLaw
 from treepack.rollout.tree import Tree
 from treepack.rollout.tree import weights_of_leaves as sampled_weights
 from treepack.trajectory import Int32, Tokens, Trajectory

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from support.command_line import Run
+from support.markov_law import MarkovLaw
 from support.sampled_trees import rollouts_of_tree, sample_trees, three_tokens
 from support.strategies import make
 from treepack.errors import TreepackError
 from treepack.rl.group_tree import group_codes
 from treepack.rl.segments import SegmentTree, segment_tree
 from treepack.rollout.options import TreeOptions
-from treepack.rollout.simulated import MarkovLaw
 from treepack.trajectory import Trajectory
 from treepack.trie.builders.in_memory import build_trie
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from support.command_line import Run
+from support.markov_law import MarkovLaw
 from support.paths import ROOT
 from support.refusal import refusal
 from support.sampled_trees import rollouts_of_tree, sample_trees, three_tokens
@@ -26,7 +27,6 @@ from treepack.rl.advantages.tree import tree_grpo_segments, treerl, treerpo
 from treepack.rl.leaf_weights import LeafWeights, leaf_weights
 from treepack.rl.segments import SegmentTree
 from treepack.rollout.options import TreeOptions
-from treepack.rollout.simulated import MarkovLaw
 from treepack.trajectory import Float64, Int32, Int64
 from treepack.trie.builders.in_memory import build_trie
 from treepack.trie.store.trie_files import write_trie

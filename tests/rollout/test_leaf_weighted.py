@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from support.markov_law import MarkovLaw
 from treepack.rollout.episode import SingleTurn
 from treepack.rollout.options import TreeOptions
 from treepack.rollout.query import Query
 from treepack.rollout.sampler import sample_tree
-from treepack.rollout.simulated import MarkovLaw, SimulatedEngine
+from treepack.rollout.simulated import SimulatedEngine
 from treepack.rollout.trainers.sampled_leaves import SampledLeaf, read_leaves
 from treepack.rollout.trainers.trl_rollout import leaf_weighted
 

@@ -11,6 +11,7 @@ import numpy as np
 import orjson
 import pytest
 
+from support.markov_law import MarkovLaw
 from support.read_rollouts import read_trajectories, tokenize
 from support.sampled_trees import sample_trees, three_tokens
 from treepack.rl.segments import segment_tree
@@ -20,7 +21,7 @@ from treepack.rollout.options import TreeOptions, independent
 from treepack.rollout.query import Query
 from treepack.rollout.records import name_of_query, tree_lines, tree_records, tree_trajectories
 from treepack.rollout.sampler import sample_tree
-from treepack.rollout.simulated import MarkovLaw, SimulatedEngine
+from treepack.rollout.simulated import SimulatedEngine
 from treepack.rollout.tree import Tree, weights_of_leaves
 from treepack.trajectory import Float64, Int32, Tokens, Trajectory
 from treepack.trie.builders.in_memory import build_trie

@@ -22,8 +22,9 @@ from typing import Any
 import numpy as np
 from aiohttp import web
 
+from support.markov_law import MarkovLaw
 from treepack.rollout.engine import Segment
-from treepack.rollout.simulated import MarkovLaw, SimulatedEngine
+from treepack.rollout.simulated import SimulatedEngine
 
 APIS = {"generate": "/inference/v1/generate", "completions": "/v1/completions", "sglang": "/generate"}
 VOCAB_SIZE = 64

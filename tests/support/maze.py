@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from treepack.rollout.simulated import MarkovLaw, SimulatedEngine
+from support.markov_law import MarkovLaw
+from treepack.rollout.simulated import SimulatedEngine
 from treepack.trajectory import Int32
 
 STOP, PROMPT, SIZE, GOAL = 0, 11, 3, (2, 2)

@@ -14,12 +14,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from support.markov_law import MarkovLaw
 from treepack.rollout.engine import Engine
 from treepack.rollout.episode import Episode, SingleTurn
 from treepack.rollout.options import TreeOptions
 from treepack.rollout.query import Query
 from treepack.rollout.sampler import sample_tree
-from treepack.rollout.simulated import LengthLaw, MarkovLaw, log_normal_lengths
+from treepack.rollout.simulated import LengthLaw, log_normal_lengths
 from treepack.rollout.tree import Tree, TreeNode, weights_of_leaves
 from treepack.trajectory import Float64, Int32
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from treepack.rollout.simulated import MarkovLaw
+from support.markov_law import MarkovLaw
 
 VOCAB_SIZE = 1464
 STOP = 2  # eos of the tokenizer

@@ -20,6 +20,7 @@ from support.command_line import Run
 from support.oracle_rl import Node, Rollout, paths, turn_cuts
 from support.refusal import refusal
 from support.strategies import make, trajectories
+from support.trie_targets import trie_targets
 from treepack.errors import TreepackError
 from treepack.research.trace.targets import (
     anchors,
@@ -28,7 +29,6 @@ from treepack.research.trace.targets import (
     effective_ratios,
     recursive_targets,
     spearman,
-    trie_targets,
 )
 from treepack.trajectory import Float64, Tokens
 from treepack.trie.builders.in_memory import build_trie
