@@ -101,14 +101,26 @@ def build_schedule(subtree_end: Tensor, start: Tensor | None = None, *, first: i
     return whole if start is None else narrow(whole, start)
 
 
+# Kinds of listings, in their order: see `_ListPlan`.
+_OWN, _OUTLIVING, _ENDING, _RUN_BEGIN, _RUN_END, _RUN_AT_DIAGONAL = range(6)
+
+
 @dataclass(frozen=True)
 class _ListPlan:
     """Plan of the lists of all query blocks; blocks are numbered over all rows.
 
+    The list of query block b by its definition, with the ends of the tokens of each granule g:
+
+        own     = the granules of b
+        visible = [g for g before own if max(ends of g) > b * QUERY_BLOCK]
+        full    = [g for g in visible if min(ends of g) >= (b + 1) * QUERY_BLOCK]      none of its tokens ends in b
+        list    = own + [g for g in visible if g not in full] + padding + full         a multiple of 4 entries
+
     A listing is one granule in the lists of consecutive query blocks. In each of these lists it has the same rank,
     which counts from the start of its section. There are six kinds of listings. Three are partial: the block's own
-    granule, a granule that outlives the block, and a granule that ends in it. The other three mark runs of full
-    neighbours: the first granule of a run, the last one, and the last one before the diagonal.
+    granule (_OWN), a granule that outlives the block (_OUTLIVING), and one that ends in it (_ENDING). The other three
+    mark runs of full neighbours: the first granule of a run, the last one, and the last one before the diagonal
+    (_RUN_BEGIN, _RUN_END, _RUN_AT_DIAGONAL).
 
     offsets   [B, nq + 1]   as in `Schedule`
     partial   [B, nq]       as in `Schedule`
@@ -195,8 +207,8 @@ def _plan_lists(extremes: Tensor, first_block: int) -> _ListPlan:
     ends = sizes.flatten().cumsum(0, dtype=torch.int32).view_as(sizes)
     offsets = torch.cat([ends[:, :1] - sizes[:, :1], ends], dim=1)
 
-    # A granule is listed in the blocks first <= b < last. A run of full granules begins at g if g - 1 is masked in that
-    # block, and ends at g if g + 1 is masked or on the diagonal.
+    # By kind, a granule is listed in the blocks first <= b < last. A run of full granules begins at g if g - 1 is
+    # masked in that block, and ends at g if g + 1 is masked or on the diagonal.
     around = torch.cat([past[:, :1], masked, past[:, -1:]], dim=1)
     first = torch.stack([past - 1, masked, ending, past.maximum(around[:, :-2]), around[:, 2:], past])
     last = torch.stack([past, ending, over, masked, masked, masked.minimum(past_next)])
@@ -223,7 +235,8 @@ def _plan_lists(extremes: Tensor, first_block: int) -> _ListPlan:
 
 def _list_entries(lists: _ListPlan, totals: list[int], num_entries: int) -> Tensor:
     """Return the lists of all query blocks, int32 [num_entries]; `totals` is `lists.totals` as integers."""
-    num_partial, num_runs, num_all = totals[2], totals[3] - totals[2], totals[5]
+    num_partial, num_all = totals[_ENDING], totals[_RUN_AT_DIAGONAL]
+    num_runs = totals[_RUN_BEGIN] - num_partial
     device = lists.counts.device
     # One element per entry: listing 17 in 1 block, listing 36 in 2 -> index [... 17 36 36 ...]
     index = torch.repeat_interleave(lists.counts, output_size=num_all)

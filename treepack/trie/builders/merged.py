@@ -172,7 +172,14 @@ def merge_runs(
     num_ranges: int = 1,
     merge_ranges: Callable[[list[RunsOfRange]], Iterable[MergedOrder]] | None = None,
 ) -> MergedRuns:
-    """Merge `runs`, at least one: `merge_ranges` does it in other processes; without it, this process."""
+    """Merge `runs`, at least one: `merge_ranges` does it in other processes; without it, this process.
+
+    Trajectories have three orders, and each index array below leads from one of them to another:
+
+        stored     all rows of run 0, then all of run 1, ...: the place of (run, row) is first[run] + row
+        merged     sorted by tokens, equal tokens by name: rows[i] is the stored place of trajectory i
+        arrival    as they were read, in which equal ids get their numbers: arrival[stored place]
+    """
     keys = {key: i for i, key in enumerate(sorted({key for run in runs for key in run.partitions}))}
     ranks = [np.array([keys[key] for key in run.partitions], np.int32) for run in runs]
     opened = [_sorted_run(spools, run, rank, share) for run, rank in zip(runs, ranks, strict=True)]
@@ -181,7 +188,7 @@ def merge_runs(
     for part in (merge_range(spools, task) for task in tasks) if merge_ranges is None else merge_ranges(tasks):
         order.extend(part)
     shared, lengths = np.array(order.shared, np.int64), np.array(order.lengths, np.int64)
-    # Rows of all runs, one run after the other: runs of 3 and 2 rows begin at 0 and 3.
+    # Runs of 3 and 2 rows begin at 0 and 3; (run, row) of the merged order [(1, 0), (0, 0), ...] -> stored [3, 0, ...].
     first = np.concatenate([[0], np.cumsum([run.num_rows for run in runs])])
     rows = first[np.array(order.run, np.int32)] + np.array(order.row, np.int64)
     offset, skipped = (

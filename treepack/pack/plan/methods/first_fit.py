@@ -1,5 +1,10 @@
 """First fit over all rows of a forest: each trajectory in turn goes to the first row that still has room.
 
+    for node in leaf[order]:                                by its definition, with rows as sets of nodes
+        path = {node, parent[node], ... up to the root}
+        row = the first of rows in which  sum(length of the nodes in row | path) <= limit,  else a new row
+        row |= path
+
 A trajectory adds to a row the tokens that it does not share with the paths of the row. There are two ways to find a row
 with room, and the row with the lower number wins:
 
