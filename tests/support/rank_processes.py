@@ -13,16 +13,19 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import distributed, multiprocessing
 
 from support.fresh_processes import PROCESSES
 from support.simulated_device import ScriptedMemory, ScriptedShortage
+from support.strategies import make
 from treepack.objectives.objective import choose_objective
 from treepack.train.loop import train
 from treepack.train.options import TrainOptions
 from treepack.train.ranks import Ranks, join_ranks
 from treepack.train.setup.opening import open_run
+from treepack.trajectory import Trajectory
 
 CPU = TrainOptions(device="cpu", lr=1e-2, rows_per_step=5, clip=0.5)
 
@@ -129,3 +132,35 @@ def _train(ranks: Ranks, case: Case, out: Path) -> None:
         outcome: dict[str, Any] = {"out": case.out or out, "records": records, "gradients": gradients}
         outcome |= {"notes": run.notes, "remarks": remarks}
         torch.save(outcome, out.with_suffix(".pt"))
+
+
+# Times and rates, and the number of graphs that torch.compile has traced so far in the process.
+NOT_COMPARED = set(
+    "seconds wait_seconds slowest_pass tokens_per_second tokens_flat_per_second graphs eval_seconds "
+    "router_aux_seconds".split()
+)
+
+
+def assert_same_steps(result: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Check that metrics and the gradients of the last step are equal except for float32 rounding."""
+    assert len(result["records"]) == len(expected["records"]) > 0
+    for actual, reference in zip(result["records"], expected["records"], strict=True):
+        assert actual.keys() == reference.keys()
+        for name in actual.keys() - NOT_COMPARED:
+            assert actual[name] == pytest.approx(reference[name], rel=2e-5, abs=1e-6), name
+    assert result["gradients"].keys() == expected["gradients"].keys()
+    for name, gradient in expected["gradients"].items():
+        torch.testing.assert_close(result["gradients"][name], gradient, rtol=1e-4, atol=1e-6)
+
+
+def four_trees(first: int = 0) -> list[Trajectory]:
+    """Return four trees of different sizes, so that rows of 50 tokens have different numbers of pieces."""
+    found = []
+    for tree, (prompt, answers) in enumerate([(6, 1), (8, 3), (20, 2), (9, 5)]):
+        start = [first + tree, *(10 + i % 5 for i in range(prompt - 1))]
+        for answer in range(answers):
+            tokens = [*start, 20 + answer, *(21 + (answer + i) % 4 for i in range(3 + 2 * answer))]
+            spans = [(prompt, len(tokens), 1.0 + answer % 2)]
+            name = f"t{tree}-{answer}"
+            found.append(make(name, tokens, spans=spans, group=f"g{tree}", advantage=answer - 1.0, reward=1.0 * answer))
+    return found

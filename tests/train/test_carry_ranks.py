@@ -4,55 +4,22 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
 from support.oracle_model import packed_directory, tiny_config
-from support.rank_processes import Case, train_over
-from support.strategies import make
-from treepack.trajectory import Trajectory
-
-NOT_COMPARED = set(
-    "seconds wait_seconds slowest_pass tokens_per_second tokens_flat_per_second graphs eval_seconds".split()
-)
-
-
-def rollouts(first: int = 0) -> list[Trajectory]:
-    """Return four trees of different sizes, so that rows of 50 tokens have different numbers of pieces."""
-    found = []
-    for tree, (prompt, answers) in enumerate([(6, 1), (8, 3), (20, 2), (9, 5)]):
-        start = [first + tree, *(10 + i % 5 for i in range(prompt - 1))]
-        for answer in range(answers):
-            tokens = [*start, 20 + answer, *(21 + (answer + i) % 4 for i in range(3 + 2 * answer))]
-            spans = [(prompt, len(tokens), 1.0 + answer % 2)]
-            name = f"t{tree}-{answer}"
-            found.append(make(name, tokens, spans=spans, group=f"g{tree}", advantage=answer - 1.0, reward=1.0 * answer))
-    return found
+from support.rank_processes import Case, assert_same_steps, four_trees, train_over
 
 
 @pytest.fixture
 def packed(tmp_path: Path) -> Path:
-    return packed_directory(tmp_path / "packed", rollouts(), capacity=50)
-
-
-def assert_same(result: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Check that metrics and the gradients of the last step are equal except for float32 rounding."""
-    assert len(result["records"]) == len(expected["records"]) > 0
-    for actual, reference in zip(result["records"], expected["records"], strict=True):
-        assert actual.keys() == reference.keys()
-        for name in actual.keys() - NOT_COMPARED:
-            assert actual[name] == pytest.approx(reference[name], rel=2e-5, abs=1e-6), name
-    assert result["gradients"].keys() == expected["gradients"].keys()
-    for name, gradient in expected["gradients"].items():
-        torch.testing.assert_close(result["gradients"][name], gradient, rtol=1e-4, atol=1e-6)
+    return packed_directory(tmp_path / "packed", four_trees(), capacity=50)
 
 
 @pytest.mark.slow
 def test_ranks_with_different_numbers_of_pieces_train_as_one_process_does(packed: Path) -> None:
     folder = packed.parent
-    held_out = packed_directory(folder / "held-out", rollouts(30), capacity=40)
+    held_out = packed_directory(folder / "held-out", four_trees(30), capacity=40)
     tied = tiny_config(folder / "tied.json", tie_word_embeddings=True)
     untied = tiny_config(folder / "untied.json", tie_word_embeddings=False)
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
@@ -78,11 +45,11 @@ def test_ranks_with_different_numbers_of_pieces_train_as_one_process_does(packed
     # 0: this process, without a group; compiled layers are compared with the same layers as they are
     alone = [replace(case, changes={**case.changes, "compile": False}) for case in [*cases, apart]]
     expected = train_over(0, folder, [*alone, Case("ended", packed, untied, whole)])
-    assert_same(results["apart"], expected["apart"])
-    assert_same(results["ended"], {**expected["ended"], "records": expected["ended"]["records"][1:]})
+    assert_same_steps(results["apart"], expected["apart"])
+    assert_same_steps(results["ended"], {**expected["ended"], "records": expected["ended"]["records"][1:]})
     rows = train_over(0, folder, [Case("rows", packed, tied, whole, held_out=held_out)])["rows"]
     for case in cases:
-        assert_same(results[case.name], expected[case.name])
+        assert_same_steps(results[case.name], expected[case.name])
         assert any(each["tokens_forward"] > each["tokens_backward"] for each in results[case.name]["records"])
     for whole_rows, in_pieces in zip(rows["records"], results["tied"]["records"], strict=True):
         assert in_pieces["loss"] == pytest.approx(whole_rows["loss"], rel=1e-5)

@@ -7,50 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from support.oracle_model import packed_directory, tiny_config
-from support.rank_processes import Case, train_over
+from support.rank_processes import Case, assert_same_steps, four_trees, train_over
 from support.refusal import refusal
-from support.strategies import make
 from treepack.train.ranks import Ranks
-from treepack.trajectory import Trajectory
-
-NOT_COMPARED = set(
-    "seconds wait_seconds slowest_pass tokens_per_second tokens_flat_per_second graphs eval_seconds".split()
-)
-NOT_COMPARED |= {"router_aux_seconds"}
-
-
-def rollouts(first: int = 0) -> list[Trajectory]:
-    """Return four trees of different sizes."""
-    found = []
-    for tree, (prompt, answers) in enumerate([(6, 1), (8, 3), (20, 2), (9, 5)]):
-        start = [first + tree, *(10 + i % 5 for i in range(prompt - 1))]
-        for answer in range(answers):
-            tokens = [*start, 20 + answer, *(21 + (answer + i) % 4 for i in range(3 + 2 * answer))]
-            spans = [(prompt, len(tokens), 1.0 + answer % 2)]
-            name = f"t{tree}-{answer}"
-            found.append(make(name, tokens, spans=spans, group=f"g{tree}", advantage=answer - 1.0, reward=1.0 * answer))
-    return found
-
-
-def assert_same(result: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Check that metrics and the gradients of the last step are equal except for float32 rounding."""
-    assert len(result["records"]) == len(expected["records"]) > 0
-    for actual, reference in zip(result["records"], expected["records"], strict=True):
-        assert actual.keys() == reference.keys()
-        for name in actual.keys() - NOT_COMPARED:
-            assert actual[name] == pytest.approx(reference[name], rel=2e-5, abs=1e-6), name
-    assert result["gradients"].keys() == expected["gradients"].keys()
-    for name, gradient in expected["gradients"].items():
-        torch.testing.assert_close(result["gradients"][name], gradient, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.slow
 def test_ranks_that_share_rows_train_as_one_process_does(tmp_path: Path) -> None:
-    packed = packed_directory(tmp_path / "packed", rollouts(), capacity=50)
-    held_out = packed_directory(tmp_path / "held-out", rollouts(30), capacity=40)
+    packed = packed_directory(tmp_path / "packed", four_trees(), capacity=50)
+    held_out = packed_directory(tmp_path / "held-out", four_trees(30), capacity=40)
     plain = tiny_config(tmp_path / "plain.json", tie_word_embeddings=True)
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
     mixture = tiny_config(tmp_path / "mixture.json", "qwen3", **experts, model_type="qwen3_moe")
@@ -76,9 +43,9 @@ def test_ranks_that_share_rows_train_as_one_process_does(tmp_path: Path) -> None
     ]
     expected = train_over(0, tmp_path, others)
     for case in cases:
-        assert_same(results[case.name], expected[case.name])
+        assert_same_steps(results[case.name], expected[case.name])
     resumed = {**expected["resumed"], "records": results["stopped"]["records"] + expected["resumed"]["records"]}
-    assert_same(resumed, expected["all"])
+    assert_same_steps(resumed, expected["all"])
 
 
 def test_ranks_that_cannot_share_rows_are_refused() -> None:
