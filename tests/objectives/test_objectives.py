@@ -161,8 +161,16 @@ def test_loss_and_gradients_are_those_of_trajectories_alone(tmp_path: Path, kind
         assert 0 < means.get("masked", 0.5) < 1
 
 
+# The cases above have the other presets on one tree.
 @pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", [name for name in PRESETS if name not in ("sft", "value", "opd", "distill")])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in (*OF_EACH_RATIO, "bnpo") else pytest.mark.slow)
+        for name in PRESETS
+        if name not in ("sft", "value", "opd", "distill")
+    ],
+)
 def test_loss_and_gradients_agree_on_any_tree(tmp_path: Path, name: str, seed: int) -> None:
     objective = choose_objective(name)
     samples = rollouts(seed=seed, count=7 + seed)
