@@ -102,7 +102,7 @@ def test_calls_behind_an_image_are_left_out_of_a_pi_session() -> None:
     seen = [entry("B", "i", "assistant", text("B")), entry("C", "B", "assistant", text("C"))]
     summary = entry("s", "C", type="compaction", summary="z", firstKeptEntryId="none")
     trajectories = read_pi(*linear("qA"), image, *seen, summary, entry("D", "s", "assistant", text("D")))
-    assert said_in(trajectories, "") == {"S/turn-1": "qA", "S/turn-4": "summary of the conversation so far:\n\nzD"}
+    assert said_in(trajectories, "") == {"S/turn-1": "qA", "S/turn-2": "summary of the conversation so far:\n\nzD"}
     assert "call after an image not used" in [note for item in trajectories for note in item.notes]  # type: ignore[union-attr]
 
 

@@ -21,12 +21,10 @@ Interrupted and failed turns are neither trained nor read. A call after an image
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import PurePath
 
-from treepack.calls.call_logs import COPIED_NOTE
-from treepack.calls.rollout_names import SPLIT_NOTE, in_rollout
 from treepack.formats.kit import (
     CallLog,
     Format,
@@ -34,12 +32,9 @@ from treepack.formats.kit import (
     Outcomes,
     ReadOptions,
     Record,
-    Skipped,
-    Trajectory,
     TreepackError,
     as_objects,
     as_text,
-    conversation,
     quoted,
 )
 
@@ -69,23 +64,13 @@ def _read_pi(records: Iterator[Record], options: ReadOptions) -> Outcomes:
     rows, faults = _without_events(list(records))
     header = rows[0]
     log = CallLog(options.turns, header.path)
-    chains, notes, models = _chains(_entries(rows), log)
-    notes = (*faults, *notes)
-    # A session without an answer trains nothing.
-    if not chains:
-        yield Skipped(header.source, "; ".join(notes) or "no turn of the model")
+    log.note(*faults)
+    _add_calls(log, _entries(rows))
     name = str(header.value.get("id") or header.label)
     parent = _UUID.search(PurePath(str(header.value.get("parentSession") or "")).name)
-    group, model = parent[0] if parent else name, ", ".join(models) or None
-    if len(chains) > 1:
-        notes = (SPLIT_NOTE, *notes)
-    for chain in chains:
-        value = {"trajectory_id": name, "group_id": group, "cwd": header.value.get("cwd"), "model": model}
-        record = Record(header.path, header.path, value)
-        item = conversation(record, chain.messages, options, num_prompt=chain.num_prompt, notes=notes)
-        is_part = len(chains) > 1 and isinstance(item, Trajectory)
-        yield in_rollout(item, chain.first_call - 1) if is_part else item
-        notes = ()
+    about = {"trajectory_id": name, "group_id": parent[0] if parent else name}
+    value = about | {"cwd": header.value.get("cwd"), "model": log.model}
+    yield from log.read(Record(header.path, header.path, value), options, context=(), empty="no turn of the model")
 
 
 def _without_events(rows: list[Record]) -> tuple[list[Record], tuple[str, ...]]:
@@ -106,59 +91,28 @@ def _without_events(rows: list[Record]) -> tuple[list[Record], tuple[str, ...]]:
     return entries, ()
 
 
-@dataclass(slots=True)
-class _CallChain:
-    """Calls that continue each other: their messages, of which the first `num_prompt` are not trained."""
+def _add_calls(log: CallLog, entries: dict[str, Record]) -> None:
+    """Add a call for each complete message of the model, in the order of the file. O(length of a path) for each."""
 
-    first_call: int
-    messages: list[JsonObject]
-    num_prompt: int
+    @cache  # the prompts of all later calls contain the same messages
+    def said(name: str) -> list[JsonObject]:
+        return _messages_of(entries[name])
 
-
-def _chains(entries: dict[str, Record], log: CallLog) -> tuple[list[_CallChain], tuple[str, ...], tuple[str, ...]]:
-    """Return the chains of calls, the notes to count, and the names of the models. O(entries) for each chain.
-
-    A call that `log` has read in a different file belongs to a session from which this one was forked.
-    """
-    chains: list[_CallChain] = []
-    ends: dict[str, _CallChain] = {}  # by the entry of the last call
-    after_image: set[str] = set()
-    notes: dict[str, None] = {}
-    models: dict[str, None] = {}
-    num_calls = 0
     if not {record.value.get("parentId") or None for record in entries.values()} <= {None, *entries}:
-        notes[_PARENT_NOTE] = None
+        log.note(_PARENT_NOTE)
     for name, record in entries.items():
         message = record.value.get("message")
         if not isinstance(message, dict) or message.get("role") != "assistant":
             continue
         # No later prompt contains an incomplete message.
         if not _is_call(record):
-            notes[_FAILED_NOTE] = None
+            log.note(_FAILED_NOTE)
             continue
-        num_calls += 1
-        if log.is_copy([(name, message)]):
-            notes[COPIED_NOTE] = None
-            continue
-        # Without a chain to extend, the prompt is the whole path.
-        between, before = _since_last_call(entries, record)
-        # A second call after the same call is a branch: pop() leaves no chain to continue, so it starts a new one.
-        chain = ends.pop(before, None) if before is not None else None
-        prompt = _prompt(entries, record) if chain is None else between
-        if before in after_image or any(map(_has_image, prompt)):
-            after_image.add(name)
-            notes[_IMAGE_NOTE] = None
-            continue
-        if chain is None:
-            chain = _CallChain(num_calls, prompt, len(prompt))
-            chains.append(chain)
+        prompt = _prompt(entries, record, said)
+        if any(map(_has_image, prompt)):
+            log.note(_IMAGE_NOTE)
         else:
-            chain.messages += prompt
-        chain.messages.append(_chat_message(message, record.source))
-        ends[name] = chain
-        if isinstance(message.get("model"), str):
-            models[message["model"]] = None
-    return chains, tuple(notes), tuple(models)
+            log.add(prompt, said(name), model=message.get("model"), lines=[(name, message)])
 
 
 def _is_call(record: Record) -> bool:
@@ -167,21 +121,6 @@ def _is_call(record: Record) -> bool:
     if record.value.get("type") != "message" or not isinstance(message, dict) or message.get("role") != "assistant":
         return False
     return bool(message.get("content")) and str(message.get("stopReason")) not in _FAILED
-
-
-def _since_last_call(entries: dict[str, Record], record: Record) -> tuple[list[JsonObject], str | None]:
-    """Return the messages between the call of `record` and the call before it, and the entry of that call.
-
-    The entry is None if there is no call before, or if a compaction is between them.
-    """
-    between: list[JsonObject] = []
-    for above in _above(entries, record):
-        if _is_call(above):
-            return between, str(above.value["id"])
-        if above.value.get("type") == "compaction":
-            return [], None
-        between = _messages_of(above) + between
-    return [], None
 
 
 def _above(entries: dict[str, Record], record: Record) -> Iterator[Record]:
@@ -214,8 +153,8 @@ def _entries(records: list[Record]) -> dict[str, Record]:
     return entries
 
 
-def _prompt(entries: dict[str, Record], last: Record) -> list[JsonObject]:
-    """Return the messages before the entry `last`, in chat form."""
+def _prompt(entries: dict[str, Record], last: Record, said: Callable[[str], list[JsonObject]]) -> list[JsonObject]:
+    """Return the messages before the entry `last`, in chat form; `said` returns those of an entry."""
     path = [*_above(entries, last)][::-1]
     # [a, b, compaction that keeps b, c] -> [summary, b, c]
     # The summary of the last compaction replaces everything before the entries that it kept.
@@ -227,9 +166,7 @@ def _prompt(entries: dict[str, Record], last: Record) -> list[JsonObject]:
         start = next((index for index, record in enumerate(path[:at]) if record.value["id"] == first), at)
         messages.append(_summary("Summary of the conversation so far", path[at]))
         path = path[start:at] + path[at + 1 :]
-    for record in path:
-        messages += _messages_of(record)
-    return messages
+    return [*messages, *(message for record in path for message in said(record.value["id"]))]
 
 
 def _messages_of(record: Record) -> list[JsonObject]:
