@@ -14,13 +14,14 @@ rollout of its own, and several choices of it are a group. Token ids of a server
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from treepack.calls.apis.api_forms import prompt_of, responses_of
 from treepack.calls.apis.api_paths import requests, responses
-from treepack.calls.served_tokens import LOGPROBS_NOTE, SOME_NOTE, token_call
+from treepack.calls.served_tokens import ServedCall, read_choices, read_served, served_call
 from treepack.files.input_files.json_text import parsed
 from treepack.files.input_files.records import DAMAGED_RECORD
 from treepack.formats.kit import (
@@ -31,15 +32,12 @@ from treepack.formats.kit import (
     ReadOptions,
     Record,
     Skipped,
-    TokenCall,
     TreepackError,
     as_id,
     is_empty,
     is_messages,
     mark_prefills,
     object_or_empty,
-    read_calls,
-    read_chats,
     skip_reason,
     temperature_of,
     with_notes,
@@ -61,8 +59,8 @@ _REDACTED = "redacted-by-litellm"
 @dataclass(slots=True)
 class _SessionCalls:
     record: Record
-    # By the time at which they started; each call also by its token ids, None if the server added none.
-    calls: list[tuple[str, list[tuple[ChatCall, TokenCall | None]]]] = field(default_factory=list)
+    # By the time at which they started.
+    calls: list[tuple[str, list[ServedCall]]] = field(default_factory=list)
     notes: dict[str, None] = field(default_factory=dict)
     models: dict[str, None] = field(default_factory=dict)
     value: JsonObject = field(default_factory=dict)
@@ -92,13 +90,14 @@ def _read_litellm(records: Iterator[Record], options: ReadOptions) -> Outcomes:
         if reason is not None:
             yield Skipped(record.source, reason)
         elif name is None:
-            yield from _single(str(value.get("id") or value.get("request_id") or record.label), session, options)
+            own, ((_, calls),) = str(value.get("id") or value.get("request_id") or record.label), session.calls
+            yield from _rollout(session, partial(read_choices, name=own, calls=calls, options=options), own)
     for name, session in sessions.items():
         if session.fault:
             yield Skipped(session.record.source, _DAMAGED_NOTE, detail=session.fault)
         elif session.calls:
             calls = [call for _, found in sorted(session.calls, key=lambda item: item[0]) for call in found]
-            yield from _rollout(session, {"rollout_id": name}, calls, options)
+            yield from _rollout(session, partial(read_served, calls=calls, options=options), name)
 
 
 def _name(value: JsonObject, source: str) -> str | None:
@@ -156,7 +155,11 @@ def _add(session: _SessionCalls, record: Record) -> str | None:
     if reason is not None:
         return reason
     start = start_time(value, "startTime", source=source)
-    session.calls.append((str(start or ""), _with_ids(session, calls, parsed(value["response"]))))
+    response = object_or_empty(parsed(value["response"]))
+    choices = response.get("choices")
+    is_each = is_messages(choices) and len(choices) == len(calls)
+    pairs = zip(calls, choices if is_each else [{}] * len(calls), strict=True)
+    session.calls.append((str(start or ""), [served_call(response, choice, call) for call, choice in pairs]))
     if isinstance(name := value.get("model"), str):
         session.models[name] = None
     metadata = parsed(value.get("metadata"))
@@ -180,40 +183,11 @@ def _note_changes(session: _SessionCalls, before: JsonObject, after: JsonObject,
     session.notes |= dict.fromkeys(f"field '{prefix}{name}' differs between calls, the last one used" for name in names)
 
 
-def _with_ids(session: _SessionCalls, calls: list[ChatCall], response: Any) -> list[tuple[ChatCall, TokenCall | None]]:
-    choices = response.get("choices") if isinstance(response, dict) else None
-    if not is_messages(choices) or len(choices) != len(calls):
-        return [(call, None) for call in calls]
-    ids = [
-        token_call(response, choice, call.temperature, call.name) for call, choice in zip(calls, choices, strict=True)
-    ]
-    if None in ids and any(choice.get("logprobs") for choice in choices):
-        session.notes[LOGPROBS_NOTE] = None
-    return list(zip(calls, ids, strict=True))
-
-
-def _single(name: str, session: _SessionCalls, options: ReadOptions) -> Outcomes:
-    """Read each choice of a call without a session as a rollout; several choices are a group."""
-    ((_, calls),) = session.calls
-    for number, call in enumerate(calls):
-        # "c" with 2 choices -> rollouts "c/choice-0" and "c/choice-1" of the group "c"
-        several = {"rollout_id": f"{name}/choice-{number}", "group_id": name}
-        yield from _rollout(session, several if len(calls) > 1 else {"rollout_id": name}, [call], options)
-
-
-def _rollout(
-    session: _SessionCalls, names: dict[str, str], calls: list[tuple[ChatCall, TokenCall | None]], options: ReadOptions
-) -> Outcomes:
-    value = session.value | names | {"model": ", ".join(session.models) or None}
-    record = replace(session.record, value=value)
-    tokens = [ids for _, ids in calls if ids is not None]
-    notes = tuple(session.notes) + ((SOME_NOTE,) if 0 < len(tokens) < len(calls) else ())
+def _rollout(session: _SessionCalls, read: Callable[[Record], Outcomes], name: str) -> Outcomes:
+    """Read a rollout, and skip it if it is damaged."""
+    value = session.value | {"rollout_id": name, "model": ", ".join(session.models) or None}
     try:
-        if len(tokens) == len(calls):
-            found = read_calls(record, tokens, options)
-        else:
-            found = read_chats(record, [chat for chat, _ in calls], options)
-        items = list(with_notes(found, notes))
+        items = list(with_notes(read(replace(session.record, value=value)), tuple(session.notes)))
     except TreepackError as error:
         items = [Skipped(session.record.source, DAMAGED_RECORD, detail=str(error))]
     yield from items

@@ -11,10 +11,9 @@ choices of one request are a group.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
 
 from treepack.calls.apis.exchanges import ApiExchange, description, read_exchanges, request_and_response
-from treepack.calls.served_tokens import LOGPROBS_NOTE, SOME_NOTE, token_call, token_parts
+from treepack.calls.served_tokens import ServedCall, read_choices, read_served, served_call
 from treepack.formats.kit import (
     ChatCall,
     Format,
@@ -23,13 +22,10 @@ from treepack.formats.kit import (
     ReadOptions,
     Record,
     Skipped,
-    TokenCall,
     TreepackError,
     endings,
     is_messages,
     mark_prefills,
-    read_calls,
-    read_chats,
     shown,
     skip_reason,
     temperature_of,
@@ -64,10 +60,12 @@ def _read_openai_chat(records: Iterator[Record], options: ReadOptions) -> Outcom
         elif (session := exchange.session) is not None:
             sessions.setdefault(session, []).append(exchange)
         else:
-            yield from _choices(exchange, options)
+            calls, name = _calls(exchange), exchange.name
+            items = read_choices(description([exchange], name), name, calls, options)
+            yield from with_notes(items, _cut_notes([exchange], calls))
     for name, exchanges in sessions.items():
         calls = [call for each in exchanges for call in _calls(each)]
-        yield from _read(description(exchanges, name), calls, options)
+        yield from with_notes(read_served(description(exchanges, name), calls, options), _cut_notes(exchanges, calls))
 
 
 def _skip_reason(exchange: ApiExchange) -> str | None:
@@ -75,39 +73,13 @@ def _skip_reason(exchange: ApiExchange) -> str | None:
     return skip_reason(messages) if is_messages(messages) else None
 
 
-@dataclass(frozen=True, slots=True)
-class _ChoiceCall:
-    chat: ChatCall
-    tokens: TokenCall | None
-    has_logprobs: bool
-    notes: tuple[str, ...]
+def _cut_notes(exchanges: Sequence[ApiExchange], calls: Sequence[ServedCall]) -> tuple[str, ...]:
+    """Return a note about calls by token ids without kept sets, of a request with top-p, top-k or min-p."""
+    has_all = all(call.tokens is not None and call.tokens.kept is None for call in calls)
+    return next((note for each in exchanges if (note := cut_note(each.request))), ()) if has_all else ()
 
 
-def _choices(exchange: ApiExchange, options: ReadOptions) -> Outcomes:
-    """Read each choice of a call without a session as a rollout; several choices are a group."""
-    calls = _calls(exchange)
-    record = description([exchange], exchange.name)
-    # One choice keeps the name and the group of the record.
-    if len(calls) == 1:
-        yield from _read(record, calls, options)
-        return
-    for number, call in enumerate(calls):
-        # "c1" with 2 choices -> rollouts "c1/choice-0" and "c1/choice-1" of the group "c1"
-        of_choice = {"group_id": exchange.name} | record.value | {"rollout_id": f"{exchange.name}/choice-{number}"}
-        yield from _read(replace(record, value=of_choice), [call], options)
-
-
-def _read(record: Record, calls: Sequence[_ChoiceCall], options: ReadOptions) -> Outcomes:
-    tokens = [call.tokens for call in calls if call.tokens is not None]
-    if tokens and len(tokens) == len(calls):
-        notes = next((call.notes for call in calls if call.notes), ())
-        yield from with_notes(read_calls(record, tokens, options), notes)
-        return
-    notes = (SOME_NOTE,) if tokens else (LOGPROBS_NOTE,) if any(call.has_logprobs for call in calls) else ()
-    yield from with_notes(read_chats(record, [call.chat for call in calls], options), notes)
-
-
-def _calls(exchange: ApiExchange) -> list[_ChoiceCall]:
+def _calls(exchange: ApiExchange) -> list[ServedCall]:
     """Return one call for each choice of the response."""
     source, request = exchange.record.source, exchange.request
     if not is_messages(exchange.response["choices"]) or not is_messages(request["messages"]):
@@ -127,9 +99,7 @@ def _calls(exchange: ApiExchange) -> list[_ChoiceCall]:
         prompt = mark_prefills(request["messages"], request, model=model)
         name = f"{exchange.response['id']}/{number}" if exchange.response.get("id") else None
         chat = ChatCall(prompt, [said], tools, temperature=temperature, ending=ending, name=name)
-        tokens = token_call(exchange.response, choice, temperature, name)
-        notes = cut_note(request) if tokens is not None and tokens.kept is None else ()
-        calls.append(_ChoiceCall(chat, tokens, bool(token_parts(choice)), notes))
+        calls.append(served_call(exchange.response, choice, chat))
     return calls
 
 

@@ -42,12 +42,12 @@ _ANSWERS = (
     "response responses completion completions answer answers output outputs reply replies generation generations "
     "generated said solution solutions prediction predictions rollout rollouts sample samples assistant bot a"
 ).split()
-_STEPS = "turn step observation action".split()
 _LISTS = {*_ANSWERS, *"candidates choices tries attempts".split()}  # of answers to one prompt
 # No answers: thoughts, facts, references, and what a tool or a user said.
 _NO_ANSWERS = _PROMPTS | set(
     "scratchpad reasoning thinking thought thoughts language format type hash sha url path canonical reference gold "
-    "expected tool tools observation id system user human customer environment env".split()
+    "expected tool tools observation id system user human customer environment env directory dir folder file name key "
+    "count length limit mode config".split()
 )
 _REWARD = re.compile(r"reward|score|return|correct|pass", re.I)
 _KINDS = {  # in this order: a tool_response is not an answer of the model
@@ -95,7 +95,11 @@ def _fields(value: JsonObject, before: str, depth: int) -> Iterator[tuple[str, A
         objects = as_messages(opened)
         if isinstance(opened, dict) and depth > 1:
             inner.append((opened, f"{before}{name}.", depth - 1))
-        elif objects and _words(name) & _LISTS and not objects[0].keys() & {*_PROMPTS, *_SPEAKERS[:3], *_STEPS}:
+        elif (
+            objects
+            and _words(name) & _LISTS
+            and not objects[0].keys() & {*_PROMPTS, *"turn step observation action role from speaker".split()}
+        ):
             first = {key: each for key, each in objects[0].items() if all(key in other for other in objects)}
             inner.append((first, f"{before}{name}[].", 1))
     for each in inner:

@@ -305,6 +305,7 @@ def test_no_hint_leaves_out_other_turns(tmp_path: Path, value: dict[str, Any]) -
         {"source": "web", "generator": "a program", "task_type": "sum"},
         {"prompt": "Name a bolt.", "instruction": "Be brief."},
         {"agents": [{"id": "A", "country": "here"}, {"id": "B", "country": "there"}]},
+        {"defaults": {"task_mapping": "rows", "outputDirectory": "out/run", "response_mode": "json"}},
         {"meta_instruction": "Be brief.", "rounds": {"first": {"Tool Responses": "Seven bolts."}}},
     ],
 )
