@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import random
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -944,17 +945,24 @@ def _spans(*letters: str) -> dict[str, Any]:
     return {"resourceSpans": [{"scopeSpans": [{"spans": spans}]}]}
 
 
+EXPORTS = [_chatgpt, _checkpoint, _langfuse, _langsmith, _spans]
+
+
 @pytest.mark.parametrize("workers", [1, 2])
-@pytest.mark.parametrize("export", [_chatgpt, _checkpoint, _langfuse, _langsmith, _spans])
-def test_exports_that_overlap_train_each_answer_once(tmp_path: Path, export: Callable[..., Any], workers: int) -> None:
-    for number, letters in enumerate(("aB", "aBcD", "aBcD", "aBcDeF")):
-        (tmp_path / f"{number}.json").write_text(json.dumps(export(*letters), indent=number))
-    inputs = sorted(tmp_path.iterdir())
+def test_exports_that_overlap_train_each_answer_once(tmp_path: Path, workers: int) -> None:
+    last = [tmp_path / export.__name__ / "3.json" for export in EXPORTS]
+    for export, path in zip(EXPORTS, last, strict=True):
+        path.parent.mkdir()
+        for number, letters in enumerate(("aB", "aBcD", "aBcD", "aBcDeF")):
+            text = json.dumps(export(*letters), indent=number).replace("Zq7", f"Zq7 {export.__name__}")
+            (path.parent / f"{number}.json").write_text(text)
+    inputs = [each for path in last for each in sorted(path.parent.iterdir())]
     options = BuildOptions(tokenizer=str(SAMPLE_DATA / "tokenizer"), workers=workers)
     trie, log = read_to_trie(inputs, options)
-    alone = read_to_trie(inputs[-1:], options)[0]
-    assert trie.trajectories.num_rows == 3
-    assert [item.reason for item in log.skipped] == [COPIED_NOTE]
+    alone = read_to_trie(last, options)[0]
+    sources = Counter(Path(source).parts[-2] for source in trie.trajectories["source"].to_pylist())
+    assert sources == dict.fromkeys((export.__name__ for export in EXPORTS), 3)
+    assert [item.reason for item in log.skipped] == [COPIED_NOTE] * len(EXPORTS)
     assert num_trained(trie.trajectories) == num_trained(alone.trajectories) > 0
     assert_shares_are_equal(inputs, tmp_path, options)
 
@@ -970,7 +978,7 @@ def test_an_export_that_repeats_a_record_trains_it_once(tmp_path: Path, export: 
     assert found[0] == found[1] > 0
 
 
-@pytest.mark.parametrize("export", [_chatgpt, _checkpoint, _langfuse, _langsmith, _spans])
+@pytest.mark.parametrize("export", EXPORTS)
 def test_an_answer_that_differs_is_no_copy(tmp_path: Path, export: Callable[..., Any]) -> None:
     for number, letters in enumerate(("aB", "aC")):
         text = json.dumps(export(*letters)).replace('"C"', '"B"')  # ChatGPT: another text of the same node
