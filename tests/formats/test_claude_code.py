@@ -15,7 +15,8 @@ from support.paths import ROLLOUTS
 from support.read_rollouts import read_trajectories
 from support.readings import Items, chat_of, chats, read_whole, reasons, said_in, turns
 from treepack.calls import stream_lines
-from treepack.calls.call_logs import COPIED_NOTE, NO_CALL, ORDER_NOTE
+from treepack.calls.call_logs import NO_CALL, ORDER_NOTE
+from treepack.calls.copied_turns import COPIED_NOTE
 from treepack.errors import TreepackError
 from treepack.formats.agents import claude_code
 from treepack.ingest.readers.messages.content_blocks import MEDIA_REASON

@@ -19,7 +19,7 @@ import pytest
 
 from support import law
 from support.paths import ROLLOUTS, SAMPLE_DATA
-from treepack.calls.call_logs import COPIED_NOTE
+from treepack.calls.copied_turns import COPIED_NOTE
 from treepack.cluster.build import build_trie_on
 from treepack.cluster.scheduler import LocalScheduler
 from treepack.files.input_files.inputs import list_inputs

@@ -157,8 +157,9 @@ def _add(session: _SessionCalls, record: Record) -> str | None:
     start = start_time(value, "startTime", source=source)
     response = object_or_empty(parsed(value["response"]))
     choices = response.get("choices")
-    is_each = is_messages(choices) and len(choices) == len(calls)
-    pairs = zip(calls, choices if is_each else [{}] * len(calls), strict=True)
+    # A response of another API has no choices, and no token ids.
+    each = choices if is_messages(choices) and len(choices) == len(calls) else [{}] * len(calls)
+    pairs = zip(calls, each, strict=True)
     session.calls.append((str(start or ""), [served_call(response, choice, call) for call, choice in pairs]))
     if isinstance(name := value.get("model"), str):
         session.models[name] = None

@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from treepack.calls.call_logs import COPIED_NOTE
+from treepack.calls.copied_turns import COPIED_NOTE
 from treepack.calls.leaf_paths import distinct_paths, unused_fields
 from treepack.formats.agents.chatgpt.chatgpt_contents import CONTENT, CONTEXTS, chatgpt_text, content_of, reason_of
 from treepack.formats.kit import (

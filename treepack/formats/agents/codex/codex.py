@@ -27,7 +27,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from treepack.calls.call_logs import COPIED_NOTE, NO_CALL
+from treepack.calls.call_logs import NO_CALL
+from treepack.calls.copied_turns import COPIED_NOTE
 from treepack.calls.rollout_names import group_of_first
 from treepack.calls.session_files import first_records, in_session
 from treepack.formats.agents.codex.codex_files import file_of_thread
