@@ -17,6 +17,7 @@ from treepack.calls.conversations import with_notes
 from treepack.calls.copied_turns import COPIED_NOTE, CopiedLine, is_copy
 from treepack.files.input_files.records import Record
 from treepack.ingest.readers.fields.read_options import ReadOptions
+from treepack.ingest.readers.fields.values import JsonObject
 from treepack.ingest.readers.messages.content_blocks import skip_reason
 from treepack.trajectory import Outcomes, Skipped
 
@@ -38,6 +39,28 @@ def passes_results(answers: Iterable[tuple[set[str], Any, int]], results: Mappin
             return True
         after[parent] += [results[name] for name in calls if name in results]
     return False
+
+
+@dataclass(frozen=True, slots=True)
+class CallPrompt:
+    """The messages before a call, and the reason if they cannot be read as text."""
+
+    messages: list[JsonObject]
+    reason: str | None = None
+
+
+def path_since(
+    entries: Mapping[str, Any], last: str | None, prompts: Mapping[str | None, CallPrompt]
+) -> tuple[list[Any], CallPrompt]:
+    """Return the entries from the nearest of `prompts` above the entry `last` up to it, and this prompt.
+
+    Entries name the one before them as `parent`; a cycle ends where it closes.
+    """
+    path: dict[str, Any] = {}
+    while last is not None and last not in prompts and last in entries and last not in path:
+        path[last] = entries[last]
+        last = entries[last].parent
+    return [*path.values()][::-1], prompts.get(last, prompts[None])
 
 
 @dataclass(slots=True)

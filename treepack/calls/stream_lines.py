@@ -6,9 +6,8 @@
     {"type": "result", "session_id": "S", "result": "..", "stop_reason": ".."}            repeats the last answer
 
 `claude -p --output-format stream-json` writes such lines, of one run or of several, and so do programs that copy
-sessions without their uuids. A chain, the lines of a session or of one of its sub-agents up to a compaction, is used
-only if it begins with its prompt. The stream has the prompt only if it was asked for, and often not the texts of
-sub-agents, but the session file has both.
+sessions without uuids. A chain, the lines of a session or of a sub-agent up to a compaction, is used only if it begins
+with its prompt. A stream may lack the prompt and the texts of sub-agents; the session file has both.
 """
 
 from __future__ import annotations
@@ -74,18 +73,11 @@ def linked_sessions(rows: list[Record]) -> Iterator[tuple[list[Record], tuple[st
             chain[-1].value["message"].setdefault("stop_reason", reason)
     sessions = dict.fromkeys(session for session, _, _ in chains)
     for session in sessions:
-        used: list[Record] = []
-        faults: dict[str, None] = {}
-        for (name, agent, number), chain in chains.items():
-            if name != session or not chain:
-                continue
-            fault = NO_CONTENT if (name, agent, number) in damaged else _fault(chain, agent, number)
-            if fault is None:
-                used += chain
-            else:
-                faults[fault] = None
-        if used or faults or len(sessions) == 1:
-            yield used, tuple(faults)
+        own = {key: chain for key, chain in chains.items() if key[0] == session and chain}
+        faults = {key: NO_CONTENT if key in damaged else _fault(chain, *key[1:]) for key, chain in own.items()}
+        if own or len(sessions) == 1:
+            used = [row for key, chain in own.items() if faults[key] is None for row in chain]
+            yield used, tuple(dict.fromkeys(fault for fault in faults.values() if fault))
 
 
 def _name_of(row: Record) -> str:

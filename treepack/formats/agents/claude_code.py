@@ -28,7 +28,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from treepack.calls.call_logs import NO_CALL, ORDER_NOTE, passes_results
+from treepack.calls.call_logs import NO_CALL, ORDER_NOTE, CallPrompt, passes_results, path_since
 from treepack.calls.rollout_names import group_of_first
 from treepack.calls.session_files import (
     SessionFile,
@@ -68,8 +68,6 @@ INTERRUPTED_NOTE = "interrupted turn not trained"
 PARENT_NOTE = "prompt begins after a line that is not in the file"
 SUB_AGENT = "description of a sub-agent, whose session is another file"
 
-# Types of the first lines of a stream.
-
 _Message = JsonObject
 
 
@@ -99,14 +97,6 @@ class _SessionTree:
     results: dict[str, _SessionEntry] = field(default_factory=dict)  # by the id of the call
     kept: dict[str, list[str]] = field(default_factory=dict)  # uuid of a summary -> entries that its compaction kept
     agents: set[str] = field(default_factory=set)  # the ids of sub-agents whose results are in the file
-
-
-@dataclass(frozen=True, slots=True)
-class _CallPrompt:
-    """The messages before a call, and the reason if they cannot be read as text."""
-
-    messages: list[_Message]
-    reason: str | None = None
 
 
 def _read_claude_code(records: Iterator[Record], options: ReadOptions) -> Outcomes:
@@ -243,7 +233,7 @@ def _calls(session: _SessionTree, log: CallLog) -> CallLog:
     if passes_results(answers, results):
         log.note(ORDER_NOTE)
         return log
-    prompts: dict[str | None, _CallPrompt] = {None: _CallPrompt([])}  # by the entry before a call
+    prompts: dict[str | None, CallPrompt] = {None: CallPrompt([])}  # by the entry before a call
     interrupted = {entry.parent for entry in session.entries.values() if _is_interruption(entry)}
     if not {entry.parent for entry in session.entries.values()} <= {None, *session.entries}:
         log.note(PARENT_NOTE)
@@ -283,25 +273,19 @@ def _is_interruption(entry: _SessionEntry) -> bool:
     return entry.kind == "user" and INTERRUPTED in texts
 
 
-def _prompt(session: _SessionTree, last: str | None, prompts: dict[str | None, _CallPrompt]) -> _CallPrompt:
+def _prompt(session: _SessionTree, last: str | None, prompts: dict[str | None, CallPrompt]) -> CallPrompt:
     """Return the messages up to the entry `last`, and keep them in `prompts`, so that the next call starts from there.
 
     O(entries since the last call, and messages of the prompt).
     """
-    path: list[_SessionEntry] = []
-    uuid, seen = last, set[str]()
-    while uuid is not None and uuid not in prompts and uuid in session.entries and uuid not in seen:
-        seen.add(uuid)
-        path.append(session.entries[uuid])
-        uuid = session.entries[uuid].parent
-    before = prompts.get(uuid, prompts[None])
+    path, before = path_since(session.entries, last, prompts)
     between: list[_Message] = []
     done: set[str] = set()
-    for entry in reversed(path):
+    for entry in path:
         between += _messages(session, entry, done)
         for name in session.kept.get(entry.uuid, []):
             between += _messages(session, session.entries[name], done)
-    prompt = _CallPrompt([*before.messages, *between], before.reason or skip_reason(between))
+    prompt = CallPrompt([*before.messages, *between], before.reason or skip_reason(between))
     return prompts.setdefault(last, prompt)
 
 

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from treepack.calls.call_logs import ORDER_NOTE, passes_results
+from treepack.calls.call_logs import ORDER_NOTE, CallPrompt, passes_results, path_since
 from treepack.calls.rollout_names import of_agent
 from treepack.formats.kit import (
     CallLog,
@@ -65,14 +65,6 @@ class _SessionEntry:
     history: list[Any] | None
 
 
-@dataclass(frozen=True, slots=True)
-class _CallPrompt:
-    """The messages up to an entry, and the reason if they cannot be read as text."""
-
-    messages: list[_Message]
-    reason: str | None = None
-
-
 def _read_qwen_code(records: Iterator[Record], options: ReadOptions) -> Outcomes:
     """Read the trajectories of a session, named after it, or after it and its sub-agent.
 
@@ -89,7 +81,7 @@ def _read_qwen_code(records: Iterator[Record], options: ReadOptions) -> Outcomes
         yield Skipped(rows[0].path, ORDER_NOTE)
         return
     system, tools = _launch(rows)
-    prompts: dict[str | None, _CallPrompt] = {None: _CallPrompt(system)}
+    prompts: dict[str | None, CallPrompt] = {None: CallPrompt(system)}
     for entry in entries.values():
         if entry.kind != "assistant":
             continue
@@ -189,20 +181,14 @@ def _schema(tool: JsonObject) -> JsonObject:
     return rest if schema is None else rest | {"parameters": schema}
 
 
-def _prompt(entries: dict[str, _SessionEntry], last: str | None, prompts: dict[str | None, _CallPrompt]) -> _CallPrompt:
+def _prompt(entries: dict[str, _SessionEntry], last: str | None, prompts: dict[str | None, CallPrompt]) -> CallPrompt:
     """Return the messages up to the entry `last`, and keep them in `prompts`, so that the next call starts from there.
 
     O(entries since the last call, and messages of the prompt).
     """
-    path: list[_SessionEntry] = []
-    uuid, seen = last, set[str]()
-    while uuid is not None and uuid not in prompts and uuid in entries and uuid not in seen:
-        seen.add(uuid)
-        path.append(entries[uuid])
-        uuid = entries[uuid].parent
-    before = prompts.get(uuid, prompts[None])
+    path, before = path_since(entries, last, prompts)
     messages, reason = list(before.messages), before.reason
-    for entry in reversed(path):
+    for entry in path:
         contents = [entry.content] if entry.history is None else entry.history
         if entry.history is not None:
             messages, reason = list(prompts[None].messages), None
@@ -211,7 +197,7 @@ def _prompt(entries: dict[str, _SessionEntry], last: str | None, prompts: dict[s
         added = [message for content in contents for message in messages_of_content(content, where=entry.source)]
         messages += added
         reason = reason or skip_reason(added)
-    return prompts.setdefault(last, _CallPrompt(messages, reason))
+    return prompts.setdefault(last, CallPrompt(messages, reason))
 
 
 FORMAT = Format(
