@@ -36,7 +36,7 @@ _BOOKKEEPING = frozenset(
     created updated started ended start end duration latency elapsed tokens token count counts num total cost costs
     spend price stats timing model provider system tier fingerprint signature hash path cwd host user git branch mode
     origin sidechain meta display visible in transcript only archived request service session environment parent leaf
-    level depth step max api
+    level depth step max api ms unix nano num
     """.split()
 )
 PREFIX = "skipped: "  # begins the reasons for skipping among the counts

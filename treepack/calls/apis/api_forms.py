@@ -176,7 +176,7 @@ def _prompt_of_list(value: list[Any], source: str) -> RequestPrompt | None:
 
 def _is_other(message: Message) -> bool:
     """Return whether `message` is an item of the Responses API, or a message of LangChain."""
-    kind = message.get("type")
+    kind = str(message.get("type"))
     return kind in _ITEM_TYPES or kind in ROLES or isinstance(message.get("kwargs"), dict)
 
 
@@ -187,7 +187,7 @@ def _is_schema(message: Message) -> bool:
 
 def _messages(values: list[Message], source: str) -> Iterator[Message]:
     """Yield the messages of a list in chat form; the results of tools become separate messages."""
-    if any(each.get("type") in _ITEM_TYPES - {"message"} for each in values):
+    if any(str(each.get("type")) in _ITEM_TYPES - {"message"} for each in values):
         yield from messages_of_items(values, source=source).messages
         return
     calls: JsonObject = {}  # ids of calls by the name of the tool

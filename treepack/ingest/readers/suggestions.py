@@ -42,7 +42,7 @@ _ANSWERS = (
     "response responses completion completions answer answers output outputs reply replies generation generations "
     "generated said solution solutions prediction predictions rollout rollouts sample samples assistant bot a"
 ).split()
-_LISTS = {*_ANSWERS, *"candidates choices tries attempts".split()}  # of answers to one prompt
+_LISTS, _OF_TURNS = {*_ANSWERS, *"candidates choices tries attempts".split()}, "turn step action role from".split()
 # No answers: thoughts, facts, references, and what a tool or a user said.
 _NO_ANSWERS = _PROMPTS | set(
     "scratchpad reasoning thinking thought thoughts language format type hash sha url path canonical reference gold "
@@ -95,11 +95,7 @@ def _fields(value: JsonObject, before: str, depth: int) -> Iterator[tuple[str, A
         objects = as_messages(opened)
         if isinstance(opened, dict) and depth > 1:
             inner.append((opened, f"{before}{name}.", depth - 1))
-        elif (
-            objects
-            and _words(name) & _LISTS
-            and not objects[0].keys() & {*_PROMPTS, *"turn step observation action role from speaker".split()}
-        ):
+        elif objects and _words(name) & _LISTS and not objects[0].keys() & {*_PROMPTS, *_OF_TURNS}:
             first = {key: each for key, each in objects[0].items() if all(key in other for other in objects)}
             inner.append((first, f"{before}{name}[].", 1))
     for each in inner:
