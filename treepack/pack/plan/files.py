@@ -28,7 +28,7 @@ from treepack.trajectory import Int64
 from treepack.trie.trie import Trie
 
 FORMAT = "treepack-plan"
-_VERSION = 1
+VERSION = 1
 
 # Keys of the header besides format and version, by type (int, str). All but capacity are optional.
 _COUNTS = ("capacity", "pairs", "terms", "multiple_of", "lower_bound")
@@ -54,7 +54,7 @@ class PlanFile:
 
 def lines_of_file(header: dict[str, Any], row_of: Int64, trajectory_ids: list[str]) -> Iterator[str]:
     """Yield the lines of a plan file, without line ends. Keys of `header` whose value is None are left out."""
-    yield json.dumps({"format": FORMAT, "version": _VERSION} | {k: v for k, v in header.items() if v is not None})
+    yield json.dumps({"format": FORMAT, "version": VERSION} | {k: v for k, v in header.items() if v is not None})
     # row_of [1, 0, 1] -> order [1, 0, 2], rows in order [0, 1, 1], cut after index 0 -> [1], [0, 2]
     order = np.argsort(row_of, kind="stable")
     for members in np.split(order, np.flatnonzero(np.diff(row_of[order])) + 1):
@@ -110,12 +110,11 @@ def _check_header(path: Path, number: int, header: dict[str, Any]) -> None:
     if header.get("format") != FORMAT or "capacity" not in header:
         raise TreepackError(
             f"{path}:{number}: is not the header of a plan; expected "
-            f'{{"format": "{FORMAT}", "version": {_VERSION}, "capacity": N}}'
+            f'{{"format": "{FORMAT}", "version": {VERSION}, "capacity": N}}'
         )
-    if header.get("version") != _VERSION:
+    if header.get("version") != VERSION:
         raise TreepackError(
-            f"{path}:{number}: has version {quoted_value(header.get('version'))}; "
-            f"this treepack reads version {_VERSION}"
+            f"{path}:{number}: has version {quoted_value(header.get('version'))}; this treepack reads version {VERSION}"
         )
     for name, value in header.items():
         # `type` and not isinstance, because True is an int; lower_bound may be 0, all other counts are at least 1.

@@ -31,7 +31,7 @@ from treepack.files.remote.address import AnyPath
 from treepack.train.saving.checkpoint_tensors import FILE_NAME
 
 FORMAT = "treepack-checkpoint"
-_VERSION = 2
+VERSION = 2
 CHECKPOINTS = "checkpoints"  # their folder in the directory of a run
 RECORD = "checkpoint.json"
 
@@ -72,7 +72,7 @@ def write_record(path: Path, fields: dict[str, Any], files: list[dict[str, Any]]
         OSError: the disk fails.
     """
     versions = {"treepack": __version__, "torch": torch.__version__, "world_size": world_size}
-    record = {"format": FORMAT, "version": _VERSION, **versions, **fields, "files": files}
+    record = {"format": FORMAT, "version": VERSION, **versions, **fields, "files": files}
     text = json.dumps(record | {"sha256": _digest(record)}, indent=2, allow_nan=False) + "\n"
     with (path / RECORD).open("w", encoding="utf-8") as file:
         file.write(text)
@@ -121,11 +121,11 @@ def parse_record(content: bytes, path: AnyPath) -> dict[str, Any] | str:
     # The step is compared too, because a renamed directory has an intact record.
     if digest != _digest(record) or record.get("step") != step_of_name(path.name):
         return f"{RECORD} was altered"
-    if record.get("version") != _VERSION:
+    if record.get("version") != VERSION:
         writer = str(record.get("treepack"))[:20]
         raise TreepackError(
             f"{path}: treepack {writer} wrote this checkpoint in version {record.get('version')} of its format, and "
-            f"this treepack reads version {_VERSION}; finish the run with treepack {writer}, or start a new --out"
+            f"this treepack reads version {VERSION}; finish the run with treepack {writer}, or start a new --out"
         )
     kinds = {"world_size": int, "position": dict, "groups": list, "files": list}
     if any(type(record.get(field)) is not kind for field, kind in kinds.items()):
