@@ -65,13 +65,13 @@ class LoopConfigs(NamedTuple):
 
 # Each key of a table is the largest head dimension that its entry takes.
 #
-# _HOPPER holds the fastest of about twenty shapes per kernel, measured on an H200 with 32 query and 8 key heads and an
+# HOPPER holds the fastest of about twenty shapes per kernel, measured on an H200 with 32 query and 8 key heads and an
 # agent tree of 32,000 tokens. With 4 warps a program owns fewer rows than with 8, so two programs fit on one
 # multiprocessor, and one multiplies while the other computes exponentials (head dimension 128: forward 6.7 ms against
 # 8.3, dq 7.8 against 9.9, dk and dv 13.7 against 15.0). Entry 256 is not measured; no thread spills more than 16 bytes.
 # Entry 512, with 8 query and 4 key heads: forward 37.1 ms, backward 149. A forward with 64 queries a program took 22.6
 # ms, but only its time was measured, not its errors.
-_HOPPER = {
+HOPPER = {
     64: LoopConfigs(PortableConfig(128, 64, 8, 3), PortableConfig(64, 64, 4, 3), PortableConfig(64, 64, 4, 3)),
     128: LoopConfigs(PortableConfig(128, 64, 4, 3), PortableConfig(64, 64, 4, 3), PortableConfig(64, 64, 4, 2)),
     256: LoopConfigs(PortableConfig(128, 32, 8, 3), PortableConfig(128, 32, 8, 2), PortableConfig(32, 64, 8, 2)),
@@ -79,7 +79,7 @@ _HOPPER = {
 }
 # For other GPUs, not measured. These shapes spill at most 36 bytes a thread on sm_80. Up to 256 they need at most 99 KB
 # of shared memory, because small GPUs have no more; 512 needs 112 KB, and 194 in float32, which `dispatch` checks.
-_PORTABLE = {
+PORTABLE = {
     64: LoopConfigs(PortableConfig(128, 64, 4, 3), PortableConfig(128, 64, 8, 2), PortableConfig(128, 32, 8, 2)),
     128: LoopConfigs(PortableConfig(128, 32, 8, 3), PortableConfig(64, 32, 4, 2), PortableConfig(64, 32, 4, 2)),
     256: LoopConfigs(PortableConfig(64, 32, 8, 2), PortableConfig(64, 32, 8, 1), PortableConfig(32, 32, 8, 1)),
@@ -100,7 +100,7 @@ def configs_of(query: Tensor, value: Tensor) -> LoopConfigs:
     if query.dtype == torch.float32:
         table = FLOAT32
     else:
-        table = _HOPPER if is_on_hopper(query) else _PORTABLE
+        table = HOPPER if is_on_hopper(query) else PORTABLE
     width = max(query.shape[-1], value.shape[-1])
     return next(configs for limit, configs in table.items() if width <= limit)
 

@@ -43,16 +43,16 @@ class _ExpertConfig(NamedTuple):
     outer: tuple[int, int]
 
 
-# _HOPPER holds the fastest of three or four shapes for each kernel, measured on an H200 with 128 experts of 2,048 x 768
+# HOPPER holds the fastest of three or four shapes for each kernel, measured on an H200 with 128 experts of 2,048 x 768
 # and 258,000 pairs: 540, 530 to 640 and 510 to 530 TFLOP/s. They need 147 to 197 KB of shared memory.
-_HOPPER = _ExpertConfig((128, 3), (256, 4), (256, 4))
+HOPPER = _ExpertConfig((128, 3), (256, 4), (256, 4))
 # For other GPUs, not measured: at most 99 KB of shared memory, because small GPUs have no more.
-_PORTABLE = _ExpertConfig((64, 3), (128, 3), (128, 3))
+PORTABLE = _ExpertConfig((64, 3), (128, 3), (128, 3))
 
 
 def _config(x: Tensor) -> _ExpertConfig:
     large = x.is_cuda and torch.version.hip is None and torch.cuda.get_device_capability(x.device)[0] in (9, 10)
-    return _HOPPER if large else _PORTABLE
+    return HOPPER if large else PORTABLE
 
 
 class ExpertTiles(NamedTuple):
