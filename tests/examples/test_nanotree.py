@@ -151,7 +151,7 @@ def take_two_steps(settings: Settings) -> TwoSteps:
 
 @pytest.fixture(scope="module")
 def two_steps() -> TwoSteps:
-    """Two steps of the tiny model, with a learning rate that changes what it samples."""
+    """Train the tiny model for two steps; the learning rate is large enough to change its samples."""
     return take_two_steps(SMALL)
 
 
@@ -242,7 +242,7 @@ def test_a_copy_in_bfloat16_samples_from_the_weights_of_the_last_step() -> None:
 
 
 def run_example(arguments: list[str], out: Path) -> None:
-    """Run the example as a script; what it prints goes to `out`, and the modules that it must not need end it."""
+    """Run the example as a script, with its output in `out`. It fails if it imports a module that it must not need."""
     assert not {"polars", "ortools"} & sys.modules.keys()
     os.dup2(os.open(out, os.O_WRONLY | os.O_CREAT), 1)
     sys.argv = [str(EXAMPLE), *arguments]

@@ -181,7 +181,7 @@ larger = st.builds(random_tree, st.integers(2, 120), st.integers(0, 10**6)) | sh
 
 @st.composite
 def problems(draw: st.DrawFn, trees: st.SearchStrategy[PlanTree]) -> tuple[PlanTree, RowLimits]:
-    """A tree, a capacity that is often tight, and sometimes limits on pairs and terms."""
+    """Return a tree with a capacity that is often tight, and in some cases with limits on pairs and terms."""
     tree = draw(trees)
     longest = max(1, int(tree.length.max()))
     pairs = int(path_pairs(tree.length).max()) + draw(st.integers(0, 300))

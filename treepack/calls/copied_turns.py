@@ -33,7 +33,7 @@ def is_copy(lines: Iterable[CopiedLine], turns: dict[str, str] | None, path: str
 
 
 def once(read: _ReadCalls) -> _ReadCalls:
-    """Return `read` without the calls whose `name` and response a call before has, of any record or file."""
+    """Return `read` without repeated calls: an earlier one has the same `name`, end of the prompt and response."""
 
     @wraps(read)
     def read_new(record: Record, calls: Sequence[Any], options: ReadOptions) -> Outcomes:
