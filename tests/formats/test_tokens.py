@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 from support.read_rollouts import read_trajectories
 from support.readings import only, read_as, refusal_as, tokens_of
+from support.refusal import refusal
 from treepack.files.input_files.records import Record
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.fields.token_fields import KINDS, NAMES
@@ -142,6 +144,15 @@ def test_parquet_and_jsonl_read_the_same(
     for name in ("tokens", "starts", "ends", "span_weights", "sampling_logprob"):
         first, second = (getattr(trajectory.content, name) for trajectory in both)  # type: ignore[union-attr]
         np.testing.assert_array_equal(first, second)
+
+
+def test_a_table_of_an_unknown_layout_with_arrays_is_refused(tmp_path: Path) -> None:
+    # A column of numbers is an array, and not a list of texts that could be answers.
+    table = pa.table({"question": ["How many bolts are in the box?"], "logits": [[0.25, 0.5]]})
+    pq.write_table(table, tmp_path / "r.parquet")
+    assert refusal(list, read_trajectories([tmp_path / "r.parquet"])).startswith(
+        f"{tmp_path}/r.parquet[0]: has no known format, but the fields question, logits; "
+    )
 
 
 def test_every_name_has_one_kind() -> None:

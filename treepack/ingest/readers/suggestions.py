@@ -142,7 +142,7 @@ def _answers(fields: JsonObject) -> Iterator[str]:
     systems = [path for path in talks if "system" in _words(path) and isinstance(fields[path], str)]
     prompts = [path for path in talks if _words(path) & _PROMPTS and "[]" not in path and path not in systems]
     # Texts, or messages; a list of texts is several answers.
-    said = [path for path, field in fields.items() if path in talks or TEXTS.test(field or None)]
+    said = [path for path, field in fields.items() if path in talks or (TEXTS.test(field) and field)]
     answers = [path for path in said if _is_answer(path) and all("role" in m for m in as_messages(fields[path]) or ())]
     ranks = {word: rank for rank, word in enumerate(_ANSWERS)}
     answers.sort(key=lambda path: (path.count("."), min(ranks.get(word, len(ranks)) for word in _words(path))))
