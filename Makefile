@@ -224,10 +224,11 @@ imports: $(VENV)/dev.stamp  ## the import contracts
 schemas: $(VENV)/dev.stamp  ## write schemas/ again
 	$(BIN)/python -m treepack.files.schema schemas
 
-docs: $(VENV)/dev.stamp  ## write the generated pages of docs/ again
+docs: $(VENV)/dev.stamp  ## write the generated parts of docs/ again
 	$(BIN)/python docs/generate.py
 
-site: $(PAGES)/stamp  ## the docs as a site, into site/; a link to nothing is an error
+site: $(VENV)/dev.stamp $(PAGES)/stamp  ## the docs as a site, into site/; a link to nothing is an error
+	$(BIN)/python docs/generate.py --site build/pages
 	NO_MKDOCS_2_WARNING=1 $(PAGES)/bin/mkdocs build --strict --quiet
 
 # A wheel for every Python from 3.11 on, and the sources, installed and run without a compiler.

@@ -1,8 +1,9 @@
-"""Write the generated parts of the documentation; `--check` only compares.
+"""Write the generated parts of the documentation.
 
-    docs/cli.md                       `--help` of every command
-    docs/api.md                       signature and docstring of every name that `treepack` offers
-    the other PAGES                   the blocks between `<!-- generated: NAME -->` and `<!-- end -->`
+    python docs/generate.py              the blocks of PAGES between `<!-- generated: NAME -->` and `<!-- end -->`
+    python docs/generate.py --check      only compare them
+    python docs/generate.py --site DIR   all pages of the site, and three that only the site has: cli.md is `--help` of
+                                         every command, api.md the names that `treepack` offers, formats.md the formats
 
 The six-token example is built, packed, written and read back here, so what the page shows is what the files hold.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
+import shutil
 import sys
 import tempfile
 import textwrap
@@ -43,7 +45,7 @@ from treepack.trie.builders.in_memory import build_trie
 
 OPTIONS = {"method": "auto", "semantics": "branch", "normalize": "token", "too_long": "error"}
 DOCS = Path(__file__).parent
-PAGES = ("forecast.md", "format.md", "formats.md", "inputs.md", "models.md", "objectives.md")
+PAGES = ("forecast.md", "format.md", "inputs.md", "models.md", "objectives.md")
 BLOCK = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -51,7 +53,7 @@ def cli_page() -> str:
     """The help of every command, as a Markdown page."""
     commands = import_module("treepack_cli").commands
 
-    parts = ["# Commands\n\nWritten by `make docs` from `--help`.\n"]
+    parts = ["# Commands\n\nWritten by `make site` from `--help`.\n"]
     parts.append(f"## treepack\n\n```text\n{_help(commands, None, 'treepack')}\n```\n")
     with _context(commands, None, "treepack") as parent:
         for name in commands.list_commands(parent):
@@ -62,7 +64,7 @@ def cli_page() -> str:
 def api_page() -> str:
     """Return signature and docstring of every name that `treepack` offers, as a Markdown page."""
     parts = [
-        "# API\n\nWritten by `make docs` from the docstrings, without the errors that a function raises. Every name is "
+        "# API\n\nWritten by `make site` from the docstrings, without the errors that a function raises. Every name is "
         "imported as `from treepack import NAME`, all other names from their rooms.\n"
     ]
     for name in sorted(treepack.__all__, key=str.casefold):
@@ -114,6 +116,29 @@ def _context(command: click.Command, parent: click.Context | None, name: str) ->
     return click.Context(command, info_name=name, parent=parent, **settings)
 
 
+def formats_page() -> str:
+    """Return the formats of rollouts, with the fields and the information that each keeps, as a Markdown page."""
+    return f"""\
+# Formats
+
+The formats of rollouts that treepack reads. [Inputs](inputs.md) describes how to name files, and how records become
+trajectories. `treepack formats` prints these tables, and `treepack formats NAME` prints one row of them.
+
+## Information that each format keeps
+
+"yes" means: kept if the record contains it. Token ids and log-probabilities come from the sampler; a record without
+ids is text, which the chat template of `--tokenizer` renders. A mask marks the trained tokens or messages, if they do
+not follow from the roles. Lineage is the task that a rollout belongs to, or the rollout that it branches off.
+
+{_kept()}
+## Fields that are read
+
+A field that is in neither of the last two columns is kept as metadata if it is short text or a number. If not, it is
+counted as not used.
+
+{_formats()}"""
+
+
 def filled_page(name: str) -> str:
     """The page `name` with its generated blocks written again."""
     blocks: dict[str, Callable[[], str]] = {
@@ -127,8 +152,6 @@ def filled_page(name: str) -> str:
         "token-fields": _token_fields,
         "objectives": objective_table.losses,
         "models": _models,
-        "formats": _formats,
-        "kept": _kept,
         "accepted-models": support_table.accepted,
         "saved-copies": support_table.copies,
         "refused-models": support_table.refused,
@@ -201,14 +224,21 @@ def _example() -> str:
     return "\n".join([*lines, "```", "", "```json", json.dumps(shown, indent=2, sort_keys=True), "```", ""])
 
 
+def write_site(out: Path) -> None:
+    """Write the pages of docs/ and the three that only the site has into the directory `out`, which is made again."""
+    shutil.rmtree(out, ignore_errors=True)
+    shutil.copytree(DOCS, out, ignore=shutil.ignore_patterns("*.py", "*.txt", "__pycache__"))
+    for name, text in (("cli.md", cli_page()), ("api.md", api_page()), ("formats.md", formats_page())):
+        (out / name).write_text(text)
+
+
 def main() -> int:
-    """Write the pages, or with `--check` print the names of stale ones."""
-    pages = {
-        DOCS / "cli.md": cli_page(),
-        DOCS / "api.md": api_page(),
-        **{DOCS / name: filled_page(name) for name in PAGES},
-    }
-    stale = [path for path, text in pages.items() if not path.is_file() or path.read_text() != text]
+    """Write the blocks of pages or the site, or with `--check` print the names of stale pages."""
+    if "--site" in sys.argv:
+        write_site(Path(sys.argv[sys.argv.index("--site") + 1]))
+        return 0
+    pages = {DOCS / name: filled_page(name) for name in PAGES}
+    stale = [path for path, text in pages.items() if path.read_text() != text]
     if "--check" in sys.argv:
         for path in stale:
             print(f"{path.name} is stale; run `make docs`")

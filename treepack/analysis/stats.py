@@ -2,7 +2,7 @@
 
     paths --stats--> one dictionary, ready for JSON: totals, distributions, lost sharing, predictions, forecast
 
-docs/cli.md describes the command.
+`treepack stats --help` describes the command.
 """
 
 from __future__ import annotations

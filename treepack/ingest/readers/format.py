@@ -36,7 +36,7 @@ from treepack.ingest.readers.messages.containers import with_containers
 from treepack.ingest.readers.turn_flags import TurnFlags, known_names
 from treepack.trajectory import Outcome, Outcomes, Skipped, Trajectory
 
-# The columns of the table in docs/formats.md.
+# The columns of the table of `treepack formats`.
 KEEPS = tuple("token ids, masks, log-probabilities, rewards, lineage".split(", "))
 _MAX_REMOVED = 100  # damaged records of a file whose records belong together; each costs a reading of the file
 ReadRecord = Callable[[Record, ReadOptions], Outcomes]
@@ -45,7 +45,7 @@ ReadFile = Callable[[Iterator[Record], ReadOptions], Outcomes]
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """One format: its facts for `treepack formats` and docs/formats.md, and its reader.
+    """One format: its facts for `treepack formats`, and its reader.
 
     A test reads the sample of the format under tests/rollouts and compares the result with `keeps`, and the fields of
     the sample with `used`. Paths of fields have dots for fields inside fields (`info.reward`); a path without deeper
