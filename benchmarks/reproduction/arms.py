@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -46,7 +46,6 @@ class State:
     sizes: Sizes
     seed: int
     step: int = 0
-    memory: dict[str, Any] = field(default_factory=dict)  # what an arm keeps between its steps
 
     def queries(self, num: int) -> list[Query]:
         """Return the prompts of this step: the same ones for all arms of a seed."""

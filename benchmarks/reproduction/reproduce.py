@@ -1,8 +1,8 @@
-"""All of docs/reproduction.md: policies, credit, training curves, and their tables, within a given time.
+"""All of README.md: policies, credit, training curves, and their tables, within a given time.
 
     python benchmarks/reproduction/reproduce.py --out FOLDER --minutes 15 --processes 16        one GPU
     python benchmarks/reproduction/reproduce.py --out FOLDER --size tiny --minutes 200          two CPU cores
-    python benchmarks/reproduction/reproduce.py --out FOLDER --only trace-maze                  some of the tables
+    python benchmarks/reproduction/reproduce.py --out FOLDER --only curves-maze                 some of the tables
     python benchmarks/reproduction/reproduce.py --out FOLDER --only sums --minutes 15           SmolLM2; see sums.py
     python benchmarks/reproduction/reproduce.py --out FOLDER --dry-run                          small numbers, on a CPU
 
@@ -25,9 +25,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import pros_arms
 import torch
-import trace_arms
 from arms import Arm, PlainArm, Sizes, train
 from credit import CreditSizes, measure
 from policies import WarmUp, warm_up
@@ -43,8 +41,6 @@ ARMS: dict[str, Arm] = {
     "treerpo": PlainArm("treerpo", trees=True),
     "tree-grpo": PlainArm("tree-grpo", trees=True),
     "tree-flat": PlainArm("grpo", trees=True),
-    **trace_arms.ARMS,
-    **pros_arms.ARMS,
 }
 RATES = {"before": "pass rate before", "after": "after", "-after": "difference"}
 COST = {"steps": "steps", "seconds": "s / step"}
@@ -58,43 +54,6 @@ TABLES = {
     "sums": Table(
         {"grpo": "independent rollouts", "treepo": "trees"},
         CURVES | {"mixed_share": "groups with both outcomes", "shared": "tokens saved by the trie"},
-    ),
-    "trace": Table(
-        {
-            "trace-uniform": "uniform, uniform",
-            "trace-roots": "active, uniform",
-            "trace-prefixes": "uniform, active",
-            "trace": "active, active",
-        },
-        {
-            **RATES,
-            "root_ratio": "mixed / prompts rolled out",
-            "prompts": "prompts rolled out",
-            "mixed_per_token": "mixed prompts / 1,000 decoded tokens",
-            "prefix_ratio": "continued prefixes that flip",
-            "spearman_root": "Spearman, prompts",
-            "spearman_shared_prefix": "Spearman, shared prefixes",
-            "step_decoded": "decoded tokens / step",
-            "reused": "tokens of reused prefixes / step",
-            **COST,
-        },
-    ),
-    "pros": Table(
-        {
-            "pool-grpo": "GRPO",
-            "pool-dynamic": "dynamic sampling",
-            "pool-random": "random queries",
-            "pros": "PROS",
-        },
-        {
-            **RATES,
-            "mixed_share": "groups with both outcomes",
-            "augmented": "groups of augmented queries",
-            "rate_error": "estimated - observed pass rate, absolute",
-            "rate_square": "squared error of estimated pass rates, without noise",
-            "groups": "groups sampled / step",
-            **COST,
-        },
     ),
 }
 
@@ -163,7 +122,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=15.0, help="time of the whole call")
     parser.add_argument("--processes", type=int, default=2, help="processes at a time; 0 for this one alone")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
-    parser.add_argument("--only", nargs="+", default=["credit", "curves", "trace", "pros"], metavar="TABLE[-TASK]")
+    parser.add_argument("--only", nargs="+", default=["credit", "curves"], metavar="TABLE[-TASK]")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dry-run", action="store_true", help="--size dry, one seed, in this process")
     parser.add_argument("--job", type=json.loads, help=argparse.SUPPRESS)

@@ -56,7 +56,6 @@ FIGURES: dict[str, Callable[[Run], float]] = {
     "to_target": lambda run: first_crossing(run.grid, run.rates, run.target),
     "steps": lambda run: len(run.steps),
     "decoded_per_leaf": lambda run: run.steps[-1]["decoded"] / _total(run, "leaves"),
-    "mixed_per_token": lambda run: 1000 * _total(run, "mixed") / _total(run, "step_decoded"),
 }
 
 
@@ -125,7 +124,7 @@ def make_run(records: Sequence[dict[str, Any]], end: float) -> Run:
 def figure_of(run: Run, name: str, target: float) -> float:
     """Return a figure of a run; the mean of a field is over the steps after the first that have it, NaN without one.
 
-    The first step is left out, because arms with a predictor or counts have none yet.
+    The first step is left out, because some figures need a step before it.
     """
     if name in FIGURES:
         return FIGURES[name](Run(run.steps, run.grid, run.rates, target))

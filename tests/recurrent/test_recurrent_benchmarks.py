@@ -1,4 +1,4 @@
-"""The benchmarks of hybrid models: their rows and parts, and dry runs on the CPU."""
+"""The benchmark of hybrid models: its rows and parts, and a dry run on the CPU."""
 
 from __future__ import annotations
 
@@ -6,11 +6,7 @@ from pathlib import Path
 
 import hybrid_step
 import pytest
-import recurrent_layers
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from recurrent_layers import pack_paths
 from training_rows import count_work, flat_rows, load_rows, save_rows, tree_rows
 from workloads import star
 
@@ -19,13 +15,6 @@ from support.oracle_model import packed_directory
 from support.strategies import make
 from treepack.data.dataset import PackedDataset
 from treepack.recurrent.kernels import convolution, states
-
-
-@given(st.lists(st.integers(1, 20), min_size=1), st.integers(1, 30))
-def test_flat_rows_have_every_path_once_and_few_tokens(paths: list[int], most: int) -> None:
-    rows = pack_paths(paths, most)
-    assert sorted(length for row in rows for length in row) == sorted(paths)
-    assert all(row and (len(row) == 1 or sum(row) <= most) for row in rows)
 
 
 def test_rows_of_a_file_are_those_of_the_packed_directory(tmp_path: Path) -> None:
@@ -64,14 +53,6 @@ def test_every_kernel_of_the_room_belongs_to_the_recurrent_part() -> None:
 )
 def test_other_kernels_belong_to_other_parts(kernel: str, part: str) -> None:
     assert hybrid_step.part_of(kernel, {"_convolution_kernel"}, {"_query_kernel"}) == part
-
-
-@pytest.mark.slow
-def test_a_dry_run_of_layers_has_the_errors_of_bfloat16(capsys: pytest.CaptureFixture[str]) -> None:
-    recurrent_layers.main(["--dry-run"])
-    lines = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if "e-0" in line]
-    assert [line[0].removeprefix("| ") for line in lines] == ["alone", "torch", "triton"] * 2
-    assert all(float(cell) < torch.finfo(torch.bfloat16).eps for line in lines for cell in line[1:-1])
 
 
 @pytest.mark.slow

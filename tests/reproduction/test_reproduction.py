@@ -30,7 +30,7 @@ def cells(table: Path) -> dict[str, list[str]]:
     "only",
     [
         ["credit-steps"],
-        pytest.param(["curves-steps", "pros-steps", "trace-steps"], marks=pytest.mark.slow),  # twelve runs
+        pytest.param(["curves-steps"], marks=pytest.mark.slow),  # three runs
     ],
     ids=["credit", "runs"],
 )

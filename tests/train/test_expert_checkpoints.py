@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from loading_memory import make_checkpoint, num_bytes, peaks
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from support.expert_ranks import reload_over
+from support.loading_memory import make_checkpoint, num_bytes, peaks
 from support.refusal import refusal
 from support.tiny_families import family_config, transformers_types
 from treepack.model.load import build_empty, build_model, load_model, read_config
@@ -172,11 +172,11 @@ def test_a_rank_needs_its_share_of_the_model_and_one_layer_to_read_it(tmp_path: 
     source = make_checkpoint(tmp_path / "checkpoint", layers=16, experts=16, width=512)
     whole, layer = num_bytes(source)
     assert layer * 10 < whole
-    for reading, loading, saving in peaks(source, size=2, way="treepack"):
+    for reading, loading, saving in peaks(source, size=2):
         assert reading < whole / 2 + layer
         # The probe gathers a layer and the next one, each once in parts and once whole, and computes.
         assert loading < whole / 2 + 5 * layer
         assert saving < 3 * layer
-    ((reading, loading, saving),) = peaks(source, size=1, way="treepack")
+    ((reading, loading, saving),) = peaks(source, size=1)
     assert reading <= loading < whole + layer
     assert saving < layer

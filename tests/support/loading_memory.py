@@ -1,24 +1,13 @@
 """Peak CPU memory of a mixture of experts while it is loaded and saved, in one process and in each of several ranks.
 
-    python benchmarks/loading_memory.py [--ranks 2] [--layers 12] [--experts 32] [--width 512]
+    make_checkpoint --> a checkpoint with one tensor per expert     --peaks--> bytes to read, to load and to save it
 
-The checkpoint has random weights in bfloat16, and one tensor per expert as on the hub. Every measurement is a new
-process (or new ranks) and starts after all imports; pages of open files count. Compared are
-
-    transformers    from_pretrained and save_pretrained in one process
-    gathered        load_sharded, then the whole model on the CPU of rank 0 and save_pretrained
-    treepack        load_model or load_sharded, and the model written tensor by tensor
-
-    read            until all weights are in memory
-    load            until the model is probed too: ranks on the CPU gather layers for it, which GPUs do in their memory
-    save            while the model is written, counted from its start
-
-Needs Linux, and no GPU.
+Every measurement is a new process (or new ranks) and starts after all imports; pages of open files count. Reading ends
+with all weights in memory, loading with the probe of the model. Needs Linux.
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
 import json
 import multiprocessing
@@ -39,7 +28,6 @@ from treepack.model.saved_files import copied_files, with_model, write_files
 from treepack.model.weights.writing import saved_weights
 from treepack.train import sharding
 from treepack.train.options import TrainOptions
-from treepack.train.sharding import whole_state
 
 _PROCESSES = multiprocessing.get_context("spawn")
 CPU = torch.device("cpu")
@@ -97,14 +85,14 @@ def _memory(field: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field + ":"))
 
 
-def measure(rank: int, size: int, folder: Path, source: Path, way: str) -> None:
+def measure(rank: int, size: int, folder: Path, source: Path) -> None:
     """Load and save in this process, as one of `size` ranks; write the three peaks into `folder`."""
     torch.set_num_threads(1)
     with hide_progress_bars():
-        _measure(rank, size, folder, source, way)
+        _measure(rank, size, folder, source)
 
 
-def _measure(rank: int, size: int, folder: Path, source: Path, way: str) -> None:
+def _measure(rank: int, size: int, folder: Path, source: Path) -> None:
     out = folder / "out"
     if size > 1:
         store = distributed.FileStore(str(folder / "meeting"), size)  # type: ignore[attr-defined]
@@ -112,39 +100,28 @@ def _measure(rank: int, size: int, folder: Path, source: Path, way: str) -> None
     # A first model is loaded before the measurement, so that imports do not count.
     make_checkpoint(folder / f"tiny-{rank}", layers=1, experts=4, width=64)
     load.load_model(folder / f"tiny-{rank}")
-    save: Callable[[], Any]
     reading: list[int] = []
-    if way == "transformers":
-        model, loading = peak(lambda: AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32))
-        save = functools.partial(model.save_pretrained, out)
-    else:
-        before = _memory("VmRSS")
-        module: Any = sharding if size > 1 else load
-        probe = module.with_attention
+    before = _memory("VmRSS")
+    module: Any = sharding if size > 1 else load
+    probe = module.with_attention
 
-        def record_and_probe(*arguments: Any) -> Any:
-            reading.append(_memory("VmHWM") - before)
-            return probe(*arguments)
+    def record_and_probe(*arguments: Any) -> Any:
+        reading.append(_memory("VmHWM") - before)
+        return probe(*arguments)
 
-        module.with_attention = record_and_probe  # called between the two parts of loading
-        begin = functools.partial(sharding.load_sharded, source, TrainOptions(device="cpu"), CPU) if size > 1 else None
-        loaded, loading = peak(begin or functools.partial(load.load_model, source))
-        assert not any("whole model" in note for note in loaded.notes)
-        save = functools.partial(_save, loaded, rank, out, gathered=way == "gathered")
+    module.with_attention = record_and_probe  # called between the two parts of loading
+    begin = functools.partial(sharding.load_sharded, source, TrainOptions(device="cpu"), CPU) if size > 1 else None
+    loaded, loading = peak(begin or functools.partial(load.load_model, source))
+    assert not any("whole model" in note for note in loaded.notes)
     if size > 1:
         distributed.barrier()
-    _, saving = peak(save)
+    _, saving = peak(functools.partial(_save, loaded, rank, out))
     if size > 1:
         distributed.destroy_process_group()
-    (folder / f"{rank}.json").write_text(json.dumps([*(reading or [loading]), loading, saving]))
+    (folder / f"{rank}.json").write_text(json.dumps([*reading, loading, saving]))
 
 
-def _save(loaded: Any, rank: int, out: Path, *, gathered: bool) -> None:
-    if gathered:  # `save_pretrained` needs the whole model of a sharded one
-        state = whole_state(loaded)
-        if rank == 0:
-            loaded.model.save_pretrained(out, state_dict=state)
-        return
+def _save(loaded: Any, rank: int, out: Path) -> None:
     weights = saved_weights(loaded.model)
     assert weights is not None
     if rank == 0:
@@ -154,21 +131,21 @@ def _save(loaded: Any, rank: int, out: Path, *, gathered: bool) -> None:
         weights.gather()
 
 
-def peaks(source: Path, *, size: int, way: str) -> list[tuple[int, int, int]]:
+def peaks(source: Path, *, size: int) -> list[tuple[int, int, int]]:
     """Return the peaks of reading, loading and saving in bytes, of every rank."""
     # Else glibc keeps freed blocks of up to 32 MiB, such as gathered layers, in heaps that grow with their number: with
     # 24 layers of 25 MiB the probe of two ranks needed 1,431 MiB instead of 419.
     os.environ["MALLOC_MMAP_THRESHOLD_"] = "1000000"
     with tempfile.TemporaryDirectory(dir=source.parent) as folder:
         processes = [
-            _PROCESSES.Process(target=measure, args=(rank, size, Path(folder), source, way)) for rank in range(size)
+            _PROCESSES.Process(target=measure, args=(rank, size, Path(folder), source)) for rank in range(size)
         ]
         for process in processes:
             process.start()
         for process in processes:
             process.join()
             if process.exitcode:
-                raise SystemExit(f"a process of {way} ended with {process.exitcode}")
+                raise SystemExit(f"a process ended with {process.exitcode}")
         figures = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(size)]
         return [(reading, loading, saving) for reading, loading, saving in figures]
 
@@ -177,30 +154,3 @@ def num_bytes(source: Path) -> tuple[int, int]:
     """Return the bytes of the whole model in float32, and of its largest part (a layer, or the embeddings)."""
     files = [path.stat().st_size * 2 for path in source.glob("*.safetensors")]
     return sum(files), max(files)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--experts", type=int, default=32)
-    parser.add_argument("--width", type=int, default=512)
-    options = parser.parse_args()
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    with tempfile.TemporaryDirectory() as folder:
-        sizes = {"layers": options.layers, "experts": options.experts, "width": options.width}
-        source = make_checkpoint(Path(folder) / "checkpoint", **sizes)
-        whole, layer = num_bytes(source)
-        print(f"float32 model {whole / 2**20:.0f} MiB, one layer {layer / 2**20:.0f} MiB; peaks in MiB")
-        print(f"{'processes':>9} {'way':<13} {'read':>7} {'load':>7} {'save':>7}   of the rank with the highest peak")
-        for size, way in [
-            (1, "transformers"),
-            (1, "treepack"),
-            *((options.ranks, w) for w in ("gathered", "treepack")),
-        ]:
-            highest = [max(values) / 2**20 for values in zip(*peaks(source, size=size, way=way), strict=True)]
-            print(f"{size:>9} {way:<13}", *(f"{each:>7.0f}" for each in highest), flush=True)
-
-
-if __name__ == "__main__":
-    main()
