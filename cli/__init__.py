@@ -52,10 +52,10 @@ GROUPS = {
 """One line for each command, because the docstrings are in files that are not imported for the list."""
 
 SUMMARIES = {name: line for group in GROUPS.values() for name, line in group.items()}
-VERSIONS = ("torch", "triton", "transformers")  # the packages whose versions belong into a report of a fault
+_VERSIONS = ("torch", "triton", "transformers")  # the packages whose versions belong into a report of a fault
 
 
-class LazyCommands(click.Group):
+class _LazyCommands(click.Group):
     """The group of all commands; each is imported when it is looked up."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -118,7 +118,7 @@ def _print_versions(ctx: click.Context, _: click.Parameter, value: bool) -> None
     from treepack.native.library import is_compiled
 
     click.echo(f"treepack {__version__}")
-    for name in VERSIONS:
+    for name in _VERSIONS:
         try:
             click.echo(f"{name} {version(name)}")
         except PackageNotFoundError:
@@ -127,7 +127,7 @@ def _print_versions(ctx: click.Context, _: click.Parameter, value: bool) -> None
     ctx.exit()
 
 
-@click.group(cls=LazyCommands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.group(cls=_LazyCommands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.option(
     "--version",
     is_flag=True,

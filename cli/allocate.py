@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 # Options of both subcommands.
 OUT = click.option("--out", type=WRITE, required=True, help="File to write, .jsonl or .parquet.")
-OVERWRITE = click.option("--overwrite", is_flag=True, help="Replace an existing output.")
+_OVERWRITE = click.option("--overwrite", is_flag=True, help="Replace an existing output.")
 
 
 @click.group()
@@ -34,7 +34,7 @@ def allocate() -> None:
 @click.option("--budget", type=int, required=True, help="Total rollouts of all prompts.")
 @click.option("--max-rollouts", type=click.IntRange(min=2), help="Maximum rollouts of one prompt.")
 @OUT
-@OVERWRITE
+@_OVERWRITE
 @quiet_option
 def roots(predictions: AnyPath, budget: int, max_rollouts: int | None, out: AnyPath, overwrite: bool) -> None:
     """Write the number of rollouts of each prompt: none, or at least two.
@@ -78,7 +78,7 @@ def roots(predictions: AnyPath, budget: int, max_rollouts: int | None, out: AnyP
     help="End of a prefix; the same values as in treepack advantages.",
 )
 @OUT
-@OVERWRITE
+@_OVERWRITE
 @quiet_option
 def prefixes(trie: AnyPath, predictions: AnyPath, expand: int, segment: str, out: AnyPath, overwrite: bool) -> None:
     """Write the prefixes of the rollouts in TRIE to continue, and the number of continuations of each.

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from treepack.trie.trie import Trie
 
 # A copy of the library's tuple, because a help page must not import numpy.
-BOUNDARIES = ("token", "turn")
+_BOUNDARIES = ("token", "turn")
 
 
 @click.command()
@@ -46,7 +46,7 @@ BOUNDARIES = ("token", "turn")
 @click.option("--tokenizer", metavar="NAME_OR_DIR", help="Tokenizer to decode the text of each query.")
 @click.option(
     "--boundary",
-    type=WordChoice(BOUNDARIES),
+    type=WordChoice(_BOUNDARIES),
     default="token",
     show_default=True,
     help="Places to cut: before any trained token, or only at the start of a turn (a run of trained tokens).",

@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     from treepack.trie.directory import TrieSummary
 
 
-route_options = option_group("routes", field_options(BuildOptions, "keep_routes route_conflicts"), dict)
+_route_options = option_group("routes", field_options(BuildOptions, "keep_routes route_conflicts"), dict)
 
 
 @click.command()
 @click.argument("inputs", metavar="INPUT...", nargs=-1, required=True)
 @click.option("--out", type=WRITE, required=True, help="Directory to write.")
 @reading_options
-@route_options
+@_route_options
 @memory_option
 @ray_option
 @click.option("--overwrite", is_flag=True, help="Replace an existing output.")

@@ -24,9 +24,9 @@ from pathlib import Path
 from treepack.errors import described
 
 # How the system, and its loader of shared libraries, say it.
-NO_MEMORY = re.compile("cannot allocate memory|failed to map segment", re.IGNORECASE)
+_NO_MEMORY = re.compile("cannot allocate memory|failed to map segment", re.IGNORECASE)
 # The place of gloo's code in an error about a connection, and the classes of torch.distributed.
-LOST_RANK = re.compile(r"gloo/transport|^Dist(Backend|Network|Store)Error\b")
+_LOST_RANK = re.compile(r"gloo/transport|^Dist(Backend|Network|Store)Error\b")
 
 
 def describe_fault(error: BaseException) -> str:
@@ -36,10 +36,10 @@ def describe_fault(error: BaseException) -> str:
         with suppress(OSError, ValueError):
             sys.stderr.write(text if text.endswith("\n") else f"{text}\n")
     message = described(error)
-    if LOST_RANK.search(message):
+    if _LOST_RANK.search(message):
         cause = message.partition(". ")[0]  # gloo adds advice for its own developers
         return f"stopped because another rank of the run ended or does not answer ({cause}); see the error of that rank"
-    if isinstance(error, MemoryError) or NO_MEMORY.search(message):
+    if isinstance(error, MemoryError) or _NO_MEMORY.search(message):
         return "memory ran out; read fewer inputs at once, use fewer --workers, or raise a limit such as ulimit -v"
     problem = f"stopped by a fault of its own ({message}{_place(error)})"
     try:

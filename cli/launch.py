@@ -11,7 +11,7 @@ import re
 import signal
 import time
 
-WAIT = 3.0  # seconds; torchrun looks for stopped ranks ten times a second
+_WAIT = 3.0  # seconds; torchrun looks for stopped ranks ten times a second
 _REFERENCE = re.compile(r"see the error of|another rank|its ranks differ")  # to the error of a different rank
 
 
@@ -27,4 +27,4 @@ def wait_for_first_rank(sentence: str) -> None:
     waits = 2 if _REFERENCE.search(sentence) else 0 if is_first_process() else 1
     if waits:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the end of a run's handler, which lets a step end first
-        time.sleep(waits * WAIT)
+        time.sleep(waits * _WAIT)

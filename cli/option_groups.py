@@ -22,13 +22,13 @@ from treepack.option_fields import OptionText, option_texts
 from .choices import WordChoice
 from .sizes import KINDS
 
-F = TypeVar("F", bound=Callable[..., Any])
-P = ParamSpec("P")
-T = TypeVar("T")
-Option = Callable[[F], F]
+_F = TypeVar("_F", bound=Callable[..., Any])
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+Option = Callable[[_F], _F]
 
 
-def option_group(name: str, options: Sequence[Option[Any]], make: Callable[..., Any]) -> Callable[[F], F]:
+def option_group(name: str, options: Sequence[Option[Any]], make: Callable[..., Any]) -> Callable[[_F], _F]:
     """Add `options` to a command, which receives `make(**values of these options)` as the argument `name`.
 
         @option_group("search", [click.option("--effort"), click.option("--time-limit", type=float)], Search)
@@ -37,7 +37,7 @@ def option_group(name: str, options: Sequence[Option[Any]], make: Callable[..., 
     `make` runs when the command is called, so it may import what the command needs.
     """
 
-    def decorate(command: F) -> F:
+    def decorate(command: _F) -> _F:
         @functools.wraps(command)
         def collected(*args: Any, **kwargs: Any) -> Any:
             values = {key: kwargs.pop(key) for key in keys}
@@ -114,11 +114,11 @@ def _long_options(command: click.Command) -> Iterator[str]:
         yield from _long_options(inner)
 
 
-def as_usage(make: Callable[P, T]) -> Callable[P, T]:
+def as_usage(make: Callable[_P, _T]) -> Callable[_P, _T]:
     """Return `make` with its TreepackErrors as usage errors, for options that exclude each other."""
 
     @functools.wraps(make)
-    def checked(*args: P.args, **kwargs: P.kwargs) -> T:
+    def checked(*args: _P.args, **kwargs: _P.kwargs) -> _T:
         try:
             return make(*args, **kwargs)
         except TreepackError as error:

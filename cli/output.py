@@ -18,7 +18,7 @@ from .streams import printable
 if TYPE_CHECKING:
     from treepack.files.remote.address import AnyPath
 
-TABLE_WIDTH = 10_000  # wider than any table, so that a cell is never wrapped
+_TABLE_WIDTH = 10_000  # wider than any table, so that a cell is never wrapped
 
 
 def show(rows: Mapping[str, Any]) -> None:
@@ -116,7 +116,7 @@ def _print_grid(rows: Sequence[Sequence[str]], *, justify: Sequence[str]) -> Non
     for row in rows:
         table.add_row(*(Text(printable(cell)) for cell in row))  # Text, because a name may look like markup
     # rich ignores the width on a terminal that is called dumb, unless it gets a height too.
-    console = Console(width=TABLE_WIDTH, height=1, color_system=None, highlight=False)
+    console = Console(width=_TABLE_WIDTH, height=1, color_system=None, highlight=False)
     with console.capture() as capture:
         console.print(table)
     for line in capture.get().removesuffix("\n").split("\n"):

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from treepack.pack.directory import PackSummary
     from treepack.pack.options import PackOptions
 
-MANY_DROPPED = 0.1  # share of the trajectories
+_MANY_DROPPED = 0.1  # share of the trajectories
 
 
 @click.command()
@@ -138,7 +138,7 @@ def show_packing(summary: PackSummary, *, is_usual: bool, verbose: bool = False,
     figures = {name: value for name, value in totals.items() if before.get(name) != value}
     show_figures(figures | {"bytes_per_token": size}, verbose=verbose)
     dropped = sum(summary.counts.get(reason, 0) for reason in (TOO_LONG_DROPPED, NO_TOKEN_WITHIN))
-    if dropped >= MANY_DROPPED * (total := dropped + totals["num_trajectories"]):
+    if dropped >= _MANY_DROPPED * (total := dropped + totals["num_trajectories"]):
         share = f"{dropped:,} of {total:,} trajectories ({percent(dropped / total)})"
         click.echo(f"note: {share} are longer than --capacity and were dropped; give a larger one", err=True)
     show_notes(summary.counts, _packing_notes(summary, is_usual=is_usual))

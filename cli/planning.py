@@ -13,7 +13,7 @@ from treepack.pack.options import PackOptions
 
 from .option_groups import Option, as_usage, field_options, option_group
 
-F = TypeVar("F", bound=Callable[..., Any])
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 
 _BALANCE = {"metavar": "RANKS", "show_default": False}
@@ -37,7 +37,7 @@ def _search(effort: str) -> list[Option[Any]]:
     )
 
 
-def search_options(effort: str) -> Callable[[F], F]:
+def search_options(effort: str) -> Callable[[_F], _F]:
     """Add the options of a search to a command, which receives them as `search: PackOptions`."""
     return option_group("search", _search(effort), as_usage(PackOptions))
 

@@ -27,10 +27,10 @@ import click
 if TYPE_CHECKING:
     from treepack.processes import Progress, ReportProgress
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 INTERVAL = 10.0  # seconds between two lines
-BAR_WIDTH = 62  # characters of a bar with ten blocks, besides its stage and values
+_BAR_WIDTH = 62  # characters of a bar with ten blocks, besides its stage and values
 _QUIET = "treepack.quiet"
 
 
@@ -75,7 +75,7 @@ def progress_bars() -> Iterator[ReportProgress]:
         display.close()
 
 
-def progress(items: Iterable[T], *, description: str, unit: str = "rows", total: int | None = None) -> Iterator[T]:
+def progress(items: Iterable[_T], *, description: str, unit: str = "rows", total: int | None = None) -> Iterator[_T]:
     """Yield `items` and show how many were yielded."""
     from treepack.processes import with_progress
 
@@ -83,7 +83,7 @@ def progress(items: Iterable[T], *, description: str, unit: str = "rows", total:
         yield from with_progress(items, report, description, unit=unit, total=total)
 
 
-def token_progress(trajectories: Iterable[T], *, description: str) -> Iterator[T]:
+def token_progress(trajectories: Iterable[_T], *, description: str) -> Iterator[_T]:
     """Yield trajectories and show how many tokens they have."""
     from treepack.processes import with_progress
 
@@ -118,7 +118,7 @@ def step_progress(
         with tqdm(total=total, initial=first, desc=stage, unit="step", **shape) as bar:
 
             def draw(done: int, values: Mapping[str, str]) -> None:
-                room = (shape.get("ncols") or shutil.get_terminal_size().columns) - len(stage) - BAR_WIDTH
+                room = (shape.get("ncols") or shutil.get_terminal_size().columns) - len(stage) - _BAR_WIDTH
                 bar.set_postfix_str(", ".join(_fitting(values, room)), refresh=False)
                 bar.update(done - bar.n)
 

@@ -14,10 +14,10 @@ from .option_groups import refuse_given
 if TYPE_CHECKING:
     from treepack.cluster.ray import RayScheduler
 
-F = TypeVar("F", bound=Callable[..., Any])
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 
-def ray_option(command: F) -> F:
+def ray_option(command: _F) -> _F:
     """Add --ray to a command."""
     return click.option(
         "--ray",

@@ -11,7 +11,7 @@ from .streams import printable
 if TYPE_CHECKING:
     from treepack.ingest.readers.record_use import FieldUse, RecordUse
 
-CLOSEST = 3  # other formats whose reason is printed; --json has all
+_CLOSEST = 3  # other formats whose reason is printed; --json has all
 
 
 def show_record(path: str, name: str | None, columns: str | None, *, as_json: bool) -> None:
@@ -53,9 +53,9 @@ def _print(use: RecordUse) -> None:
     click.echo()
     for note in use.notes:
         click.echo(printable(f"- {note}"))
-    for name in use.close[:CLOSEST]:
+    for name in use.close[:_CLOSEST]:
         click.echo(printable(f"not {name}: {use.others[name]}"))
-    if len(formats_by_name()) > len(use.close[:CLOSEST]):
+    if len(formats_by_name()) > len(use.close[:_CLOSEST]):
         click.echo("treepack formats --record FILE --json has the reasons for all formats")
 
 

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from treepack.rollout.summary import RolloutMeans, RolloutSummary
     from treepack.trajectory import Int32
 
-SAMPLE_TEXT = "A tree of rollouts, 3 of 16 leaves."  # to compare two tokenizers
+_SAMPLE_TEXT = "A tree of rollouts, 3 of 16 leaves."  # to compare two tokenizers
 
 
 @click.command()
@@ -159,7 +159,7 @@ def _tokenizer(name: str | None, engine: EngineOptions) -> Any:
         own = read_tokenizer(engine.engine)
     except TreepackError:
         return given  # token ids need no tokenizer, and text is refused later if there is none
-    if given is not None and Encoder(given).encode(SAMPLE_TEXT).tolist() != Encoder(own).encode(SAMPLE_TEXT).tolist():
+    if given is not None and Encoder(given).encode(_SAMPLE_TEXT).tolist() != Encoder(own).encode(_SAMPLE_TEXT).tolist():
         raise TreepackError(f"{name}: is another tokenizer than that of {engine.engine}; leave out --tokenizer")
     return own if given is None else given
 
@@ -300,7 +300,7 @@ def _sample_text(tokenizer: Any) -> SampleText | None:
 
     if tokenizer is None:
         return None
-    return SampleText(SAMPLE_TEXT, Encoder(tokenizer).encode(SAMPLE_TEXT).tolist())
+    return SampleText(_SAMPLE_TEXT, Encoder(tokenizer).encode(_SAMPLE_TEXT).tolist())
 
 
 def _figures(summary: RolloutSummary, num_unused: int) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from .option_groups import as_usage, field_options, option_group
 if TYPE_CHECKING:
     from treepack.rollout.options import RolloutOptions, Sampling
 
-SAMPLERS = ("independent", "treepo", "prefixes")
+_SAMPLERS = ("independent", "treepo", "prefixes")
 # Options of trees, which sampling without forks does not have.
 _OF_TREES = ("segment", "first_forks", "branches", "branching", "branching_temperature", "fallback")
 
@@ -80,7 +80,7 @@ tree_options = option_group(
     [
         click.option(
             "--sampler",
-            type=WordChoice(SAMPLERS),
+            type=WordChoice(_SAMPLERS),
             required=True,
             help="independent: rollouts one by one. treepo: trees of segments. prefixes: continuations of the prompts "
             "and prefixes that treepack allocate, augment and select write.",

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 # Divergence per token from which on sampler and trainer are two policies; rounding in bfloat16 gives about 0.001.
-LARGE_SAMPLER_KL = 0.01
-MANY_UNUSED = 0.2  # share of terms
+_LARGE_SAMPLER_KL = 0.01
+_MANY_UNUSED = 0.2  # share of terms
 _SAMPLER = "KL from the sampler"
 
 
@@ -26,7 +26,7 @@ def step_values(metrics: StepMetrics) -> dict[str, str]:
     """Return the values of a step for its line."""
     held_out = metrics.evaluation.get("eval_loss")
     means = _named_means(metrics)
-    if means.get(_SAMPLER, LARGE_SAMPLER_KL) < LARGE_SAMPLER_KL:
+    if means.get(_SAMPLER, _LARGE_SAMPLER_KL) < _LARGE_SAMPLER_KL:
         del means[_SAMPLER]
     return {
         "loss": f"{metrics.loss:z.4f}",
@@ -67,7 +67,7 @@ def _sampler_lines(means: dict[str, float]) -> dict[str, Any]:
     """Return the line with the KL from the sampler by position, if it is large."""
     # {"sampler_kl": 0.2, "sampler_kl_to_256": 0.1, "sampler_kl_to_1k": 0.3} -> "to 256: 0.1, to 1k: 0.3"
     parts = {name[11:].replace("_", " "): value for name, value in means.items() if name.startswith("sampler_kl_")}
-    if not parts or means["sampler_kl"] < LARGE_SAMPLER_KL:
+    if not parts or means["sampler_kl"] < _LARGE_SAMPLER_KL:
         return {}
     shown = ", ".join(f"{name}: {value:.3g}" for name, value in parts.items())
     return {"KL from the sampler by position, last": shown}
@@ -76,7 +76,7 @@ def _sampler_lines(means: dict[str, float]) -> dict[str, Any]:
 def _unused_terms(steps: list[StepMetrics]) -> dict[str, Any]:
     """Return the line about terms without an advantage, if they are many."""
     share = sum(each.means.get("zero_advantage", 0.0) for each in steps) / len(steps)
-    if share < MANY_UNUSED:
+    if share < _MANY_UNUSED:
         return {}
     return {"terms with advantage 0": f"{share:.1%}; `treepack advantages --reject-equal` leaves out their groups"}
 

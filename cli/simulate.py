@@ -24,20 +24,20 @@ if TYPE_CHECKING:
 # Titles of the columns of `_line`.
 HEADER = ("roots", "prefixes", "effective ratio, %", "above uniform", "mixed prompts", "flipped prefixes, %", "cost")
 # Fields of BudgetExperiment, in the order of the options and of the JSON report.
-EXPERIMENT_FIELDS = "budget expand candidates selected root_noise prefix_noise steps seed"
+_EXPERIMENT_FIELDS = "budget expand candidates selected root_noise prefix_noise steps seed"
 # Fields of MarkovWorld; a recorded world has only the last.
-WORLD_FIELDS = "max_turns success spread persistence".split()
+_WORLD_FIELDS = "max_turns success spread persistence".split()
 
 
 def _world_fields(
     max_turns: int | None, success: float | None, spread: float | None, persistence: float | None
 ) -> dict[str, float]:
     """Return only the fields that the user gave, so that the library's defaults apply to the others."""
-    fields = dict(zip(WORLD_FIELDS, (max_turns, success, spread, persistence), strict=True))
+    fields = dict(zip(_WORLD_FIELDS, (max_turns, success, spread, persistence), strict=True))
     return {name: value for name, value in fields.items() if value is not None}
 
 
-WORLD_OPTIONS = [
+_WORLD_OPTIONS = [
     click.option("--max-turns", type=int, help="Without TRIE: maximum turns of a rollout.  [default: 5]"),
     click.option("--success", type=float, help="Without TRIE: mean chance of success.  [default: 0.5]"),
     click.option(
@@ -61,8 +61,8 @@ def simulate() -> None:
 
 @simulate.command(short_help="Compare uniform and TRACE allocation of one budget.")
 @click.argument("trie", type=TRIE, required=False)
-@option_group("experiment", field_options(BudgetExperiment, EXPERIMENT_FIELDS), BudgetExperiment)
-@option_group("world_fields", WORLD_OPTIONS, _world_fields)
+@option_group("experiment", field_options(BudgetExperiment, _EXPERIMENT_FIELDS), BudgetExperiment)
+@option_group("world_fields", _WORLD_OPTIONS, _world_fields)
 @click.option(
     "--segment",
     metavar="turn|recorded|node|N",
@@ -88,7 +88,7 @@ def allocation(
     arms, rank_correlation = run(_world(trie, segment, world_fields), experiment)
     report = _report(arms)
     if as_json:
-        options = {name: getattr(experiment, name) for name in EXPERIMENT_FIELDS.split()} | world_fields
+        options = {name: getattr(experiment, name) for name in _EXPERIMENT_FIELDS.split()} | world_fields
         click.echo(json.dumps({"options": options, "rank_correlation": rank_correlation, "arms": report}))
     else:
         _show(experiment, rank_correlation, report)
@@ -119,7 +119,7 @@ def _world(trie: AnyPath | None, segment: str, fields: dict[str, Any]) -> World:
 
     if trie is None:
         return MarkovWorld(**fields)
-    for name in WORLD_FIELDS[:-1]:
+    for name in _WORLD_FIELDS[:-1]:
         if name in fields:
             raise TreepackError(f"--{name.replace('_', '-')} describes the Markov model; leave it out with a trie")
     return recorded_world(read_trie(trie), segment=segment, **fields)

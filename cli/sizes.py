@@ -41,7 +41,7 @@ class TokenCounts(click.ParamType[tuple[int, ...]]):
         return tuple(TokenCount().convert(part, param, ctx) for part in parts)
 
 
-class TokensOrWord(click.ParamType[Any]):
+class _TokensOrWord(click.ParamType[Any]):
     """A number of tokens, or one of some words, each of which has a value."""
 
     def __init__(self, example: str, **words: str | None) -> None:
@@ -58,7 +58,7 @@ class TokensOrWord(click.ParamType[Any]):
         return TokenCount().convert(value, param, ctx)
 
 
-class LayerCount(click.ParamType[Any]):
+class _LayerCount(click.ParamType[Any]):
     """A number of layers, `all` or `auto`."""
 
     name = "N|all|auto"
@@ -71,7 +71,7 @@ class LayerCount(click.ParamType[Any]):
         return int(value) if str(value).isdecimal() else str(value)
 
 
-class RankCount(LayerCount):
+class RankCount(_LayerCount):
     """A number of ranks or `auto`."""
 
     name = "R|auto"
@@ -125,10 +125,10 @@ memory_option = click.option(
 
 KINDS: dict[str, click.ParamType[Any]] = {
     "capacity": TokenCount(),
-    "carry": TokensOrWord("8192 or 8k", auto="auto", off=None),
-    "pass_tokens": TokensOrWord("32768 or 32k", auto="auto"),
-    "checkpoint_layers": LayerCount(),
-    "loss_chunk": TokensOrWord("2048 or 2k", auto="auto"),
+    "carry": _TokensOrWord("8192 or 8k", auto="auto", off=None),
+    "pass_tokens": _TokensOrWord("32768 or 32k", auto="auto"),
+    "checkpoint_layers": _LayerCount(),
+    "loss_chunk": _TokensOrWord("2048 or 2k", auto="auto"),
     "max_record_size": Size(),
     "importance_mask": Bounds(),
 }

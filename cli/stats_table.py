@@ -12,12 +12,12 @@ from treepack.analysis.glossary import BASELINES, REASONS, readable_time
 from .output import percent, say, show_figures, show_notes, show_table, text
 from .skipped import print_control_tokens, print_many_skipped, print_skipped
 
-CONTRASTS = {
+_CONTRASTS = {
     "effective_ratio": ("num_anchors", "of_anchors", "of_rollouts"),
     "spearman": ("num_pairs", "num_unpredicted", "rho", "p_value"),
 }
-MIN_LOST = 0.05  # share of lost tokens that is worth a line
-SPREADS = ("lengths", "group_sizes", "branching", "row_tokens", "row_pairs", "row_trajectories")
+_MIN_LOST = 0.05  # share of lost tokens that is worth a line
+_SPREADS = ("lengths", "group_sizes", "branching", "row_tokens", "row_pairs", "row_trajectories")
 
 
 def print_report(report: dict[str, Any], *, verbose: bool, is_model_given: bool = True) -> None:
@@ -40,9 +40,9 @@ def print_report(report: dict[str, Any], *, verbose: bool, is_model_given: bool 
     if lost := report.get("sharing", {}).get("lost"):
         tokens = report["sharing"]["laid_down"]["lost"]
         share, most = tokens / report["tokens_tree"], max(lost, key=lambda cause: int(cause["tokens"]))
-        if share >= MIN_LOST:
+        if share >= _MIN_LOST:
             say(f"{percent(share)} of the tokens lost their sharing, most by {most['cause']}; see --verbose.")
-        if share >= MIN_LOST and most["cause"] == "template":
+        if share >= _MIN_LOST and most["cause"] == "template":
             kept = 1 - int(most["tokens"]) / report["tokens_tree"]
             gain = forecast["gain"]["speedup"]
             say(
@@ -62,7 +62,7 @@ def print_report(report: dict[str, Any], *, verbose: bool, is_model_given: bool 
         print_control_tokens(report.get("control_tokens"))
     if verbose:
         _print_details(report)
-    for name, columns in CONTRASTS.items():
+    for name, columns in _CONTRASTS.items():
         if name in report:
             click.echo()
             _print_contrast(name, columns, report[name])
@@ -111,7 +111,7 @@ def _print_details(report: dict[str, Any]) -> None:
             show_table(["depth", "tokens_flat", column, ratio], lines)
     click.echo()
     columns = ("count", "min", "median", "p90", "max", "mean")
-    spreads = [name for name in SPREADS if name in report]
+    spreads = [name for name in _SPREADS if name in report]
     show_table(["", *columns], [(name, *(report[name].get(column) for column in columns)) for name in spreads])
     if "predicted" in report:
         click.echo()

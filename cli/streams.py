@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 from treepack.errors import TreepackError
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 # Bars of tqdm need \r and ESC [A, and colours are ESC [...m.
 _HARMLESS = r"\x1b\[[0-9;]*m|\x1b\[[AK]"
@@ -94,7 +94,7 @@ class _Stream:
     def flush(self) -> None:
         self._try(self._stream.flush)
 
-    def _try(self, call: Callable[[], T]) -> T | None:
+    def _try(self, call: Callable[[], _T]) -> _T | None:
         try:
             return call()
         except BrokenPipeError:

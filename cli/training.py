@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from treepack.train.watch.sinks import RunPage, Sinks
 
 
-def keep_compiled_code() -> None:
+def _keep_compiled_code() -> None:
     """Make torch.compile keep its results in the home directory, unless the environment names another place.
 
     By default they are in the temporary directory, which many machines empty between two jobs.
@@ -108,7 +108,7 @@ def train_model(
         from treepack.train.ranks import find_device, join_ranks, leave_ranks
         from treepack.train.saving.place import open_place
 
-        keep_compiled_code()
+        _keep_compiled_code()
         ranks = join_ranks(find_device(options.device))
         try:
             # The lock of `out` is held until the end, so that a second command for it is refused before any work.
@@ -177,7 +177,7 @@ def show_plan(packed: tuple[str, ...], model: str, options: TrainOptions, run_op
     from treepack.train.ranks import find_device, join_ranks, leave_ranks
     from treepack.train.setup.opening import open_run
 
-    keep_compiled_code()  # compiled code that is there decides whether compilation pays
+    _keep_compiled_code()  # compiled code that is there decides whether compilation pays
     ranks = join_ranks(find_device(options.device))
     try:
         with stage_lines(shown=ranks.leads):

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class ComputeOptions:
+class _ComputeOptions:
     """Options of both commands about the computation of the backbone."""
 
     dtype: str
@@ -44,7 +44,7 @@ _compute_options = option_group(
         },
         attention={"help": "As in treepack train."},
     ),
-    ComputeOptions,
+    _ComputeOptions,
 )
 _optimiser_options = option_group(
     "training",
@@ -107,7 +107,7 @@ def fit(
     capacity: int,
     freeze: bool,
     training: dict[str, Any],
-    compute: ComputeOptions,
+    compute: _ComputeOptions,
     overwrite: bool,
 ) -> None:
     """Fit a prefix value predictor on the rollouts in TRIE, whose rewards are 0 or 1.
@@ -194,7 +194,7 @@ def predict(
     out: AnyPath,
     segment: str | None,
     capacity: int | None,
-    compute: ComputeOptions,
+    compute: _ComputeOptions,
     overwrite: bool,
 ) -> None:
     """Write the value of every prompt and prefix in TRIE to a file for treepack allocate and treepack stats.

@@ -22,7 +22,7 @@ _T = TypeVar("_T")
 REMEDY = "repair or uninstall the package"
 
 
-class InstalledPackage(NamedTuple):
+class _InstalledPackage(NamedTuple):
     """The package of an entry point, such as diary-logs 1.0, and the text that names the entry point in a message."""
 
     title: str
@@ -43,7 +43,7 @@ def folder_values(folder: str, name: str) -> Iterator[Any]:
         yield from found.get(f"{name}S", (found[name],) if name in found else ())
 
 
-def installed_values(group: str, kind: type[_T], home: str) -> Iterator[tuple[_T, InstalledPackage]]:
+def installed_values(group: str, kind: type[_T], home: str) -> Iterator[tuple[_T, _InstalledPackage]]:
     """Yield the values that other packages register in the group.
 
     Args:
@@ -56,7 +56,7 @@ def installed_values(group: str, kind: type[_T], home: str) -> Iterator[tuple[_T
     """
     for point in entry_points(group=group):
         title = "another package" if point.dist is None else f"{point.dist.name} {point.dist.version}"
-        package = InstalledPackage(title, f"{title}, entry point '{point.name}' of {group}")
+        package = _InstalledPackage(title, f"{title}, entry point '{point.name}' of {group}")
         found = _load(point, package.source)
         if not isinstance(found, kind):
             raise TreepackError(

@@ -53,7 +53,7 @@ _Decode = Callable[[list[list[int]]], list[str]]
 
 
 @dataclass(frozen=True, slots=True)
-class AddedTokens:
+class _AddedTokens:
     """Tokens that each trajectory adds to the trie of the trajectories before it; all arrays are [num_trajectories].
 
     Trajectory i adds its tokens from number `start` (int64) to its end. `lost` (int64) of them should have been shared
@@ -83,13 +83,13 @@ class Divergence:
     difference: TextDifference | None
 
 
-class CauseDivergences(Sequence[Divergence]):
+class _CauseDivergences(Sequence[Divergence]):
     """Partings of one cause, the costliest first, each made when it is needed.
 
     `numbers` int64 are their trajectories; the texts of the first ones have the `differences`.
     """
 
-    def __init__(self, tokens: AddedTokens, numbers: Int64, differences: list[TextDifference]) -> None:
+    def __init__(self, tokens: _AddedTokens, numbers: Int64, differences: list[TextDifference]) -> None:
         self._tokens, self._numbers, self._differences = tokens, numbers, differences
 
     def __len__(self) -> int:
@@ -99,11 +99,11 @@ class CauseDivergences(Sequence[Divergence]):
     @overload
     def __getitem__(self, place: int) -> Divergence: ...
     @overload
-    def __getitem__(self, place: slice) -> CauseDivergences: ...
-    def __getitem__(self, place: int | slice) -> Divergence | CauseDivergences:
+    def __getitem__(self, place: slice) -> _CauseDivergences: ...
+    def __getitem__(self, place: int | slice) -> Divergence | _CauseDivergences:
         """Return one parting, or several."""
         if isinstance(place, slice):
-            return CauseDivergences(self._tokens, self._numbers[place], self._differences[place])
+            return _CauseDivergences(self._tokens, self._numbers[place], self._differences[place])
         i = int(self._numbers[place])
         difference = self._differences[place] if place < len(self._differences) else None
         tokens = self._tokens
@@ -116,10 +116,10 @@ class LostCause:
 
     name: str
     tokens: int
-    partings: CauseDivergences
+    partings: _CauseDivergences
 
 
-def added_tokens(trie: Trie) -> AddedTokens:
+def added_tokens(trie: Trie) -> _AddedTokens:
     """Return the tokens that each trajectory adds, and the number of them that it should have shared.
 
     O(num_nodes log num_nodes), and the time to sort the names.
@@ -139,7 +139,7 @@ def added_tokens(trie: Trie) -> AddedTokens:
     parts = shared < np.where(is_call[later], end[other], begin[other])
     lost[later[parts]] = (should - start)[later[parts]]
     common[later[parts]] = shared[parts]
-    return AddedTokens(start, lost, expected, common, is_call)
+    return _AddedTokens(start, lost, expected, common, is_call)
 
 
 def _expectations(trie: Trie) -> tuple[Int64, NDArray[np.bool_], Int64]:
@@ -232,7 +232,7 @@ def explain_sharing(trie: Trie, decode: _Decode | None = None, *, most: int = MA
     }
 
 
-def tokens_by_reason(trie: Trie, tokens: AddedTokens) -> dict[str, int]:
+def tokens_by_reason(trie: Trie, tokens: _AddedTokens) -> dict[str, int]:
     """Return the tokens of `trie` by the reason why they are stored; the sum is N_tree.
 
     The reasons are: "first" of a group; "sampling", another answer; "environment", another observation after the same
@@ -272,7 +272,7 @@ def num_alone(trie: Trie) -> int:
     return int((np.bincount(text_codes(trie.trajectories["group_id"])) == 1).sum())
 
 
-def causes_of(trie: Trie, tokens: AddedTokens, decode: _Decode | None, *, most: int = MAX_PARTINGS) -> list[LostCause]:
+def causes_of(trie: Trie, tokens: _AddedTokens, decode: _Decode | None, *, most: int = MAX_PARTINGS) -> list[LostCause]:
     """Return the causes of lost sharing, the costliest first.
 
     Args:
@@ -300,7 +300,7 @@ def causes_of(trie: Trie, tokens: AddedTokens, decode: _Decode | None, *, most: 
     causes = []
     for name, parts in numbers.items():
         places = np.concatenate(parts)
-        partings = CauseDivergences(tokens, places, of_cause.get(name, []))
+        partings = _CauseDivergences(tokens, places, of_cause.get(name, []))
         causes.append(LostCause(name, int(tokens.lost[places].sum()), partings))
     return sorted(causes, key=lambda cause: (-cause.tokens, cause.name))
 
@@ -320,7 +320,7 @@ def _as_record(cause: LostCause, trie: Trie) -> dict[str, Any]:
     }
 
 
-def _differences(trie: Trie, tokens: AddedTokens, partings: list[int], decode: _Decode | None) -> list[TextDifference]:
+def _differences(trie: Trie, tokens: _AddedTokens, partings: list[int], decode: _Decode | None) -> list[TextDifference]:
     """Return the difference at each of `partings`, in order; none without `decode`."""
     if decode is None or not partings:
         return []

@@ -14,7 +14,7 @@ from treepack.trie.trie import Trie
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryNeed:
+class _MemoryNeed:
     """Peak memory of a command in bytes for each node, trajectory and trained span, and the verb that names it."""
 
     verb: str
@@ -25,11 +25,11 @@ class MemoryNeed:
 
 # Measured with a million trajectories of one turn: 170 and 380 bytes for a trajectory and its node; and with 100,000 of
 # 20 turns: 50 and 200 bytes for a span.
-CHECKING = MemoryNeed("checking", 100, 200, 60)
-DESCRIBING = MemoryNeed("describing", 150, 400, 200)
+CHECKING = _MemoryNeed("checking", 100, 200, 60)
+DESCRIBING = _MemoryNeed("describing", 150, 400, 200)
 
 
-def refuse_too_large(trie: Trie, need: MemoryNeed, *, memory: int | None) -> None:
+def refuse_too_large(trie: Trie, need: _MemoryNeed, *, memory: int | None) -> None:
     """Refuse a trie whose nodes, trajectories and spans do not fit into `memory` bytes, None for `usual_memory`.
 
     Raises:

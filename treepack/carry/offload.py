@@ -26,7 +26,7 @@ from treepack.memory.host_pages import CarriedBytes, HostRows, PageCopies, PageP
 
 # Bytes of a page. The last page of a layer's column is partly empty, so these pages are smaller than the pages of
 # checkpoints (`memory.host_pages.PAGE`).
-COLUMN_PAGE = 4 << 20
+_COLUMN_PAGE = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class CarryMemory:
         `pages` is by default a new pool, pinned if `device` is a GPU, and `copies` are `copies_of(device)`.
         """
         self.device, self.budget = device, budget
-        self.pages = PagePool(pinned=device.type == "cuda", size=COLUMN_PAGE) if pages is None else pages
+        self.pages = PagePool(pinned=device.type == "cuda", size=_COLUMN_PAGE) if pages is None else pages
         self.copies = copies or copies_of(device)
         # Tests set it: memory that must not be read is filled with NaN.
         self.poisons = False

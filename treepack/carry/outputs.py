@@ -19,7 +19,7 @@ from treepack.carry.offload import CarryMemory
 from treepack.carry.pieces import PiecePass
 from treepack.memory.host_pages import CarriedBytes, HostRows, raw
 
-Location = Literal["gpu", "host", "none"]
+_Location = Literal["gpu", "host", "none"]
 
 
 class PieceOutputs:
@@ -31,7 +31,7 @@ class PieceOutputs:
         # By layer, one row for each place of the stack.
         self.rows: dict[Hashable, HostRows] = {}
         self._num_layers = num_layers
-        self._pieces: dict[int, PushedOutputs] = {}
+        self._pieces: dict[int, _PushedOutputs] = {}
 
     @property
     def num_bytes(self) -> CarriedBytes:
@@ -45,7 +45,7 @@ class PieceOutputs:
 
     def push(self, each: PiecePass) -> KeptOutputs:
         """Return where attention keeps its outputs in the push of a piece."""
-        self._pieces[each.begin] = PushedOutputs(self, each.first)
+        self._pieces[each.begin] = _PushedOutputs(self, each.first)
         return self._pieces[each.begin]
 
     def pop(self, each: PiecePass) -> KeptOutputs | None:
@@ -61,7 +61,7 @@ class PieceOutputs:
             if each.kind == "pop":
                 del self._pieces[each.begin]
 
-    def location_of(self, size: int) -> Location:
+    def location_of(self, size: int) -> _Location:
         """Return where the outputs of the next piece stay, whose first layer has an output of `size` bytes."""
         budget, need = self.memory.budget, size * self._num_layers
         if budget.outputs is None or self._used("gpu") + need <= budget.outputs:
@@ -70,11 +70,11 @@ class PieceOutputs:
             return "host"
         return "none"
 
-    def _used(self, location: Location) -> int:
+    def _used(self, location: _Location) -> int:
         return sum(each.size * self._num_layers for each in self._pieces.values() if each.location == location)
 
 
-class PushedOutputs(KeptOutputs):
+class _PushedOutputs(KeptOutputs):
     """Outputs and log-sum-exps of one piece by layer.
 
     Unlike in `KeptOutputs`, they may be taken more than once: by the forward pass of the pop, and by a layer that is
@@ -84,7 +84,7 @@ class PushedOutputs(KeptOutputs):
     def __init__(self, pieces: PieceOutputs, first: int) -> None:
         """Start without outputs of the piece at place `first` of the stack."""
         super().__init__()
-        self.location: Location | None = None
+        self.location: _Location | None = None
         self.size = 0
         self._pieces, self._first = pieces, first
         self._pushed: dict[Hashable, tuple[Tensor | None, Tensor]] = {}

@@ -50,7 +50,7 @@ ALIGNMENT = 128
 # Tokens after forks that may still belong to the trunk piece of the first fork.
 SPARE = 1024
 
-Kind = Literal["bundle", "push", "pop"]
+_Kind = Literal["bundle", "push", "pop"]
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class PiecePass:
         stack: begin, end and first of the trunk pieces below it, from the root on.
     """
 
-    kind: Kind
+    kind: _Kind
     begin: int
     end: int
     first: int

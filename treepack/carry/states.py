@@ -36,7 +36,7 @@ from treepack.trajectory import Int32, Int64
 
 
 @dataclass(frozen=True)
-class PieceTree:
+class _PieceTree:
     """The tree of a piece, in local indices.
 
     Attributes:
@@ -52,18 +52,18 @@ class PieceTree:
     exits: Int64
 
 
-def piece_tree(subtree_end: Int32 | Int64, parent: Int64, exits: Int64, each: PiecePass) -> PieceTree:
-    """Return the tree of the piece of a pass; `exits` are the exits of the row, from `row_exits`."""
+def _piece_tree(subtree_end: Int32 | Int64, parent: Int64, exits: Int64, each: PiecePass) -> _PieceTree:
+    """Return the tree of the piece of a pass; `exits` are the exits of the row, from `_row_exits`."""
     above = parent[each.begin : each.end]
     roots = np.flatnonzero(above < each.begin)
     # parents of the roots [2 2 1] -> entries at the first and the third root
     first = np.append(True, np.diff(above[roots]) != 0)
     own = exits[(exits >= each.begin) & (exits < each.end)]
     end = np.minimum(subtree_end[each.begin : each.end], each.end) - each.begin
-    return PieceTree(end.astype(np.int64), roots[first], above[roots][first], own - each.begin)
+    return _PieceTree(end.astype(np.int64), roots[first], above[roots][first], own - each.begin)
 
 
-def row_exits(parent: Int64, plan: RowPlan) -> Int64:
+def _row_exits(parent: Int64, plan: RowPlan) -> Int64:
     """Return the tokens of a row on which tokens of other pieces hang, ascending."""
     begins = np.array([each.begin for each in plan.passes if each.kind != "pop"])
     piece = np.searchsorted(begins, np.arange(len(parent)), side="right")
@@ -72,7 +72,7 @@ def row_exits(parent: Int64, plan: RowPlan) -> Int64:
 
 def most_states(parent: Int64, plan: RowPlan) -> int:
     """Return the largest number of tokens whose states are kept at once."""
-    exits, most = row_exits(parent, plan), 0
+    exits, most = _row_exits(parent, plan), 0
     for each in plan.passes:
         ranges = np.array([*((begin, end) for begin, end, _ in each.stack), (each.begin, each.end)])
         # exits [3 7 9], ranges [0 4], [8 10] -> places [0 1], [2 3] -> 2 exits
@@ -81,7 +81,7 @@ def most_states(parent: Int64, plan: RowPlan) -> int:
 
 
 @dataclass(frozen=True)
-class PieceLayout:
+class _PieceLayout:
     """The tokens of a piece with W tokens before each entry and R tokens after each exit, M in total.
 
     Attributes:
@@ -95,7 +95,7 @@ class PieceLayout:
     schedules: BatchSchedules
 
 
-def extend_states(tree: PieceTree, writes: int, reads: int, device: torch.device) -> PieceLayout:
+def _extend_states(tree: _PieceTree, writes: int, reads: int, device: torch.device) -> _PieceLayout:
     """Return the extended row of a piece, with `writes` tokens before each entry and `reads` after each exit."""
     count = len(tree.end)
 
@@ -115,7 +115,7 @@ def extend_states(tree: PieceTree, writes: int, reads: int, device: torch.device
     order = np.empty_like(place)
     order[place] = np.arange(len(place))
     schedules = BatchSchedules(torch.from_numpy(ends[order].astype(np.int32)), device=device)
-    return PieceLayout(torch.from_numpy(order).to(device), torch.from_numpy(place).to(device), schedules)
+    return _PieceLayout(torch.from_numpy(order).to(device), torch.from_numpy(place).to(device), schedules)
 
 
 class CarriedStates:
@@ -132,11 +132,11 @@ class CarriedStates:
         """
         self._switches = follow_layers(causal)
         self._ends, self._parent, self._has_pops = subtree_end, parent, plan.has_pops
-        self._exits = row_exits(parent, plan) if self._switches else np.zeros(0, np.int64)
+        self._exits = _row_exits(parent, plan) if self._switches else np.zeros(0, np.int64)
         self._kept: dict[Hashable, dict[int, _CarriedState]] = {}
-        self._layouts: dict[tuple[int, int], PieceLayout] = {}
+        self._layouts: dict[tuple[int, int], _PieceLayout] = {}
         self._now: PiecePass | None = None
-        self._tree: PieceTree | None = None
+        self._tree: _PieceTree | None = None
         self._module: nn.Module | None = None
         self._calls = 0
 
@@ -150,7 +150,7 @@ class CarriedStates:
         """Start a pass: drop the states of pieces that left the stack."""
         if not self._switches:
             return
-        self._now, self._tree = now, piece_tree(self._ends, self._parent, self._exits, now)
+        self._now, self._tree = now, _piece_tree(self._ends, self._parent, self._exits, now)
         self._layouts.clear()
         alive = [*((begin, end) for begin, end, _ in now.stack), (now.begin, now.end)]
         for states in self._kept.values():
@@ -222,13 +222,15 @@ class CarriedStates:
         self._calls += 1
         return self._kept.setdefault(place, {})
 
-    def _shape(self, writes: int, reads: int, device: torch.device) -> tuple[PieceTree, PieceLayout]:
+    def _shape(self, writes: int, reads: int, device: torch.device) -> tuple[_PieceTree, _PieceLayout]:
         assert self._tree is not None
         if (writes, reads) not in self._layouts:
-            self._layouts[writes, reads] = extend_states(self._tree, writes, reads, device)
+            self._layouts[writes, reads] = _extend_states(self._tree, writes, reads, device)
         return self._tree, self._layouts[writes, reads]
 
-    def _enter(self, states: dict[int, _CarriedState], tree: PieceTree, shape: tuple[int, ...], like: Tensor) -> Tensor:
+    def _enter(
+        self, states: dict[int, _CarriedState], tree: _PieceTree, shape: tuple[int, ...], like: Tensor
+    ) -> Tensor:
         """Return the states [E, *shape] that enter the piece, in the dtype of `like`; 0 before roots of the row."""
         entering = [states[parent] if parent >= 0 else None for parent in tree.parents.tolist()]
         zero = like.new_zeros(shape)
@@ -239,7 +241,7 @@ class CarriedStates:
         entered: Tensor = _EnterStates.apply(rows, sums)  # type: ignore[no-untyped-call]
         return entered
 
-    def _exit(self, states: dict[int, _CarriedState], tree: PieceTree, out: Tensor, read: Tensor) -> Tensor:
+    def _exit(self, states: dict[int, _CarriedState], tree: _PieceTree, out: Tensor, read: Tensor) -> Tensor:
         """Keep the states `read` [X, ...] of a push; in a pop, return `out` with the gradients of these states."""
         assert self._now is not None
         tokens = (tree.exits + self._now.begin).tolist()

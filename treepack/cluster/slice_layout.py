@@ -36,7 +36,7 @@ _JoinedRow = tuple[tuple[int, int], ...]  # (slice, row of the slice) of its ope
 
 
 @dataclass(frozen=True)
-class OpenRowJoin:
+class _OpenRowJoin:
     """Rows that join open rows of one step, after slice number `after`; each open row is (slice, row of the slice)."""
 
     after: int
@@ -54,7 +54,7 @@ class SliceLayout:
     """The `facts` of each slice, the `joins` by slice, the sizes of all `rows` in order, and the number of groups."""
 
     facts: list[SliceFacts]
-    joins: list[OpenRowJoin]
+    joins: list[_OpenRowJoin]
     rows: PlanTotals
     num_groups: int
 
@@ -67,7 +67,7 @@ def make_layout(slices: Sequence[TrieSlice], plans: Sequence[SlicePlan], job: Pa
     joined = _join_open_rows(plans, job)
     has_terms = not known.isdisjoint(MAKES_TERMS)
     facts: list[SliceFacts] = []
-    joins: list[OpenRowJoin] = []
+    joins: list[_OpenRowJoin] = []
     sizes: list[RowSizes] = []
     first = 0, 0  # numbers of the next row and of the next part
 
@@ -90,7 +90,7 @@ def make_layout(slices: Sequence[TrieSlice], plans: Sequence[SlicePlan], job: Pa
         if number in joined:
             rows = joined[number]
             of_join = SliceFacts(known, None, {}, *place(_sizes_of_joins(plans, rows)), np.zeros(0, np.int64))
-            joins.append(OpenRowJoin(number, tuple(rows), of_join))
+            joins.append(_OpenRowJoin(number, tuple(rows), of_join))
     rows_of_all = PlanTotals(
         *(np.concatenate([getattr(each, name) for each in sizes]) for name in ("tokens", "pairs", "terms"))
     )

@@ -24,8 +24,8 @@ from treepack.model.loaded import LoadedModel
 
 _log = logging.getLogger("treepack")
 
-P = TypeVar("P")
-T = TypeVar("T")
+_P = TypeVar("_P")
+_T = TypeVar("_T")
 
 
 class SharedShortageError(MemoryShortageError):
@@ -33,9 +33,9 @@ class SharedShortageError(MemoryShortageError):
 
 
 def until_it_fits(
-    attempt: Callable[[P], T],
-    plan: P,
-    smaller: Callable[[P, Exception], P | None],
+    attempt: Callable[[_P], _T],
+    plan: _P,
+    smaller: Callable[[_P, Exception], _P | None],
     device: torch.device,
     *,
     place: str,
@@ -44,7 +44,7 @@ def until_it_fits(
     waits: Callable[[Exception], bool] = lambda _: False,
     words: Callable[[Any], str] = plan_in_words,
     note: Callable[[str], None] = _log.info,
-) -> tuple[T, P]:
+) -> tuple[_T, _P]:
     """Return the result of the first attempt that fits, and its plan.
 
     Args:

@@ -20,7 +20,7 @@ from torch.nn.functional import pad
 from treepack.errors import TreepackError
 
 
-class OwnSamples(NamedTuple):
+class _OwnSamples(NamedTuple):
     """The samples of this rank among those of all ranks of a group: rows begin .. end - 1, of `width` tokens."""
 
     begin: int
@@ -45,7 +45,7 @@ def sequence_group(name: str, size: int) -> Any:
     return distributed.new_subgroups(size)[0]  # type: ignore[no-untyped-call]
 
 
-def join_padded(columns: Sequence[Tensor], group: Any) -> tuple[list[Tensor], OwnSamples]:
+def join_padded(columns: Sequence[Tensor], group: Any) -> tuple[list[Tensor], _OwnSamples]:
     """Return the columns of the samples of all ranks, [sum of B, largest L] each, and the place of the own ones.
 
     Args:
@@ -61,7 +61,7 @@ def join_padded(columns: Sequence[Tensor], group: Any) -> tuple[list[Tensor], Ow
     distributed.all_gather(found, padded, group=group)
     joined = torch.cat([each[:, :size] for each, (size, _) in zip(found, shapes, strict=True)], 1)
     begin = sum(size for size, _ in shapes[: distributed.get_rank(group)])
-    place = OwnSamples(begin, begin + own.shape[1], own.shape[2])
+    place = _OwnSamples(begin, begin + own.shape[1], own.shape[2])
     return [whole.to(each.dtype) for whole, each in zip(joined, columns, strict=True)], place
 
 
@@ -69,21 +69,21 @@ class _OwnValues(torch.autograd.Function):
     """Values of the own samples; the gradient is that of all ranks."""
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, place: OwnSamples, group: Any) -> Tensor:
+    def forward(ctx: Any, values: Tensor, place: _OwnSamples, group: Any) -> Tensor:
         ctx.place, ctx.group, ctx.shape = place, group, values.shape
         return values[:, place.begin : place.end, : place.width].clone()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        place: OwnSamples = ctx.place
+        place: _OwnSamples = ctx.place
         whole = grad.new_zeros(ctx.shape)
         whole[:, place.begin : place.end, : place.width] = grad
         distributed.all_reduce(whole, group=ctx.group)
         return whole, None, None
 
 
-def own_values(values: Sequence[Tensor], place: OwnSamples, group: Any) -> list[Tensor]:
+def own_values(values: Sequence[Tensor], place: _OwnSamples, group: Any) -> list[Tensor]:
     """Return the own part [B, L] of each of some values [sum of B, largest L], which all ranks have.
 
     Every rank must run the backward pass of the result, or none.

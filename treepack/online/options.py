@@ -10,7 +10,7 @@ from treepack.model.head.token_loss import CHUNK
 from treepack.option_fields import read_counts
 from treepack.pack.options import EFFORTS
 
-METHODS = ("contiguous", "auto")
+_METHODS = ("contiguous", "auto")
 DEFAULT_CAPACITY = 1 << 16  # tokens; the memory of a longer row is seldom there
 
 
@@ -35,7 +35,7 @@ class OnlineOptions:
     def __post_init__(self) -> None:
         """Refuse invalid values."""
         choices = (
-            ("method", self.method, METHODS),
+            ("method", self.method, _METHODS),
             ("effort", self.effort, EFFORTS),
             ("route_conflicts", self.route_conflicts, ROUTE_CONFLICTS),
         )

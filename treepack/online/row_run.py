@@ -51,7 +51,7 @@ from treepack.sequence.share import sequence_of
 
 _log = logging.getLogger("treepack")
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 Values = tuple[Tensor, Tensor | None]  # log-probabilities, and entropies if they are wanted
 
 # The plan of rows of a model with a graph (True) and without one, after the first one was too large.
@@ -239,7 +239,7 @@ class RowRun:
             return RunPlan(False, 0, False, None, max(1, row.num_tokens), self.options.chunk)
         return replace(known, loss_chunk=min(known.loss_chunk, self.options.chunk))
 
-    def _until_it_fits(self, attempt: Callable[[RunPlan], T], row: Batch, *, has_graph: bool) -> T:
+    def _until_it_fits(self, attempt: Callable[[RunPlan], _T], row: Batch, *, has_graph: bool) -> _T:
         """Return the result of `attempt` for a row with a plan that fits, and keep a smaller plan for later rows.
 
         Raises:

@@ -24,7 +24,7 @@ from treepack.kept_sets import sets_of_tokens
 from treepack.ragged import RaggedArray, join_lists
 from treepack.trajectory import Float64, Int32, Int64, Routes, as_routes
 
-Bools = NDArray[np.bool_]
+_Bools = NDArray[np.bool_]
 Ids = Tensor | NDArray[Any] | Sequence[Tensor | NDArray[Any]]  # a batch of token ids, in one of the three forms
 Flags = Tensor | NDArray[Any] | Sequence[Tensor | NDArray[Any]] | None  # the same for yes and no
 
@@ -164,7 +164,7 @@ def _all_places(form: BatchForm, given: Int64) -> tuple[Int64, Int64]:
     return np.arange(len(shifts)) + shifts, lengths
 
 
-def _flags(values: Any, form: BatchForm, name: str) -> Bools:
+def _flags(values: Any, form: BatchForm, name: str) -> _Bools:
     """Return `values`, yes or no for each value of the caller's batch, flat."""
     return _like(values, form, name).astype(bool, copy=False)
 

@@ -34,7 +34,7 @@ from treepack.recurrent.chunks import CHUNK, build_chunks, move
 _VERSION = "0.6.0"
 
 
-class SiblingSums(NamedTuple):
+class _SiblingSums(NamedTuple):
     """Sums of the gradients of sibling nodes for their parents, always in the same order.
 
     halves    int64 [...] for each distance 1, 2, 4, ...: nodes to which the sibling at this distance is added
@@ -45,7 +45,7 @@ class SiblingSums(NamedTuple):
     first: Tensor
 
 
-class NodeLevel(NamedTuple):
+class _NodeLevel(NamedTuple):
     """The n nodes of one level.
 
     bounds         int64 [n + 1], first token of each node within the level, then the number of tokens
@@ -59,11 +59,11 @@ class NodeLevel(NamedTuple):
     bounds_cpu: Tensor
     chunks: Tensor
     parents: Tensor
-    siblings: SiblingSums
+    siblings: _SiblingSums
 
 
 @dataclass(frozen=True)
-class NodeLevels:
+class _NodeLevels:
     """The nodes of the N tokens of a batch, level by level.
 
     order     int64 [N], the tokens of each level, level after level; then the trees of one token
@@ -75,18 +75,18 @@ class NodeLevels:
     order: Tensor
     place: Tensor
     sizes: tuple[int, ...]
-    levels: tuple[NodeLevel, ...]
+    levels: tuple[_NodeLevel, ...]
 
-    def to(self, device: torch.device) -> NodeLevels:
+    def to(self, device: torch.device) -> _NodeLevels:
         """Return the same table on `device`; from pinned memory, without waiting for the copy."""
         if self.order.device == device:
             return self
         levels = []
         for level in self.levels:
             halves = tuple(move(each, device) for each in level.siblings.halves)
-            siblings = SiblingSums(halves, move(level.siblings.first, device))
+            siblings = _SiblingSums(halves, move(level.siblings.first, device))
             bounds, chunks, parents = (move(x, device) for x in (level.bounds, level.chunks, level.parents))
-            levels.append(NodeLevel(bounds, level.bounds_cpu, chunks, parents, siblings))
+            levels.append(_NodeLevel(bounds, level.bounds_cpu, chunks, parents, siblings))
         return replace(self, order=move(self.order, device), place=move(self.place, device), levels=tuple(levels))
 
 
@@ -119,7 +119,7 @@ def _version(package: str) -> str | None:
         return None
 
 
-def build_levels(subtree_end: Tensor) -> NodeLevels:
+def build_levels(subtree_end: Tensor) -> _NodeLevels:
     """Return the levels of rows.
 
     Args:
@@ -130,7 +130,7 @@ def build_levels(subtree_end: Tensor) -> NodeLevels:
         return _build(subtree_end.cpu()).to(subtree_end.device)
 
 
-def _build(subtree_end: Tensor) -> NodeLevels:
+def _build(subtree_end: Tensor) -> _NodeLevels:
     count = subtree_end.numel()
     # A chunk as long as all rows holds a whole node.
     nodes = build_chunks(subtree_end, size=max(count, 1), order="levels")
@@ -149,13 +149,13 @@ def _build(subtree_end: Tensor) -> NodeLevels:
     for chosen in members:
         bounds = torch.cat([torch.zeros(1, dtype=torch.int64), length[chosen].cumsum(0)])
         parents = number[parent[chosen].clamp(min=0)]
-        levels.append(NodeLevel(bounds, bounds, _divide(length[chosen]), parents, _pair_siblings(parents)))
+        levels.append(_NodeLevel(bounds, bounds, _divide(length[chosen]), parents, _pair_siblings(parents)))
     lists = [_tokens(begin[chosen], length[chosen]) for chosen in members]
     lists.append(_tokens(begin[single], length[single]))
     order = torch.cat(lists)
     place = torch.empty_like(order)
     place[order] = torch.arange(count)
-    return NodeLevels(order, place, tuple(len(each) for each in lists), tuple(levels))
+    return _NodeLevels(order, place, tuple(len(each) for each in lists), tuple(levels))
 
 
 def _tokens(begin: Tensor, length: Tensor) -> Tensor:
@@ -171,7 +171,7 @@ def _divide(length: Tensor) -> Tensor:
     return torch.stack([node, torch.arange(len(node)) - (counts.cumsum(0) - counts)[node]], 1)
 
 
-def _pair_siblings(parents: Tensor) -> SiblingSums:
+def _pair_siblings(parents: Tensor) -> _SiblingSums:
     """Return the sums over siblings, which are neighbours, because parents ascend."""
     # parents [0, 0, 0, 2] -> ranks [0, 1, 2, 0] of [3, 3, 3, 1] siblings; distance 1: [0], distance 2: [0]
     _, inverse, counts = torch.unique_consecutive(parents, return_inverse=True, return_counts=True)
@@ -182,10 +182,10 @@ def _pair_siblings(parents: Tensor) -> SiblingSums:
     while distance < int(counts.max()):
         halves.append(((rank % (2 * distance) == 0) & (rank + distance < counts[inverse])).nonzero().squeeze(1))
         distance *= 2
-    return SiblingSums(tuple(halves), first)
+    return _SiblingSums(tuple(halves), first)
 
 
-def scan_by_levels(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, levels: NodeLevels) -> Tensor:
+def scan_by_levels(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, levels: _NodeLevels) -> Tensor:
     """Return the outputs o [N, H, V] of the tokens of a tree; arguments as in `twin.scan`, on a GPU.
 
     q and k get the dtype of `v`, bfloat16, float16 or float32. Products within chunks have its precision, states are
@@ -245,7 +245,7 @@ class _InheritStates(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, states: Tensor, parents: Tensor, siblings: SiblingSums) -> Tensor:
+    def forward(ctx: Any, states: Tensor, parents: Tensor, siblings: _SiblingSums) -> Tensor:
         ctx.save_for_backward(parents)
         ctx.siblings, ctx.count = siblings, len(states)
         return states[parents]
@@ -263,7 +263,7 @@ class _InheritStates(torch.autograd.Function):
 
 
 def _compute_level(
-    inputs: list[Tensor], level: NodeLevel, states: Tensor | None, has_children: bool
+    inputs: list[Tensor], level: _NodeLevel, states: Tensor | None, has_children: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Return the outputs [1, t, H, V] of a level, and the final states of its nodes, float32 [n, H, K, V], or None.
 

@@ -36,7 +36,7 @@ _Decode = Callable[[list[list[int]]], list[str]]
 
 
 @dataclass(frozen=True, slots=True)
-class TextRun:
+class _TextRun:
     """A part of a text; `kind` is "same", "differs" or "token", one token of a text whose tokens differ."""
 
     text: str
@@ -44,7 +44,7 @@ class TextRun:
 
 
 @dataclass(frozen=True, slots=True)
-class CauseExample:
+class _CauseExample:
     """One place: trajectory and other one as numbers, their common tokens, the lost ones, and their texts as runs."""
 
     trajectory: int
@@ -52,18 +52,18 @@ class CauseExample:
     position: int
     lost: int
     before: str
-    expected: list[TextRun]
-    actual: list[TextRun]
+    expected: list[_TextRun]
+    actual: list[_TextRun]
 
 
 @dataclass(frozen=True, slots=True)
-class SharingCause:
+class _SharingCause:
     """A cause of lost sharing: its tokens, the number of its places, and examples in different groups if possible."""
 
     name: str
     tokens: int
     num_places: int
-    examples: list[CauseExample]
+    examples: list[_CauseExample]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class LostSharing:
     """
 
     reasons: dict[str, int]
-    causes: list[SharingCause]
+    causes: list[_SharingCause]
     num_alone: int
     is_read: bool
 
@@ -94,7 +94,7 @@ def read_sharing(trie: Trie, groups: Int64, decode: _Decode | None, show: _Decod
     return LostSharing(
         reasons=tokens_by_reason(trie, tokens),
         causes=[
-            SharingCause(
+            _SharingCause(
                 cause.name,
                 cause.tokens,
                 len(cause.partings),
@@ -119,38 +119,38 @@ def _examples(cause: LostCause, groups: Int64) -> list[Divergence]:
     return sorted(chosen, key=lambda parting: -parting.lost)
 
 
-def _example(trie: Trie, parting: Divergence, cause: str, show: _Decode | None) -> CauseExample:
+def _example(trie: Trie, parting: Divergence, cause: str, show: _Decode | None) -> _CauseExample:
     place = (parting.trajectory, parting.other, parting.position, parting.lost)
     if show is None:
-        return CauseExample(*place, "", [], [])
+        return _CauseExample(*place, "", [], [])
     difference = parting.difference
     if difference is None or cause == RETOKENISED:
-        return CauseExample(*place, *_token_runs(trie, parting, show))
+        return _CauseExample(*place, *_token_runs(trie, parting, show))
     expected, actual = difference_runs(difference.expected[:AFTER], difference.actual[:AFTER])
-    return CauseExample(*place, difference.before[-BEFORE:], expected, actual)
+    return _CauseExample(*place, difference.before[-BEFORE:], expected, actual)
 
 
-def _token_runs(trie: Trie, parting: Divergence, show: _Decode) -> tuple[str, list[TextRun], list[TextRun]]:
+def _token_runs(trie: Trie, parting: Divergence, show: _Decode) -> tuple[str, list[_TextRun], list[_TextRun]]:
     """Return the text before a parting, and the tokens of both trajectories after it."""
     at = parting.position
     ends = (int(trie.end_node[parting.other]), int(trie.end_node[parting.trajectory]))
     (before,) = show([path_tokens(trie, ends[0], max(0, at - TOKENS_BEFORE), at)])
     runs = [
-        [TextRun(text, "token") for text in show([[token] for token in path_tokens(trie, end, at, at + TOKENS_AFTER)])]
+        [_TextRun(text, "token") for text in show([[token] for token in path_tokens(trie, end, at, at + TOKENS_AFTER)])]
         for end in ends
     ]
     return before, runs[0], runs[1]
 
 
-def difference_runs(a: str, b: str) -> tuple[list[TextRun], list[TextRun]]:
+def difference_runs(a: str, b: str) -> tuple[list[_TextRun], list[_TextRun]]:
     """Return both texts as runs of words that are the same and that differ.
 
     "at 10:15 in", "at 11:20 in" -> at, 10, :, 15, in: 10 and 15 differ in the first text, 11 and 20 in the second.
     """
     first, second = _WORDS.findall(a), _WORDS.findall(b)
-    runs: tuple[list[TextRun], list[TextRun]] = ([], [])
+    runs: tuple[list[_TextRun], list[_TextRun]] = ([], [])
     for kind, i, j, k, m in SequenceMatcher(None, first, second, autojunk=False).get_opcodes():
         for side, words in zip(runs, (first[i:j], second[k:m]), strict=True):
             if words:
-                side.append(TextRun("".join(words), "same" if kind == "equal" else "differs"))
+                side.append(_TextRun("".join(words), "same" if kind == "equal" else "differs"))
     return runs

@@ -183,7 +183,7 @@ def _slices(parts: list[tuple[Int64, Int64, Int64]]) -> tuple[Int64, Int64]:
     return np.concatenate(owners), np.concatenate(values)
 
 
-class RecordedSegments(NamedTuple):
+class _RecordedSegments(NamedTuple):
     """The lists `segments` and `segment_ids` in the metadata of a rollout, and the rollout's `source` for messages."""
 
     source: str
@@ -191,14 +191,14 @@ class RecordedSegments(NamedTuple):
     ids: list[int] | None
 
 
-def recorded_segments(trie: Trie, members: Int64) -> list[RecordedSegments | None]:
+def recorded_segments(trie: Trie, members: Int64) -> list[_RecordedSegments | None]:
     """Return the segments in the metadata of each of the `members`, None if it has none.
 
     Raises:
         TreepackError: offsets or ids are malformed.
     """
     table: pa.Table = trie.trajectories.select(["metadata", "source"]).take(pa.array(members))
-    segments: list[RecordedSegments | None] = [None] * len(members)
+    segments: list[_RecordedSegments | None] = [None] * len(members)
     lengths = trie.lengths[members].tolist()
     # A search for the name is far cheaper than parsing: most tries record no segments.
     for i in np.flatnonzero(pc.match_substring(table["metadata"], f'"{SEGMENTS}"').to_numpy()).tolist():
@@ -210,11 +210,11 @@ def recorded_segments(trie: Trie, members: Int64) -> list[RecordedSegments | Non
             raise TreepackError(f"{source}: {fault}; {_EXPECTED}")
         if fault := _fault_of_ids(ids, len(offsets)):
             raise TreepackError(f"{source}: {fault}; expected one integer per offset in '{SEGMENTS}'")
-        segments[i] = RecordedSegments(source, offsets, ids)
+        segments[i] = _RecordedSegments(source, offsets, ids)
     return segments
 
 
-def _complete_segments(trie: Trie, members: Int64) -> list[RecordedSegments] | None:
+def _complete_segments(trie: Trie, members: Int64) -> list[_RecordedSegments] | None:
     """Return the segments in the metadata of all `members`, or None if no member has any.
 
     Raises:
@@ -229,7 +229,7 @@ def _complete_segments(trie: Trie, members: Int64) -> list[RecordedSegments] | N
     return complete or None
 
 
-def _recorded_cuts(recorded: list[RecordedSegments], group: Int64) -> SegmentCuts:
+def _recorded_cuts(recorded: list[_RecordedSegments], group: Int64) -> SegmentCuts:
     """Return the recorded offsets of all members as cuts.
 
     Raises:

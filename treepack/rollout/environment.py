@@ -70,7 +70,7 @@ EnvironmentFactory = Callable[[dict[str, Any], Any], Environment | Awaitable[Env
 
 async def start_episode(
     factory: EnvironmentFactory, query: Query, tokenizer: Any = None, *, stop_token_ids: Collection[int] = ()
-) -> tuple[Int32, EnvironmentEpisode]:
+) -> tuple[Int32, _EnvironmentEpisode]:
     """Return the prompt of a task, int32 [n], and its episode, which `sample_tree` closes.
 
     A query without ids gets the environment's `prompt`. For a prefix, the turns in `query.turns` are replayed,
@@ -103,7 +103,7 @@ async def start_episode(
             else:
                 world.compare(observation, recorded, f"observation {len(turns) + 1}")
             turns += (_PolicyTurn(query.prompt[begin:end], observation),)
-        episode = EnvironmentEpisode(world, turns, live)
+        episode = _EnvironmentEpisode(world, turns, live)
         await world.take_snapshot(live, episode)
         return prompt, episode
     except BaseException:
@@ -147,7 +147,7 @@ class _QueryEnvironments:
     can_truncate: bool = False
     is_closed: bool = False
     open: list[Environment] = field(default_factory=list)
-    snapshots: dict[EnvironmentEpisode, Any] = field(default_factory=dict)
+    snapshots: dict[_EnvironmentEpisode, Any] = field(default_factory=dict)
 
     def error(self, problem: str) -> TreepackError:
         """Return the error of a `problem` with the environments."""
@@ -183,7 +183,7 @@ class _QueryEnvironments:
         ids = await call(environment.observe, turn.tolist(), where=self.where)
         return None if ids is None else self._checked_ids(ids, "observe", "return None at the end of the episode")
 
-    async def take_snapshot(self, environment: Environment, state: EnvironmentEpisode) -> None:
+    async def take_snapshot(self, environment: Environment, state: _EnvironmentEpisode) -> None:
         """Keep a copy of the state, unless the environments are replayed."""
         if hasattr(environment, "snapshot"):
             self.snapshots[state] = await call(environment.snapshot, where=self.where)
@@ -249,7 +249,7 @@ def _equal(ids: Int32 | None, before: Int32 | None) -> bool:
     return ids is before is None or (ids is not None and before is not None and np.array_equal(ids, before))
 
 
-class EnvironmentEpisode:
+class _EnvironmentEpisode:
     """The state after some turns: an `Episode` of the sampler. See the head of this file."""
 
     def __init__(self, world: _QueryEnvironments, turns: tuple[_PolicyTurn, ...], live: Environment) -> None:
@@ -260,7 +260,7 @@ class EnvironmentEpisode:
         self._rewards: list[float | None] = []
         self._reward_lock = asyncio.Lock()
 
-    async def after(self, turn: Int32) -> tuple[EnvironmentEpisode, Int32 | None]:
+    async def after(self, turn: Int32) -> tuple[_EnvironmentEpisode, Int32 | None]:
         """Let an environment in this state observe `turn`, and return the new state and the observation.
 
         Raises:
@@ -269,7 +269,7 @@ class EnvironmentEpisode:
         """
         world, live = self._world, await self._take()
         observation = await world.observe(live, turn)
-        state = EnvironmentEpisode(world, (*self._turns, _PolicyTurn(turn, observation)), live)
+        state = _EnvironmentEpisode(world, (*self._turns, _PolicyTurn(turn, observation)), live)
         if observation is not None:  # nothing continues the end of an episode
             await world.take_snapshot(live, state)
         return state, observation

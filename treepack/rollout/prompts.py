@@ -33,7 +33,7 @@ _NOT_A_PROMPT = {tf.RESPONSE, tf.MASK, tf.LABELS, tf.RESPONSE_LENGTH, tf.LENGTHS
 
 
 @dataclass(frozen=True, slots=True)
-class PromptTokens:
+class _PromptTokens:
     """A prompt, int32 [n] with n >= 1, and the group of a record that names none."""
 
     ids: Int32
@@ -53,7 +53,7 @@ class PromptReader:
     _encoder: Encoder | None = field(default=None, init=False)
     _renderer: ChatTemplate | None = field(default=None, init=False)
 
-    def read(self, record: Record) -> PromptTokens | None:
+    def read(self, record: Record) -> _PromptTokens | None:
         """Return the prompt of `record`, None if it has none.
 
         Raises:
@@ -63,7 +63,7 @@ class PromptReader:
         fields = tf.sort_fields(value, source)
         if fields.get(tf.PROMPT) or fields.get(tf.IDS):
             ids = _token_ids(fields, source)
-            prompt = PromptTokens(ids, derived_group(ids.astype("<i4", copy=False).tobytes()))
+            prompt = _PromptTokens(ids, derived_group(ids.astype("<i4", copy=False).tobytes()))
         elif isinstance(value.get("prompt"), str) and value.get("messages") is None:
             prompt = self._of_text(value["prompt"], source)
         elif is_messages(value.get("messages")) or is_messages(value.get("prompt")):
@@ -74,11 +74,11 @@ class PromptReader:
             raise TreepackError(f"{source}: has an empty prompt; expected at least one token")
         return prompt
 
-    def _of_text(self, text: str, source: str) -> PromptTokens:
+    def _of_text(self, text: str, source: str) -> _PromptTokens:
         encoder = self._loaded(source)
-        return PromptTokens(np.concatenate([encoder.prefix, encoder.encode(text)]), derived_group(text.encode()))
+        return _PromptTokens(np.concatenate([encoder.prefix, encoder.encode(text)]), derived_group(text.encode()))
 
-    def _of_chat(self, record: Record) -> PromptTokens:
+    def _of_chat(self, record: Record) -> _PromptTokens:
         given = {name: record.value[name] for name in _TALK_FIELDS if record.value.get(name) is not None}
         # {"prompt": [...]} is read as {"messages": [...]}, because the reader expects a completion beside a prompt.
         given.setdefault("messages", given.pop("prompt", None))
@@ -96,7 +96,7 @@ class PromptReader:
         if self._renderer is None:
             self._renderer = ChatTemplate(encoder.tokenizer, self.template)
         text = self._renderer.prompt(content, tools=tools, source=record.source)
-        return PromptTokens(encoder.encode(text), derived_group(prompt_messages(content, tools)))
+        return _PromptTokens(encoder.encode(text), derived_group(prompt_messages(content, tools)))
 
     def _loaded(self, source: str) -> Encoder:
         if self.tokenizer is None:

@@ -170,9 +170,9 @@ class TokenShare:
         edges = split_evenly(len(x), self.sequence.size)
         return x[edges[self.sequence.rank] : edges[self.sequence.rank + 1]]
 
-    def recurrent(self, functions: Any) -> SharedRecurrence:
+    def recurrent(self, functions: Any) -> _SharedRecurrence:
         """Return the functions of recurrent layers on own tokens, by `functions` on whole rows."""
-        return SharedRecurrence(self, functions)
+        return _SharedRecurrence(self, functions)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the arguments of attention for whole rows and this rank's heads.
@@ -221,7 +221,7 @@ class TokenShare:
         return sum_values(values, self.sequence.group)
 
 
-class SharedRecurrence(NamedTuple):
+class _SharedRecurrence(NamedTuple):
     """`convolve` and `scan` of recurrent layers, see `recurrent.dispatch`, with own tokens in and out."""
 
     share: TokenShare

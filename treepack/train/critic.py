@@ -75,7 +75,7 @@ class Critic:
 
 
 @dataclass(frozen=True, slots=True)
-class CriticSummary:
+class _CriticSummary:
     """A trie with values that was written: its directory and manifest, and the values with their counts.
 
     `num_computed` is the number of tokens of all rows, and `tokens_flat` that of all trajectories. `replaced` is True
@@ -186,7 +186,7 @@ def write_values(
     *,
     overwrite: bool = False,
     progress: ReportProgress | None = None,
-) -> CriticSummary:
+) -> _CriticSummary:
     """Compute the value after every token of a trie directory, and write them with the trie to the directory `out`.
 
     Args:
@@ -222,7 +222,7 @@ def write_values(
         )
         with finished_directory(out, overwrite=overwrite) as temporary:
             written = write_token_values(source, temporary, values, provenance)
-    return CriticSummary(
+    return _CriticSummary(
         path=out,
         manifest=written,
         values=values,

@@ -53,7 +53,7 @@ from treepack.train.setup.run_model import check_rows_fit
 from treepack.trajectory import Float32, Float64, Int64
 
 
-class TermScores(NamedTuple):
+class _TermScores(NamedTuple):
     """Numbers about the N terms of a row: log-probabilities and entropies float64 [N], and likeliest words [N, K]."""
 
     logprobs: Float64
@@ -122,7 +122,7 @@ def scored_rows(scoring: Scoring) -> Iterator[Row]:
     """
     options, loaded = scoring.options, scoring.loaded
 
-    def compute(rows: Sequence[Row], plan: RunPlan, memory: CarryMemory | None) -> list[TermScores]:
+    def compute(rows: Sequence[Row], plan: RunPlan, memory: CarryMemory | None) -> list[_TermScores]:
         read = rows if options.routes == "replay" else [replace(row, routes=None) for row in rows]
         chosen = replace(options, carry=plan.carry, loss_chunk=plan.loss_chunk)
         with ComputeSetting(loaded.device, options.dtype).lower_precision():
@@ -137,7 +137,7 @@ def scored_rows(scoring: Scoring) -> Iterator[Row]:
         yield _with_scores(row, found, options)
 
 
-def _with_scores(row: Row, found: TermScores, options: ScoreOptions) -> Row:
+def _with_scores(row: Row, found: _TermScores, options: ScoreOptions) -> Row:
     """Return a row with the columns of the options, filled in for the groups of the options."""
     terms = row.terms
     assert terms is not None
@@ -177,7 +177,7 @@ def _merged_lists(
 @torch.no_grad()
 def term_scores(
     loaded: LoadedModel, rows: Sequence[Row], options: ScoreOptions, *, memory: CarryMemory | None = None
-) -> list[TermScores]:
+) -> list[_TermScores]:
     """Return the numbers about the terms' tokens, row by row of one pass.
 
     Each token of the rows runs once.
@@ -188,7 +188,7 @@ def term_scores(
     assert terms is not None, "checked when the data was opened"
     if len(terms.tokens) == 0:  # no trained token in these rows: nothing to compute
         none = None if options.top_k is None else np.zeros((0, options.top_k), np.int64)
-        return [TermScores(np.zeros(0), np.zeros(0), none, none if none is None else none.astype(float)) for _ in rows]
+        return [_TermScores(np.zeros(0), np.zeros(0), none, none if none is None else none.astype(float)) for _ in rows]
     # One value per trained token, which `index` repeats for its terms: values [-1, -2], index [0, 1, 1] -> [-1, -2, -2]
     tokens = terms.tokens.to(loaded.device)
     temperature = filled_temperature(None if options.ignore_temperature else terms.temperature, options.temperature)
@@ -204,7 +204,7 @@ def term_scores(
     found = [None if each is None else each.double().cpu()[terms.index].numpy() for each in columns]
     edges = (0, len(terms.index)) if batch.edges is None else batch.edges.terms
     return [
-        TermScores(*(None if each is None else each[begin:end] for each in found))  # type: ignore[arg-type]
+        _TermScores(*(None if each is None else each[begin:end] for each in found))  # type: ignore[arg-type]
         for begin, end in pairwise(edges)
     ]
 

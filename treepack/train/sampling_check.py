@@ -48,7 +48,7 @@ _BYTES = {"fp32": 4, "bf16": 2}  # of a number in the dtypes of runs
 
 
 @dataclass(frozen=True)
-class SamplingGap:
+class _SamplingGap:
     """Mean differences of recorded and own log-probabilities, in nats, over the compared terms of all ranks.
 
     Attributes:
@@ -81,7 +81,7 @@ def compare_sampling(run: TrainingRun) -> str | None:
     return None if found is None else _describe_gap(found, run)
 
 
-def measure_gap(run: TrainingRun) -> SamplingGap | None:
+def measure_gap(run: TrainingRun) -> _SamplingGap | None:
     """Compare one row of the first step on every rank; None if it has no recorded values."""
     rows = run.passes(run.schedule[0].rows)[0][:1]
     batch = read_pass(run.dataset, rows)
@@ -92,7 +92,7 @@ def measure_gap(run: TrainingRun) -> SamplingGap | None:
         return None
     num = len(_TEMPERATURES)
     (before, num_before), (after, num_after) = rest[num : num + 2], rest[num + 2 :]
-    return SamplingGap(
+    return _SamplingGap(
         num_terms=int(count),
         gap=gap / count,
         mean=mean / count,
@@ -158,7 +158,7 @@ def _moved(recorded: Tensor, terms: TermTensors, step: int) -> Tensor:
     return moved
 
 
-def _describe_gap(found: SamplingGap, run: TrainingRun) -> str | None:
+def _describe_gap(found: _SamplingGap, run: TrainingRun) -> str | None:
     """Return the sentence for the user; None if the values may be of one distribution."""
     if not found.gap > NOISE:
         return None

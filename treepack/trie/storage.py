@@ -75,13 +75,13 @@ class ArrayStorage:
             mapped = mmap.mmap(file.fileno(), size)
         return self.join(np.frombuffer(mapped, dtype), mapped)
 
-    def growing_array(self, dtype: type[np.generic], *, in_file: bool) -> GrowingArray:
+    def growing_array(self, dtype: type[np.generic], *, in_file: bool) -> _GrowingArray:
         """Return an empty array that can grow, in memory or in a file.
 
         Raises:
             TreepackError: the disk fails.
         """
-        return GrowingArray(self, dtype, in_file=in_file)
+        return _GrowingArray(self, dtype, in_file=in_file)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Leave the maps out: a copy in another process has its arrays in memory."""
@@ -103,7 +103,7 @@ class PageReleaser:
             self._num_tokens = 0
 
 
-class GrowingArray:
+class _GrowingArray:
     """An array to which pieces are appended, in memory or in a file."""
 
     def __init__(self, storage: ArrayStorage, dtype: type[np.generic], *, in_file: bool) -> None:

@@ -21,7 +21,7 @@ _REPLACEMENT = "\ufffd"
 
 
 @dataclass(frozen=True, slots=True)
-class DecodedToken:
+class _DecodedToken:
     """Text that token `index` adds. A `special` token has a text of its own; an `unknown` id has no text."""
 
     index: int
@@ -38,7 +38,7 @@ class TokenDecoder:
         self._backend = tokenizer.backend_tokenizer
         self.special = frozenset(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)
 
-    def decode(self, ids: list[int], before: list[int]) -> Iterator[DecodedToken]:
+    def decode(self, ids: list[int], before: list[int]) -> Iterator[_DecodedToken]:
         """Yield the texts of `ids`, which follow `before`; a character cut at the end is a replacement character."""
         run: list[int] = []  # ids since the last special or unknown id
         done = 0  # number of ids of run whose text was yielded: they remain as context
@@ -51,21 +51,21 @@ class TokenDecoder:
                 # A text that ends with U+FFFD waits for more bytes: 226 -> "\ufffd", 226 130 172 -> "\u20ac"
                 if not new.endswith(_REPLACEMENT) or len(run) - done > _MAX_PENDING:
                     if index >= 0 and new:
-                        yield DecodedToken(index, new)
+                        yield _DecodedToken(index, new)
                     run = run[done:]
                     done = len(run)
                 continue
             if index > 0 and (new := self._added(run, done)):
-                yield DecodedToken(index - 1, new)
+                yield _DecodedToken(index - 1, new)
             is_special = token in self.special
             # The special id stays as context, because decoders strip the blank of a word that nothing precedes.
             run = [token] if is_special else []
             done = len(run)
             if index >= 0:
                 text = self._text([token]) if is_special else f"<unknown id {token}>"
-                yield DecodedToken(index, text, is_special, not is_special)
+                yield _DecodedToken(index, text, is_special, not is_special)
         if ids and (new := self._added(run, done)):
-            yield DecodedToken(len(ids) - 1, new)
+            yield _DecodedToken(len(ids) - 1, new)
 
     def _added(self, run: list[int], done: int) -> str:
         """Return the text of `run` after the text of its first `done` ids."""

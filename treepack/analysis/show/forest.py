@@ -25,7 +25,7 @@ from treepack.trie.trie import Trie
 
 
 @dataclass(frozen=True, slots=True)
-class EndingTrajectories:
+class _EndingTrajectories:
     """The trajectories of a forest, sorted by the node in which they end; an unknown reward or advantage is NaN."""
 
     node: Int64
@@ -58,7 +58,7 @@ class DrawnForest:
     parent: Int64
     node_end: Int64
     num_passing: Int64
-    endings: EndingTrajectories
+    endings: _EndingTrajectories
     values: dict[str, Float64]
 
     @property
@@ -103,7 +103,7 @@ def forest_of_trie(trie: Trie) -> DrawnForest:
         parent=trie.parent.astype(np.int64),
         node_end=trie.node_end.astype(np.int64),
         num_passing=trie.num_passing.astype(np.int64),
-        endings=EndingTrajectories(
+        endings=_EndingTrajectories(
             trie.end_node.astype(np.int64),
             trie.trajectories["trajectory_id"].to_pylist(),
             trie.trajectories["step"].to_pylist(),
@@ -151,7 +151,7 @@ def _chain(trajectory: Trajectory, start: Int64, num_passing: Int64) -> DrawnFor
         parent=np.arange(num) - 1,
         node_end=np.full(num, num),
         num_passing=num_passing,
-        endings=EndingTrajectories(
+        endings=_EndingTrajectories(
             np.array([num - 1]),
             [trajectory.trajectory_id],
             [trajectory.step],
@@ -186,7 +186,7 @@ def forest_of_row(row: Row) -> DrawnForest:
         # subtree_end counts tokens, node_end nodes: start [0, 2, 3, 5], subtree_end 5 -> node 3
         node_end=np.searchsorted(start, row.subtree_end[start[:-1]]).astype(np.int64),
         num_passing=row.scale[start[:-1]].astype(np.int64),
-        endings=EndingTrajectories(
+        endings=_EndingTrajectories(
             node_of[row.trajectory_ends].astype(np.int64),
             list(row.trajectory_ids),
             [row.step] * len(row.trajectory_ids),
@@ -227,7 +227,7 @@ def path_of_row(row: Row, trajectory: int) -> DrawnForest:
         parent=np.arange(num) - 1,
         node_end=np.full(num, num),
         num_passing=whole.num_passing[index],
-        endings=EndingTrajectories(
+        endings=_EndingTrajectories(
             np.array([num - 1]),
             [row.trajectory_ids[trajectory]],
             [row.step],

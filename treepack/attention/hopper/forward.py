@@ -30,7 +30,7 @@ from treepack.attention.hopper.tiles import (
 )
 
 
-class ForwardWork(NamedTuple):
+class _ForwardWork(NamedTuple):
     """First query and tiles of a program, the numbers that a consumer reads, and pointers of its head.
 
     o, lse    results; tokens of o are o_stride elements apart
@@ -223,7 +223,7 @@ def forward_kernel(
     end_tiles = staged_ends(k_ring, STAGES, WINDOWED)
 
     lists = ProgramLists(granules + first, ends + row * padded, starts + row * padded, end_tiles)
-    work = ForwardWork(
+    work = _ForwardWork(
         q0,
         tiles,
         partial_tiles,

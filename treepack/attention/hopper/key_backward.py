@@ -39,7 +39,7 @@ from treepack.attention.hopper.tiles import (
 )
 
 
-class ProgramMemory(NamedTuple):
+class _ProgramMemory(NamedTuple):
     """Shared memory of a program: its keys and values, rings of queries and output gradients, and numbers of queries.
 
     lse, delta, starts   [STAGES, QUERIES]; lse and starts arrive with the queries, delta with the output gradients;
@@ -56,7 +56,7 @@ class ProgramMemory(NamedTuple):
     starts: gl.shared_memory_descriptor
 
 
-class ProducerSources(NamedTuple):
+class _ProducerSources(NamedTuple):
     """Sources of the producer; queries and output gradients come from many heads and tokens."""
 
     k: HeadMatrix
@@ -69,7 +69,7 @@ class ProducerSources(NamedTuple):
     group: gl.tensor
 
 
-class ProgramPointers(NamedTuple):
+class _ProgramPointers(NamedTuple):
     """Pointers into global memory: numbers of the row, lists of the block, numbers, gradients and sums of the group."""
 
     ends: gl.tensor
@@ -84,7 +84,7 @@ class ProgramPointers(NamedTuple):
     dv_sums: gl.tensor
 
 
-class KeyWork(NamedTuple):
+class _KeyWork(NamedTuple):
     """Range of queries, `steps` (its tiles times the heads of the group), and the numbers that a consumer reads.
 
     `sums` is the place of the sums of a share, or -1. If WINDOWED, the range is one of places in the list of query
@@ -262,7 +262,7 @@ def _allocate(q_descriptor, do_descriptor, k_descriptor, v_descriptor, STAGES: g
         start_tiles = gl.allocate_shared_memory(gl.int32, [STAGES, QUERIES], plain)
     else:
         start_tiles = lse_tiles
-    return ProgramMemory(k_tile, v_tile, block_full, q_ring, do_ring, lse_tiles, delta_tiles, start_tiles)
+    return _ProgramMemory(k_tile, v_tile, block_full, q_ring, do_ring, lse_tiles, delta_tiles, start_tiles)
 
 
 @gluon.jit
@@ -333,7 +333,7 @@ def key_kernel(
     places = padded - origin
     of_head = (row.to(gl.int64) * kv_heads + group) * GROUP * places - origin
     of_sums = (sums.to(gl.int64) * kv_heads + group) * (128 * D)
-    pointers = ProgramPointers(
+    pointers = _ProgramPointers(
         ends + row * padded,
         starts + row * padded,
         key_granules + (row * blocks + block) * 4,
@@ -349,10 +349,12 @@ def key_kernel(
     full_begin = gl.load(ranges + 1)
     full_end = gl.load(ranges + 2)
     dk_stride, dv_stride = dk_strides[2], dv_strides[2]
-    work = KeyWork(steps, full_begin, full_end, last, length, origin, places, sums, dk_stride, dv_stride, factor, scale)
+    work = _KeyWork(
+        steps, full_begin, full_end, last, length, origin, places, sums, dk_stride, dv_stride, factor, scale
+    )
     k = matrix(k_descriptor, k_at, row, group, 0)
     v = matrix(v_descriptor, v_at, row, group, 0)
-    sources = ProducerSources(k, v, q_descriptor, do_descriptor, q_at, do_at, row, group)
+    sources = _ProducerSources(k, v, q_descriptor, do_descriptor, q_at, do_at, row, group)
     # The tuples are written here: in a tuple with a name, constants would become values of the run.
     gl.warp_specialize(
         [

@@ -63,7 +63,7 @@ def hopper_backward(inputs: AttentionInputs, out: Tensor, lse: Tensor, grad: Ten
     incoming = BackwardInputs(grad, lse, compute_delta(out, grad, lse))
     dq, dk, dv = (token_major(x) for x in inputs[:3])
     hopper_query_launch(inputs, incoming, dq).run()
-    sums = empty_sums(inputs)
+    sums = _empty_sums(inputs)
     hopper_key_launch(inputs, incoming, dk, dv, sums).run()
     if sums is not None:
         join_shares(sums, dk, dv, inputs.schedule, inputs.scale)
@@ -98,7 +98,7 @@ def hopper_query_launch(inputs: AttentionInputs, incoming: BackwardInputs, dq: T
     return _launch(shape.kernels.query, _query_programs(inputs), inputs, arguments, shape.query)
 
 
-def empty_sums(inputs: AttentionInputs) -> tuple[Tensor, Tensor] | None:
+def _empty_sums(inputs: AttentionInputs) -> tuple[Tensor, Tensor] | None:
     """Return memory for the sums of dk and dv of all shares; None if no key block is divided."""
     shares = inputs.schedule.shares
     if _shape(inputs).parts is not None or shares is None or not shares.num_sums:

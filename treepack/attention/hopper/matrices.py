@@ -24,7 +24,7 @@ def matrix_arguments(name: str, x: Tensor, rows: int, parts: tuple[int, ...] | N
         rows: tokens of one copy.
         parts: widths of the parts of a head, one or two that add up to D; None for kernels of whole heads.
     """
-    x, shape, at = as_matrix(x)
+    x, shape, at = _as_matrix(x)
     strides = [x.stride(2), 1]
     widths = (x.shape[-1],) if parts is None else parts
     descriptors = [TensorDescriptor(x, shape, strides, [rows, width], _layout(width)) for width in widths]
@@ -40,7 +40,7 @@ def _layout(width: int) -> NVMMASharedLayout:
     return NVMMASharedLayout(swizzle_byte_width=min(128, 2 * width), element_bitwidth=16, rank=2)
 
 
-def as_matrix(x: Tensor) -> tuple[Tensor, list[int], tuple[int, int, int]]:
+def _as_matrix(x: Tensor) -> tuple[Tensor, list[int], tuple[int, int, int]]:
     """Return x [B, H, T, D], the shape of the matrix that it is to the copy engine, and the steps between heads.
 
     The copy engine reads a matrix, and zeros beyond its edges. The rows of the matrix are tokens; the heads follow one
@@ -60,4 +60,4 @@ def as_matrix(x: Tensor) -> tuple[Tensor, list[int], tuple[int, int, int]]:
     if rows_apart and beside:
         shape = [batch * length, (heads - 1) * of_head + width]
         return x, shape, (length if batch > 1 else 0, 0, of_head)
-    return as_matrix(torch.empty_like(x, memory_format=torch.contiguous_format).copy_(x))
+    return _as_matrix(torch.empty_like(x, memory_format=torch.contiguous_format).copy_(x))

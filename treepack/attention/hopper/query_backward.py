@@ -29,7 +29,7 @@ from treepack.attention.hopper.tiles import (
 )
 
 
-class QueryWork(NamedTuple):
+class _QueryWork(NamedTuple):
     """First query and tiles of a program, the numbers that a consumer reads, and pointers of its head.
 
     lse, delta    [T_pad - origin], moved back by `origin` places, so that a token is its index
@@ -194,7 +194,7 @@ def query_kernel(
 
     of_head = (row.to(gl.int64) * heads + head) * (padded - origin) - origin
     lists = ProgramLists(granules + first, ends + row * padded, starts + row * padded, end_tiles)
-    work = QueryWork(
+    work = _QueryWork(
         q0,
         tiles,
         partial_tiles,

@@ -17,7 +17,7 @@ from treepack.attention.hopper.wide_key_backward import wide_key_kernel
 from treepack.attention.hopper.wide_query_backward import wide_query_kernel
 
 
-class PassKernels(NamedTuple):
+class _PassKernels(NamedTuple):
     """The kernels of the three passes.
 
     forward        writes output and lse
@@ -39,7 +39,7 @@ class HeadShape(NamedTuple):
     parts_v   widths of the parts of v
     """
 
-    kernels: PassKernels
+    kernels: _PassKernels
     parts: tuple[int, ...] | None
     parts_v: tuple[int, ...] | None
     forward: dict[str, int]
@@ -47,18 +47,18 @@ class HeadShape(NamedTuple):
     key: dict[str, int]
 
 
-WHOLE_HEADS = PassKernels(forward_kernel, query_kernel, key_kernel, 1)
-HEADS_IN_PARTS = PassKernels(wide_forward_kernel, wide_query_kernel, wide_key_kernel, 2)
+_WHOLE_HEADS = _PassKernels(forward_kernel, query_kernel, key_kernel, 1)
+_HEADS_IN_PARTS = _PassKernels(wide_forward_kernel, wide_query_kernel, wide_key_kernel, 2)
 
 # Key granules per tile and stages per ring: the fastest values on an H200 that fit into 227 KB of shared memory beside
 # 128 rows of queries. The forward needs 4 granules, because its first tile must hold the whole diagonal. For dq, 2
 # granules are faster than 4 (head dimension 64: 3.7 ms against 5.8). For dk and dv, a third stage gains nothing.
-_WHOLE = HeadShape(WHOLE_HEADS, None, None, {"GRANULES": 4, "STAGES": 2}, {"GRANULES": 2, "STAGES": 3}, {"STAGES": 2})
+_WHOLE = HeadShape(_WHOLE_HEADS, None, None, {"GRANULES": 4, "STAGES": 2}, {"GRANULES": 2, "STAGES": 3}, {"STAGES": 2})
 
 # Heads in parts: within 3 % of the fastest values on an H200 that fit into 227 KB in both dtypes and hardly spill. At
 # 256 the query kernel has 128 KB of queries and output gradients, and room for two tiles of 64 keys and one of values.
 _PARTS = HeadShape(
-    HEADS_IN_PARTS,
+    _HEADS_IN_PARTS,
     (128, 64),
     (128,),
     {"GRANULES": 4, "K_STAGES": 2, "V_STAGES": 2},
@@ -70,7 +70,7 @@ SHAPES = {
     (64, 64): _WHOLE,
     (128, 128): _WHOLE,
     (256, 256): HeadShape(
-        HEADS_IN_PARTS,
+        _HEADS_IN_PARTS,
         (256,),
         (256,),
         {"GRANULES": 2, "K_STAGES": 2, "V_STAGES": 2},

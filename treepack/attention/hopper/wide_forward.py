@@ -30,7 +30,7 @@ from treepack.attention.hopper.parts import (
 )
 from treepack.attention.hopper.tiles import finish_softmax, list_of_queries, online_softmax, rows_of_queries
 
-LOWEST = gl.constexpr(-3.0e38)
+_LOWEST = gl.constexpr(-3.0e38)
 
 
 @gluon.jit
@@ -81,7 +81,7 @@ def _consume(
     # [64, KEYS]
     zeros = gl.zeros((64, KEYS), gl.float32, s_layout)
     # [64]
-    highest = gl.full((64,), LOWEST, gl.float32, gl.SliceLayout(1, s_layout))
+    highest = gl.full((64,), _LOWEST, gl.float32, gl.SliceLayout(1, s_layout))
     total = gl.zeros((64,), gl.float32, gl.SliceLayout(1, s_layout))
 
     # The first tile is one of the partial section, which begins with the block's own keys.

@@ -39,10 +39,10 @@ from treepack.attention.hopper.parts import (
 )
 from treepack.attention.hopper.tiles import TileRing, is_seen, place, read_keys
 
-SHIFT = gl.constexpr(16384.0)
+_SHIFT = gl.constexpr(16384.0)
 
 
-class WideShared(NamedTuple):
+class _WideShared(NamedTuple):
     """Shared memory of a program: its keys and values, and rings of queries, output gradients, P', lse and delta."""
 
     k: gl.shared_memory_descriptor
@@ -55,7 +55,7 @@ class WideShared(NamedTuple):
     delta: gl.shared_memory_descriptor
 
 
-class WidePointers(NamedTuple):
+class _WidePointers(NamedTuple):
     """Pointers into global memory: granules of the half block, lists of the row, numbers of the group's queries."""
 
     granules: gl.tensor
@@ -66,7 +66,7 @@ class WidePointers(NamedTuple):
     delta: gl.tensor
 
 
-class WideKeyWork(NamedTuple):
+class _WideKeyWork(NamedTuple):
     """The numbers that consumers read; `origin` and `places` are as in `key_backward.KeyWork`.
 
     `steps` is query tiles of the program times heads of its group.
@@ -183,7 +183,7 @@ def _consume_values(
             # [1, QUERIES] and [64, 1] -> [64, QUERIES]
             p = gl.where(is_seen(queries[None, :], start[None, :], key[:, None], end[:, None], WINDOWED), p, 0.0)
         mbarrier.wait(shared.p.empty.index(p_stage), ((step // P_STAGES) & 1) ^ 1)
-        shared.p.tiles.index(p_stage).store((p * SHIFT).to(shared.p.tiles.dtype))
+        shared.p.tiles.index(p_stage).store((p * _SHIFT).to(shared.p.tiles.dtype))
         mbarrier.arrive(shared.p.full.index(p_stage), count=1)
         if CARRIED:
             dv = finish_tile(dv_product, 0)
@@ -251,7 +251,7 @@ def _consume_keys(
         # [64, QUERIES]
         p = shared.p.tiles.index(p_stage).load(s_layout).to(gl.float32)
         mbarrier.arrive(shared.p.empty.index(p_stage), count=1)
-        ds = (p * dp) * (1.0 / SHIFT)
+        ds = (p * dp) * (1.0 / _SHIFT)
         if CARRIED:
             dk = finish_tile(dk_product, 0)
             mbarrier.arrive(shared.q.empty.index(before % STAGES), count=1, pred=step > 0)
@@ -311,7 +311,7 @@ def _allocate(
     lse_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, QUERIES], plain)
     delta_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, QUERIES], plain)
     p_ring = TileRing(p_tiles, p_full, p_empty)
-    return WideShared(k_tile, v_tile, block_full, q_ring, do_ring, p_ring, lse_tiles, delta_tiles)
+    return _WideShared(k_tile, v_tile, block_full, q_ring, do_ring, p_ring, lse_tiles, delta_tiles)
 
 
 @gluon.jit(do_not_specialize=["length", "blocks", "section"])
@@ -374,12 +374,12 @@ def wide_key_kernel(
     of_head = (row.to(gl.int64) * kv_heads + group) * GROUP * places - origin
     dk_pointer += row.to(gl.int64) * dk_strides[0] + group * dk_strides[1]
     dv_pointer += row.to(gl.int64) * dv_strides[0] + group * dv_strides[1]
-    pointers = WidePointers(
+    pointers = _WidePointers(
         granules, ends + row * padded, starts + row * padded, key_tiles, lse_pointer + of_head, delta_pointer + of_head
     )
     full_begin = gl.load(ranges + 1)
     full_end = gl.load(ranges + 2)
-    work = WideKeyWork(steps, first, full_begin, full_end, last, length, origin, places, factor, scale)
+    work = _WideKeyWork(steps, first, full_begin, full_end, last, length, origin, places, factor, scale)
     sides = (sources(k_first, k_second, k_at, row, group, 0), sources(v_first, v_second, v_at, row, group, 0))
     streams = (q_first, q_second, do_first, do_second, q_at, do_at, row, group)
     # The tuples are written here: in a tuple with a name, constants would become values of the run.

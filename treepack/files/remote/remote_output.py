@@ -40,7 +40,7 @@ from treepack.files.remote.address import RemotePath
 from treepack.files.remote.cache_room import pin, remove_unused, unpin
 from treepack.files.remote.object_store import ExistsError, ObjectInfo
 
-RECORDS = ("manifest.json", "values.json", "train.json", "run.json")
+_RECORDS = ("manifest.json", "values.json", "train.json", "run.json")
 """The objects that complete an output of treepack; of several, the first one is written last."""
 
 UNFINISHED = ".unfinished"
@@ -49,7 +49,7 @@ _PART = re.compile(r"[a-z]+-\d{5}-[0-9a-f]{16}\.parquet")
 
 
 @dataclass
-class OutputState:
+class _OutputState:
     """The state of an output before any work.
 
     Attributes:
@@ -69,7 +69,7 @@ class OutputState:
     @property
     def records(self) -> list[str]:
         """The records of a complete output that are present."""
-        return [name for name in RECORDS if name in self.objects]
+        return [name for name in _RECORDS if name in self.objects]
 
     @property
     def foreign(self) -> list[str]:
@@ -78,11 +78,11 @@ class OutputState:
 
 
 # Outputs that are being written by the blocks that run now, see `observed`.
-_OBSERVED: ContextVar[dict[RemotePath, OutputState]] = ContextVar("observed")
+_OBSERVED: ContextVar[dict[RemotePath, _OutputState]] = ContextVar("observed")
 
 
 @contextmanager
-def observed(out: RemotePath) -> Iterator[OutputState]:
+def observed(out: RemotePath) -> Iterator[_OutputState]:
     """Yield the state of `out` at the start of the outermost block for it, which the last write depends on.
 
     Raises:
@@ -99,7 +99,7 @@ def observed(out: RemotePath) -> Iterator[OutputState]:
         _OBSERVED.reset(token)
 
 
-def output_state(out: RemotePath) -> OutputState:
+def output_state(out: RemotePath) -> _OutputState:
     """Return the state of `out` now, or at the start of the block of `observed` that runs.
 
     Raises:
@@ -109,7 +109,7 @@ def output_state(out: RemotePath) -> OutputState:
     if out in known:
         return known[out]
     objects = object_store.list_objects(out)
-    return OutputState(object_store.info(out), objects, _remains(out, objects))
+    return _OutputState(object_store.info(out), objects, _remains(out, objects))
 
 
 def _remains(out: RemotePath, objects: Mapping[str, ObjectInfo]) -> set[str]:
@@ -121,7 +121,7 @@ def _remains(out: RemotePath, objects: Mapping[str, ObjectInfo]) -> set[str]:
     return remains
 
 
-def is_own_prefix(out: RemotePath, state: OutputState) -> bool:
+def is_own_prefix(out: RemotePath, state: _OutputState) -> bool:
     """Return True if treepack wrote the complete output at `out`.
 
     Raises:
@@ -133,7 +133,7 @@ def is_own_prefix(out: RemotePath, state: OutputState) -> bool:
 def holds_record(prefix: RemotePath) -> bool:
     """Return True if treepack wrote an output at `prefix`, which is not listed; False if it cannot be read."""
     with suppress(TreepackError):  # an account may have no access above its own prefix
-        return any(_is_own_record(object_store.read_object(prefix / name)) for name in RECORDS)
+        return any(_is_own_record(object_store.read_object(prefix / name)) for name in _RECORDS)
     return False
 
 
@@ -154,7 +154,7 @@ def remote_directory(out: RemotePath) -> Iterator[Path]:
         TreepackError: the store or the disk fails.
     """
     with observed(out) as state, _local_folder(out) as folder:
-        target = {"scheme": out.scheme, "path": out.path, "observed": state.version(RECORDS[0])}
+        target = {"scheme": out.scheme, "path": out.path, "observed": state.version(_RECORDS[0])}
         (folder / _TARGET).write_text(json.dumps(target), encoding="utf-8")
         output = folder / "output"
         output.mkdir()
@@ -251,10 +251,10 @@ def _local_folder(out: RemotePath) -> Iterator[Path]:
         ) from error
 
 
-def _finish(out: RemotePath, folder: Path, state: OutputState) -> None:
+def _finish(out: RemotePath, folder: Path, state: _OutputState) -> None:
     """Upload the files of `folder`, the record of the output last, and delete objects without a complete output."""
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
-    record = next((name for name in RECORDS if name in names), None)
+    record = next((name for name in _RECORDS if name in names), None)
     assert record is not None, f"{out}: its writer has made no record"
     others = [name for name in names if name != record]
     if others:

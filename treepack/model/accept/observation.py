@@ -28,7 +28,7 @@ from treepack.recurrent.entry import upgrade_hint
 from treepack.recurrent.interface import CONVOLUTION, RecurrentCall
 
 
-class AttentionRecord:
+class _AttentionRecord:
     """The calls of attention in one forward pass.
 
     This is not a list, because wrappers of trainers copy the lists that they pass on.
@@ -54,7 +54,7 @@ class ForwardObservation:
     """
 
     head: HeadCall
-    attention: AttentionRecord = field(default_factory=AttentionRecord)
+    attention: _AttentionRecord = field(default_factory=_AttentionRecord)
     logits: Tensor | None = None
 
     @property

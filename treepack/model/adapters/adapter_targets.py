@@ -21,14 +21,14 @@ ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
 _FUSED_OUT_PROJ = frozenset({"falcon_h1", "nemotron_h"})
 
 
-class AdapterTargets(NamedTuple):
+class _AdapterTargets(NamedTuple):
     """Names of linear layers, a list or a regular expression, and of stacked weights of experts."""
 
     modules: list[str] | str
     parameters: list[str]
 
 
-def find_targets(causal: Any, targets: str, source: str) -> AdapterTargets:
+def find_targets(causal: Any, targets: str, source: str) -> _AdapterTargets:
     """Return the names for PEFT: the last parts of names if they mean the chosen layers only.
 
     Of a text half it is a regular expression of whole names, because the towers have layers with the same last parts.
@@ -53,7 +53,7 @@ def find_targets(causal: Any, targets: str, source: str) -> AdapterTargets:
         chosen = {match for name in names for match in _matches(causal, name, [*linear, *stacked], source)}
     if not chosen:
         raise TreepackError(f"{source}: has no linear layers for an adapter; train it without LoRA")
-    return AdapterTargets(_module_names(causal, chosen - set(stacked)), _parameter_names(stacked, chosen))
+    return _AdapterTargets(_module_names(causal, chosen - set(stacked)), _parameter_names(stacked, chosen))
 
 
 def _module_names(causal: Any, chosen: set[str]) -> list[str] | str:

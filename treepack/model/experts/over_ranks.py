@@ -38,7 +38,7 @@ _LocalExperts = Callable[[Any, Tensor, Tensor, Tensor, int | None], Tensor]
 
 
 @dataclass
-class ExpertShare:
+class _ExpertShare:
     """The experts `first` to `first + count` of a layer, which this rank of `size` has.
 
     `whole` has all experts of each stacked parameter, in the block of `whole_experts`.
@@ -56,15 +56,15 @@ class ExpertShare:
         return self.mesh.get_group(self.mesh.ndim - 1)
 
 
-def share_of(experts: Any) -> ExpertShare | None:
+def share_of(experts: Any) -> _ExpertShare | None:
     """Return the share that this rank has of a layer's experts; None if it has all of them now."""
-    share: ExpertShare | None = getattr(experts, _SHARE, None)
+    share: _ExpertShare | None = getattr(experts, _SHARE, None)
     return None if share is None or share.whole else share
 
 
 def expert_weight(experts: Any, name: str) -> Tensor:
     """Return the parameter `name` of the experts that this rank computes."""
-    share: ExpertShare | None = getattr(experts, _SHARE, None)
+    share: _ExpertShare | None = getattr(experts, _SHARE, None)
     if share is not None and name in share.whole:
         return share.whole[name]
     weight: Any = getattr(experts, name)
@@ -103,7 +103,7 @@ def share_experts(causal: nn.Module, mesh: Any, source: str) -> set[nn.Parameter
                 f"{source}: its {type(experts).__name__} cannot run over ranks; leave out --expert-ranks"
             )
         count = experts.num_experts // size
-        share = ExpertShare(mesh, size, rank * count, count)
+        share = _ExpertShare(mesh, size, rank * count, count)
         for name, parameter in _shared_parameters(experts).items():
             own = parameter.detach()[share.first : share.first + count].clone()
             # A DTensor has no method that makes one without communication, except this one.
@@ -114,7 +114,7 @@ def share_experts(causal: nn.Module, mesh: Any, source: str) -> set[nn.Parameter
     return shared
 
 
-def _shared(causal: nn.Module) -> list[tuple[Any, ExpertShare]]:
+def _shared(causal: nn.Module) -> list[tuple[Any, _ExpertShare]]:
     return [(module, share) for module in causal.modules() if (share := getattr(module, _SHARE, None)) is not None]
 
 
@@ -139,7 +139,7 @@ def _exchange_rows(x: Tensor, sent: Sequence[int], received: Sequence[int], grou
 
 def compute_over_ranks(
     experts: Any,
-    share: ExpertShare,
+    share: _ExpertShare,
     hidden: Tensor,
     top_k_index: Tensor,
     top_k_weights: Tensor,
@@ -204,7 +204,7 @@ def whole_experts(causal: nn.Module) -> Iterator[None]:
 
 
 @torch.no_grad()
-def _add_own_part(share: ExpertShare, whole: nn.Parameter, parameter: Any) -> None:
+def _add_own_part(share: _ExpertShare, whole: nn.Parameter, parameter: Any) -> None:
     """Add this rank's experts of the gradient of all experts, summed over the group, to that of the parameter."""
     from torch.distributed.tensor import DTensor
 

@@ -37,7 +37,7 @@ _ORDER = ("replay", "carry")
 _MakeMode: TypeAlias = Callable[[], Any]
 
 
-class RouterSwitch:
+class _RouterSwitch:
     """The modes in which a router runs."""
 
     def __init__(self, router: nn.Module) -> None:
@@ -57,7 +57,7 @@ class RouterSwitch:
         return [self._makers[name]() for name in _ORDER if name in self._makers]
 
 
-def follow_routers(causal: Any, option: str = "--carry") -> list[RouterSwitch]:
+def follow_routers(causal: Any, option: str = "--carry") -> list[_RouterSwitch]:
     """Return the switch of each router of a model of transformers; a second call changes nothing.
 
     As long as no mode is set, the choices of a router do not change, but a compiled layer now breaks its graph at its
@@ -105,13 +105,13 @@ def has_experts(module: nn.Module) -> bool:
     return any(x.ndim == 3 and len(x) == size for x in module.parameters(recurse=False))
 
 
-def _follow(router: nn.Module, method: str) -> RouterSwitch:
+def _follow(router: nn.Module, method: str) -> _RouterSwitch:
     """Put a switch in front of the method that chooses, or return the one that is there."""
     there = getattr(router.__dict__.get(method), "switch", None)
     if there is not None:
-        assert isinstance(there, RouterSwitch)
+        assert isinstance(there, _RouterSwitch)
         return there
-    switch, choose = RouterSwitch(router), getattr(router, method)
+    switch, choose = _RouterSwitch(router), getattr(router, method)
 
     # A compiled layer breaks its graph here, because its modes change from pass to pass.
     @_disable_dynamo

@@ -107,7 +107,7 @@ class SavedWeights:
 
         return sorted(self.layout, key=first)
 
-    def _write_index(self, directory: Path, places: Mapping[str, TensorFile]) -> None:
+    def _write_index(self, directory: Path, places: Mapping[str, _TensorFile]) -> None:
         tensors = self.layout.values()
         sizes = {"total_parameters": sum(t.numel() for t in tensors), "total_size": sum(map(_num_bytes, tensors))}
         weight_map = {target: name for name, file in places.items() for target in file.starts}
@@ -130,7 +130,7 @@ class _AssembledTensor:
 
 
 @dataclass(frozen=True)
-class TensorFile:
+class _TensorFile:
     """The header of a safetensors file, and the offset of each of its tensors in bytes."""
 
     header: bytes
@@ -199,7 +199,7 @@ def _whole(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
             yield name, tensor.cpu()
 
 
-def _plan_files(layout: Mapping[str, TracedTensor], names: list[str], max_bytes: int) -> dict[str, TensorFile]:
+def _plan_files(layout: Mapping[str, TracedTensor], names: list[str], max_bytes: int) -> dict[str, _TensorFile]:
     """Distribute the tensors over files in the order of `names`; a file has at most `max_bytes`, or one tensor."""
     groups: list[list[str]] = [[]]
     total = 0
@@ -221,7 +221,7 @@ def _plan_files(layout: Mapping[str, TracedTensor], names: list[str], max_bytes:
 
 def plan_file(
     layout: Mapping[str, Tensor], names: Iterable[str], metadata: Mapping[str, str] = MappingProxyType({})
-) -> TensorFile:
+) -> _TensorFile:
     """Return the header of a safetensors file with the tensors `names` of `layout`, and the place of each."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
     starts: dict[str, int] = {}
@@ -237,7 +237,7 @@ def plan_file(
     text = json.dumps(entries).encode()
     text += b" " * (-len(text) % 8)
     header = struct.pack("<Q", len(text)) + text
-    return TensorFile(header, {name: len(header) + start for name, start in starts.items()})
+    return _TensorFile(header, {name: len(header) + start for name, start in starts.items()})
 
 
 def _num_bytes(traced: Tensor) -> int:

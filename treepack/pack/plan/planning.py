@@ -111,7 +111,7 @@ def plan_rows(
 
 
 @dataclass(frozen=True, slots=True)
-class TreeRows:
+class _TreeRows:
     """The first half of a plan: rows of single trees. Their sizes alone decide how they are merged.
 
     Attributes:
@@ -135,7 +135,7 @@ def plan_items(
     search: SearchOptions = SearchOptions(),  # noqa: B008
     workers: int = 1,
     progress: ReportProgress | None = None,
-) -> TreeRows:
+) -> _TreeRows:
     """Assign every trajectory to a item of at most `capacity` tokens: a row of one tree, which need not be full.
 
     Items of "greedy-online" and "sequence" are rows of all trees of a step, and items of "groups" are whole groups.
@@ -160,10 +160,10 @@ def plan_items(
     return _items(trie, row_of_leaf[forest.leaf_of], bounds)
 
 
-def _items(trie: Trie, item_of: Int64, bounds: Int64) -> TreeRows:
+def _items(trie: Trie, item_of: Int64, bounds: Int64) -> _TreeRows:
     num_items = int(item_of.max()) + 1
     steps = balance.steps_of(item_of, trie.step_rank, num_items)
-    return TreeRows(item_of, row_sizes(trie, item_of, num_items), steps, bounds)
+    return _TreeRows(item_of, row_sizes(trie, item_of, num_items), steps, bounds)
 
 
 def plan_lines(trie: Trie, plan: Plan, *, trie_sha256: str | None = None) -> Iterator[str]:

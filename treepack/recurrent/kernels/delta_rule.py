@@ -39,7 +39,7 @@ from treepack.recurrent.kernels.inverse import (
 _LOG2E = tl.constexpr(LOG2E)
 
 
-class DeltaRuleConfig(NamedTuple):
+class _DeltaRuleConfig(NamedTuple):
     """Shape of one kernel: columns of k and v per step of its loops (tile), warps, pipeline stages."""
 
     tile: int
@@ -50,17 +50,17 @@ class DeltaRuleConfig(NamedTuple):
 class DeltaRuleConfigs(NamedTuple):
     """Shapes of the three kernels."""
 
-    inverse: DeltaRuleConfig
-    products: DeltaRuleConfig
-    backward: DeltaRuleConfig
+    inverse: _DeltaRuleConfig
+    products: _DeltaRuleConfig
+    backward: _DeltaRuleConfig
 
 
 # Not measured. In half precision no thread spills more than 16 bytes. One warp computes an inverse, because a block of
 # 16 x 16 has no more than 8 numbers for each of its threads.
-HOPPER = DeltaRuleConfigs(DeltaRuleConfig(32, 1, 2), DeltaRuleConfig(64, 4, 2), DeltaRuleConfig(64, 4, 2))
-PORTABLE = DeltaRuleConfigs(DeltaRuleConfig(32, 1, 2), DeltaRuleConfig(64, 4, 2), DeltaRuleConfig(32, 4, 2))
+HOPPER = DeltaRuleConfigs(_DeltaRuleConfig(32, 1, 2), _DeltaRuleConfig(64, 4, 2), _DeltaRuleConfig(64, 4, 2))
+PORTABLE = DeltaRuleConfigs(_DeltaRuleConfig(32, 1, 2), _DeltaRuleConfig(64, 4, 2), _DeltaRuleConfig(32, 4, 2))
 # For float32, whose exact products the matrix units do not compute. The backward spills 732 bytes a thread.
-FLOAT32 = DeltaRuleConfigs(DeltaRuleConfig(32, 2, 1), DeltaRuleConfig(32, 4, 1), DeltaRuleConfig(16, 8, 1))
+FLOAT32 = DeltaRuleConfigs(_DeltaRuleConfig(32, 2, 1), _DeltaRuleConfig(32, 4, 1), _DeltaRuleConfig(16, 8, 1))
 
 
 def _delta_rule_configs(k: Tensor) -> DeltaRuleConfigs:
@@ -235,7 +235,7 @@ def solve_backward(
     return gradients.dk, gradients.dv, gradients.dbeta, gradients.da
 
 
-def inverse_launch(operands: DeltaRuleOperands, inverse: Tensor, config: DeltaRuleConfig) -> KernelLaunch:
+def inverse_launch(operands: DeltaRuleOperands, inverse: Tensor, config: _DeltaRuleConfig) -> KernelLaunch:
     """Describe the launch that writes `inverse`."""
     k, _, beta, a, chunks = operands
     # Three products of parts of float32 numbers have the errors of float32, and need fewer registers than exact ones.
@@ -246,7 +246,7 @@ def inverse_launch(operands: DeltaRuleOperands, inverse: Tensor, config: DeltaRu
 
 
 def delta_products_launch(
-    operands: DeltaRuleOperands, inverse: Tensor, w: Tensor, u: Tensor, config: DeltaRuleConfig
+    operands: DeltaRuleOperands, inverse: Tensor, w: Tensor, u: Tensor, config: _DeltaRuleConfig
 ) -> KernelLaunch:
     """Describe the launch that writes `w` and `u`."""
     arguments = {**_inputs(operands), "inverse": inverse, "w": w, "u": u}
@@ -254,7 +254,7 @@ def delta_products_launch(
 
 
 def gradient_launch(
-    operands: DeltaRuleOperands, inverse: Tensor, gradients: DeltaRuleGradients, config: DeltaRuleConfig
+    operands: DeltaRuleOperands, inverse: Tensor, gradients: DeltaRuleGradients, config: _DeltaRuleConfig
 ) -> KernelLaunch:
     """Describe the launch that writes the gradients of k, v, beta and a."""
     arguments = {**_inputs(operands), "inverse": inverse, **gradients._asdict(), "ends": operands.chunks.end}
@@ -265,12 +265,12 @@ def _inputs(operands: DeltaRuleOperands) -> dict[str, Any]:
     return {name: getattr(operands, name) for name in ("k", "v", "beta", "a")}
 
 
-def _widths(operands: DeltaRuleOperands, config: DeltaRuleConfig) -> dict[str, Any]:
+def _widths(operands: DeltaRuleOperands, config: _DeltaRuleConfig) -> dict[str, Any]:
     width_k, width_v = operands.k.shape[-1], operands.v.shape[-1]
     return {"K": width_k, "V": width_v, "TILE_K": _tile(width_k, config), "TILE_V": _tile(width_v, config)}
 
 
-def _tile(width: int, config: DeltaRuleConfig) -> int:
+def _tile(width: int, config: _DeltaRuleConfig) -> int:
     """Return the columns per step of a loop over `width` columns."""
     return min(config.tile, padded_width(width))
 
@@ -280,7 +280,7 @@ def _launch(
     operands: DeltaRuleOperands,
     arguments: dict[str, Any],
     constants: dict[str, Any],
-    config: DeltaRuleConfig,
+    config: _DeltaRuleConfig,
 ) -> KernelLaunch:
     chunks, heads = operands.chunks, operands.beta.shape[1]
     return KernelLaunch(

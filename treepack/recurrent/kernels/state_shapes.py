@@ -22,7 +22,7 @@ class StateConfig(NamedTuple):
     num_stages: int
 
 
-class StateConfigs(NamedTuple):
+class _StateConfigs(NamedTuple):
     """Shapes of the two kernels."""
 
     forward: StateConfig
@@ -33,18 +33,18 @@ class StateConfigs(NamedTuple):
 # K = V = 128 needs 97 KiB of shared memory forward and 137 backward, 85 and 117 with 32 columns. Of three stages, the
 # first loads the number and the first token of a chunk, the second its tensors, so that neither waits for the other.
 HALF = {
-    128: StateConfigs(StateConfig(64, 4, 3), StateConfig(64, 4, 3)),
-    256: StateConfigs(StateConfig(32, 4, 3), StateConfig(32, 4, 3)),
+    128: _StateConfigs(StateConfig(64, 4, 3), StateConfig(64, 4, 3)),
+    256: _StateConfigs(StateConfig(32, 4, 3), StateConfig(32, 4, 3)),
 }
 # For float32, whose exact products the matrix units do not compute: a thread spills at most 370 bytes at 128, and with
 # the delta rule 10 KB at 256.
 FLOAT32 = {
-    128: StateConfigs(StateConfig(16, 8, 1), StateConfig(16, 8, 1)),
-    256: StateConfigs(StateConfig(16, 8, 1), StateConfig(16, 8, 1)),
+    128: _StateConfigs(StateConfig(16, 8, 1), StateConfig(16, 8, 1)),
+    256: _StateConfigs(StateConfig(16, 8, 1), StateConfig(16, 8, 1)),
 }
 
 
-def state_configs(k: Tensor) -> StateConfigs:
+def state_configs(k: Tensor) -> _StateConfigs:
     """Return the shapes of the kernels for the dtype and the width of keys [N, Hk, K]."""
     table = FLOAT32 if k.dtype == torch.float32 else HALF
     return next(configs for limit, configs in table.items() if k.shape[2] <= limit)

@@ -43,7 +43,7 @@ class ViewerPlace:
 
 
 @dataclass(frozen=True, slots=True)
-class ViewerMessage:
+class _ViewerMessage:
     """A message for a viewer, as JSON, its place afterwards, and whether no other message follows."""
 
     event: str
@@ -145,7 +145,7 @@ class RunWatch:
             notes.append(f"{lines} of metrics.jsonl cannot be read, the first is line {tail.first_damaged:,}.")
         return [*notes, self._rows_note] if self._rows_note else notes
 
-    def wait(self, place: ViewerPlace, seconds: float) -> ViewerMessage | None:
+    def wait(self, place: ViewerPlace, seconds: float) -> _ViewerMessage | None:
         """Wait for news after `place`, at most some seconds, and return the message about them or None."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._version != place.version, seconds):
@@ -156,9 +156,9 @@ class RunWatch:
             missed = now.num_steps - place.num_steps
             if place.view != now.view or not 0 <= missed <= 2 * MAX_NEW:
                 event = "reset" if self._is_reset and place.view else "snapshot"
-                return ViewerMessage(event, as_bytes(self.snapshot()), now, self._closed)
+                return _ViewerMessage(event, as_bytes(self.snapshot()), now, self._closed)
             new = self.view.new_data(self.series, place.num_steps) if missed else {}
-            return ViewerMessage("steps", as_bytes({"facts": facts, "data": new}), now, self._closed)
+            return _ViewerMessage("steps", as_bytes({"facts": facts, "data": new}), now, self._closed)
 
     def snapshot(self) -> dict[str, Any]:
         """Return everything that a page shows except the explorer, as JSON values."""

@@ -80,7 +80,7 @@ class AugmentedQueries:
 
 
 @dataclass(frozen=True, slots=True)
-class QueryMarks:
+class _QueryMarks:
     """Fields of a rollout that identify its augmented query; see `AugmentedQuery.record`."""
 
     query_id: str
@@ -164,7 +164,7 @@ class _SourceRollout:
     name: str
     group: str
     tokens: Int32
-    marks: QueryMarks | None
+    marks: _QueryMarks | None
 
 
 def _successful_rollouts(
@@ -217,7 +217,7 @@ def _query(rollout: _SourceRollout, prompt: Int32, *, first: int) -> AugmentedQu
     return AugmentedQuery(f"{parent}~{digest}", parent, rollout.name, prompt.copy(), len(prompt) - original)
 
 
-def marks_of(trie: Trie) -> dict[int, QueryMarks]:
+def marks_of(trie: Trie) -> dict[int, _QueryMarks]:
     """Return the marks of the rollouts of augmented queries, by the index of the trajectory.
 
     Raises:
@@ -242,5 +242,5 @@ def marks_of(trie: Trie) -> dict[int, QueryMarks]:
             )
         if (spans[i][0] < values[UNTRAINED_PREFIX]).any():
             raise TreepackError(f"{row['source']}: a reused token is trained; build the trie again")
-        marks[i] = QueryMarks(**values)
+        marks[i] = _QueryMarks(**values)
     return marks

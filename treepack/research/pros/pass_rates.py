@@ -35,7 +35,7 @@ BLOCK = 1 << 15
 
 
 @dataclass(frozen=True, slots=True)
-class ConditionalOdds:
+class _ConditionalOdds:
     """Distribution of psi given the Polya-Gamma variables, each float64 [n], one entry per query.
 
     `mean` and `variance` describe each query alone, with its parent integrated out. Given the psi of its parent, the
@@ -133,7 +133,7 @@ def _posterior(
 
 def sample(
     parent: Int64, passed: Float64, tried: Float64, *, prior: OddsPrior, rng: np.random.Generator
-) -> Iterator[tuple[Float64, ConditionalOdds]]:
+) -> Iterator[tuple[Float64, _ConditionalOdds]]:
     """Yield sweeps of the Gibbs sampler without end: a draw of every psi, and the Gaussian of the draw."""
     kappa = passed - tried / 2
     # Queries without rollouts keep omega 0, so they carry no information.
@@ -152,7 +152,7 @@ def sample(
         yield psi, gaussian
 
 
-def conditional(parent: Int64, kappa: Float64, omega: Float64, prior: OddsPrior) -> ConditionalOdds:
+def conditional(parent: Int64, kappa: Float64, omega: Float64, prior: OddsPrior) -> _ConditionalOdds:
     """Return the distribution of all psi given their Polya-Gamma variables `omega`: the two lines of the header."""
     # parent [-1, 0], kappa [1, -1], omega [0.5, 1], mu 0, tau = sigma = 1: shrinkage [1, 0.5], precision of the parent
     # 1 + 0.5 + 1 * 0.5 = 2 -> mean [0.25, -0.375], variance [0.5, 0.625].
@@ -173,4 +173,4 @@ def conditional(parent: Int64, kappa: Float64, omega: Float64, prior: OddsPrior)
     # The parent's uncertainty adds to the variance of a derived query, reduced by the shrinkage.
     mean[derived] = pull[derived] + shrinkage[derived] * mean[above]
     variance[derived] = prior.sigma**2 * shrinkage[derived] + shrinkage[derived] ** 2 * variance[above]
-    return ConditionalOdds(mean, variance, shrinkage, pull)
+    return _ConditionalOdds(mean, variance, shrinkage, pull)

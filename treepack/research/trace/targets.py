@@ -109,7 +109,7 @@ def recursive_targets(tree: SegmentTree, reward: Float64, weights: LeafWeights |
     return targets, np.concatenate([passing, np.ones(tree.num_trajectories, np.int64)])
 
 
-class EffectiveRatio(NamedTuple):
+class _EffectiveRatio(NamedTuple):
     """Share of rollouts below anchors with both outcomes (`of_rollouts`, equation 20), and share of such anchors.
 
     Leaf weights count in `of_rollouts`; every anchor counts once in `of_anchors`, and any leaf may give it its second
@@ -121,7 +121,7 @@ class EffectiveRatio(NamedTuple):
     num_anchors: int
 
 
-def effective_ratio(anchor: Int64, reward: Float64, weight: Float64 | None = None) -> EffectiveRatio:
+def effective_ratio(anchor: Int64, reward: Float64, weight: Float64 | None = None) -> _EffectiveRatio:
     """Share of anchors that have both a success and a failure below them: TRACE, equations 20 and 21.
 
     `anchor` int64 (codes from 0), `reward` and `weight` float64 (None for equal ones), all [num_pairs]: one pair for
@@ -135,11 +135,13 @@ def effective_ratio(anchor: Int64, reward: Float64, weight: Float64 | None = Non
     size = count if weight is None else np.bincount(anchor, weights=weight)
     num_anchors = int(known.sum())
     if num_anchors == 0:
-        return EffectiveRatio(0.0, 0.0, 0)
-    return EffectiveRatio(float(size[both].sum()) / float(size.sum()), float(both.sum()) / num_anchors, num_anchors)
+        return _EffectiveRatio(0.0, 0.0, 0)
+    return _EffectiveRatio(float(size[both].sum()) / float(size.sum()), float(both.sum()) / num_anchors, num_anchors)
 
 
-def effective_ratios(prefixes: TurnPrefixes, reward: Float64, weights: LeafWeights | None) -> dict[str, EffectiveRatio]:
+def effective_ratios(
+    prefixes: TurnPrefixes, reward: Float64, weights: LeafWeights | None
+) -> dict[str, _EffectiveRatio]:
     """`effective_ratio` of the prompts ("root") and of the prefixes that two or more trajectories share ("prefix").
 
     `weights` are as in `recursive_targets`, times the number of rollouts of each group, so that groups count by it.
@@ -149,7 +151,7 @@ def effective_ratios(prefixes: TurnPrefixes, reward: Float64, weights: LeafWeigh
     shared = (tree.node >= tree.num_groups) & (passing[tree.node] > 1)
     scaled = None if weights is None else weights.times_size(prefixes.group)
 
-    def ratio(owner: Int64, anchor: Int64) -> EffectiveRatio:
+    def ratio(owner: Int64, anchor: Int64) -> _EffectiveRatio:
         weight = None if scaled is None else scaled.of_pairs(owner, anchor)
         return effective_ratio(anchor, reward[owner], weight)
 

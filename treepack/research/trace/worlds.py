@@ -85,7 +85,7 @@ class MarkovWorld:
 
 
 @dataclass(frozen=True, slots=True)
-class TrieWorld:
+class _TrieWorld:
     """The recorded rollouts of a trie, drawn with replacement; see `recorded_world`.
 
     `members` int64 [num_trajectories] lists the rollouts by group; group g has members[start[g]:start[g + 1]].
@@ -112,10 +112,10 @@ class TrieWorld:
         return SimulatedRollouts(recorded.num_turns[member], recorded.reward[member], recorded.value[member])
 
 
-World = MarkovWorld | TrieWorld
+World = MarkovWorld | _TrieWorld
 
 
-def recorded_world(trie: Trie, *, segment: str = "turn", persistence: float = 4.0) -> TrieWorld:
+def recorded_world(trie: Trie, *, segment: str = "turn", persistence: float = 4.0) -> _TrieWorld:
     """Build a world that draws the rollouts of `trie`, with a chance of success after each of their turns.
 
     The chance of a prompt is its group's share of successes. If n rollouts pass through a prefix and s of them
@@ -148,4 +148,4 @@ def recorded_world(trie: Trie, *, segment: str = "turn", persistence: float = 4.
     # group [1, 0, 1] -> start [0, 1, 3], members [1, 0, 2]: group 0 has trajectory 1, group 1 has 0 and 2
     start = np.searchsorted(np.sort(prefixes.group), np.arange(tree.num_groups + 1))
     members = np.argsort(prefixes.group, kind="stable")
-    return TrieWorld(start, members, value[: tree.num_groups], SimulatedRollouts(num_turns, reward, values))
+    return _TrieWorld(start, members, value[: tree.num_groups], SimulatedRollouts(num_turns, reward, values))

@@ -32,7 +32,7 @@ _GZIP_OR_ZLIB = 32 + zlib.MAX_WBITS
 
 
 @dataclass(frozen=True, slots=True)
-class HttpAnswer:
+class _HttpAnswer:
     """An HTTP answer: `status`, the JSON value of the body (None if it is not JSON), and the beginning of its text."""
 
     status: int
@@ -79,7 +79,7 @@ class HttpClient:
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=_SECONDS_TO_CONNECT),
         )
 
-    async def get(self, path: str) -> HttpAnswer:
+    async def get(self, path: str) -> _HttpAnswer:
         """Return the answer to GET.
 
         Raises:
@@ -88,7 +88,7 @@ class HttpClient:
         """
         return await self._send("GET", path, None, LONGEST_ANSWER)
 
-    async def post(self, path: str, body: Any, *, longest: int = LONGEST_ANSWER) -> HttpAnswer:
+    async def post(self, path: str, body: Any, *, longest: int = LONGEST_ANSWER) -> _HttpAnswer:
         """Return the answer to POST with the JSON `body`.
 
         Raises:
@@ -97,7 +97,7 @@ class HttpClient:
         """
         return await self._send("POST", path, orjson.dumps(body), longest)
 
-    async def _send(self, method: str, path: str, data: bytes | None, longest: int) -> HttpAnswer:
+    async def _send(self, method: str, path: str, data: bytes | None, longest: int) -> _HttpAnswer:
         try:
             async with self._session.request(method, self.url + path, data=data) as response:
                 content, status = await self._read(response, path, longest), response.status
@@ -110,7 +110,7 @@ class HttpClient:
             value = orjson.loads(content)
         except orjson.JSONDecodeError:
             value = None
-        return HttpAnswer(status, value, content[:_READABLE].decode(errors="replace"))
+        return _HttpAnswer(status, value, content[:_READABLE].decode(errors="replace"))
 
     async def _read(self, response: aiohttp.ClientResponse, path: str, longest: int) -> bytes:
         """Return the unpacked body of an answer.
@@ -139,7 +139,7 @@ class HttpClient:
             ) from error
         return bytes(content)
 
-    def checked(self, answer: HttpAnswer, path: str) -> Any:
+    def checked(self, answer: _HttpAnswer, path: str) -> Any:
         """Return the JSON value of a successful answer.
 
         Raises:

@@ -46,7 +46,7 @@ def tree_rollouts(
     environment: EnvironmentFactory | None = None,
     seed: int = 0,
     max_requests: int = 256,
-) -> TreeRollouts:
+) -> _TreeRollouts:
     """Return a `rollout_func` for GRPOTrainer that samples a tree of num_generations leaves for each prompt.
 
     The width of `options` is replaced by the trainer's num_generations, or num_generations_eval in an evaluation; its
@@ -66,7 +66,7 @@ def tree_rollouts(
         TreepackError: by the function, for settings of the trainer that no tree can be sampled with, and if sampling
             fails.
     """
-    return TreeRollouts(options, engine, environment, seed, max_requests)
+    return _TreeRollouts(options, engine, environment, seed, max_requests)
 
 
 def environment_reward(environment_reward: list[float | None], **_: Any) -> list[float | None]:
@@ -146,7 +146,7 @@ def trainer_sampling(trainer: Any) -> Sampling:
     )
 
 
-class TreeRollouts:
+class _TreeRollouts:
     """A `rollout_func` for GRPOTrainer; see `tree_rollouts`."""
 
     def __init__(

@@ -24,7 +24,7 @@ from treepack.train.sharding import forget_passes, whole_bytes
 
 _log = logging.getLogger("treepack")
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 FORWARD_REMEDY = "compute with --dtype bf16, on a device with more free memory, or from rows with a smaller --capacity"
 
@@ -72,10 +72,10 @@ def smaller_run(run: TrainingRun, room: int | None = None, rows: Sequence[int] |
 
 def fit_forward(
     run: TrainingRun,
-    attempt: Callable[[TrainingRun], T],
+    attempt: Callable[[TrainingRun], _T],
     rows: Sequence[int],
     note: Callable[[str], None] = _log.info,
-) -> tuple[T, TrainingRun]:
+) -> tuple[_T, TrainingRun]:
     """Run a function without gradients; return its result, and the run with the plan that fitted.
 
     Gradients of the model are dropped if memory runs out. All ranks must call this.

@@ -59,7 +59,7 @@ def decoded_bytes(directory: Path, manifest: Manifest) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class ReadNodes:
+class _ReadNodes:
     """The nodes of a trie directory.
 
     Attributes:
@@ -81,7 +81,7 @@ class ReadNodes:
 
 def read_nodes(
     directory: Path, manifest: Manifest, storage: ArrayStorage, *, in_file: bool, token_values: bool = False
-) -> ReadNodes:
+) -> _ReadNodes:
     """Read the nodes of a trie directory, and their tokens into memory or into a file; values only if `token_values`.
 
     Raises:
@@ -117,7 +117,7 @@ def read_nodes(
     maps = (*with_tokens.maps, *(each for s in (with_values, with_routes) for each in s.maps[len(storage.maps) :]))
     if len(shapes) > 1:
         raise TreepackError(f"{directory}: its nodes have routes of several shapes, {sorted(shapes)}; write it again")
-    return ReadNodes(
+    return _ReadNodes(
         pa.concat_tables(others),
         np.concatenate(sizes),
         all_tokens,

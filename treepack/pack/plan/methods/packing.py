@@ -32,7 +32,7 @@ class PlanTarget:
 
 
 @dataclass(frozen=True, slots=True)
-class TraversalPacking:
+class _TraversalPacking:
     """The chosen state of each child with the row of each of its traversals, and the work of finding it.
 
     `chosen` is None if there is no packing within the target, or if CP-SAT found none and `proven` is False. If
@@ -61,7 +61,7 @@ def _kinds(states: list[State]) -> list[tuple[int, int]]:
 
 def pack(
     children: list[list[State]], room: int, size: int, target: PlanTarget, *, work: float, seconds: float
-) -> TraversalPacking:
+) -> _TraversalPacking:
     """Return the best packing into rows with `room` tokens below a root of `size` tokens.
 
     The costs of the states are their tokens strictly below the root.
@@ -94,7 +94,7 @@ def pack(
     status = solver.solve(model)
     spent = solver.response_proto.deterministic_time * _WORK_PER_SECOND
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        return TraversalPacking(None, status == cp_model.INFEASIBLE, spent)
+        return _TraversalPacking(None, status == cp_model.INFEASIBLE, spent)
     chosen = []
     for states, some, rows in zip(children, picks, places, strict=True):
         state = states[next(i for i, pick in enumerate(some) if solver.boolean_value(pick))]
@@ -104,7 +104,7 @@ def pack(
             row_of.append(next(i for i, place in enumerate(rows[left, seen[left]]) if solver.boolean_value(place)))
             seen[left] += 1
         chosen.append((state, tuple(row_of)))
-    return TraversalPacking(chosen, status == cp_model.OPTIMAL, spent)
+    return _TraversalPacking(chosen, status == cp_model.OPTIMAL, spent)
 
 
 def _add_traversals(
