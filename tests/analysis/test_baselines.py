@@ -26,7 +26,7 @@ from treepack.analysis.forecast import (
 from treepack.analysis.turns import turns_of
 from treepack.analysis.verdict import baseline_notes, forecast_report, gain_headline
 from treepack.costs.model_cost import FlopCount, ModelShape, operations
-from treepack.ingest.conversations import AppendOnly, Conversations
+from treepack.ingest.conversation_counts import AppendOnly, Conversations
 from treepack.trajectory import Trajectory
 from treepack.trie.builders.in_memory import build_trie
 from treepack.trie.totals import trie_totals

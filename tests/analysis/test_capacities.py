@@ -28,7 +28,7 @@ from treepack.analysis.trie_forecast import (
 )
 from treepack.costs.model_cost import FlopCount, read_shape
 from treepack.files.manifest import read_manifest
-from treepack.ingest.conversations import conversations_of_manifest
+from treepack.ingest.conversation_counts import conversations_of_manifest
 from treepack.memory.model_memory import ModelMemory, NoPieces, read_memory
 from treepack.pack.options import PackOptions
 from treepack.report.figures import ReportSubject, measure

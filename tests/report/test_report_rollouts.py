@@ -15,7 +15,7 @@ from support.paths import SAMPLE_DATA
 from support.report_page import TOKENIZER
 from support.strategies import make
 from treepack.costs.model_cost import read_shape
-from treepack.ingest.conversations import conversations_of_log
+from treepack.ingest.conversation_counts import conversations_of_log
 from treepack.ingest.options import BuildOptions
 from treepack.report.causes import difference_runs, read_sharing
 from treepack.report.contents import read_contents

@@ -16,7 +16,7 @@ from support.byte_tokenizer import PLAIN, STRIPPING, save
 from support.oracle_append_only import append_only_sections, chatml, ids_of_sections, qwen
 from support.read_rollouts import tokenize
 from support.strategies import make
-from treepack.ingest.conversations import conversations_of_log
+from treepack.ingest.conversation_counts import conversations_of_log
 from treepack.ingest.read_log import ReadLog
 from treepack.tokenise.append_only import append_only_text, turn_totals
 from treepack.tokenise.chat_template import ChatTemplate

@@ -32,7 +32,7 @@ from treepack.analysis.forecast import (
 )
 from treepack.analysis.turns import SortedTurns, cut_to_turns, turns_of
 from treepack.costs.model_cost import FlopCount
-from treepack.ingest.conversations import Conversations
+from treepack.ingest.conversation_counts import Conversations
 from treepack.pack.capacity import fit_capacity, usual_capacities_of
 from treepack.pack.options import MAX_CAPACITY, PackOptions
 from treepack.pack.packing import plan_within

@@ -24,7 +24,7 @@ from numpy.typing import ArrayLike, NDArray
 from treepack.analysis.turns import SortedTurns, turns_of
 from treepack.costs.model_cost import FlopCount
 from treepack.errors import TreepackError
-from treepack.ingest.conversations import Conversations, conversations_of_manifest
+from treepack.ingest.conversation_counts import Conversations, conversations_of_manifest
 from treepack.sequences import SpanView
 from treepack.trajectory import Int64
 from treepack.trie.token_ranges import ranges

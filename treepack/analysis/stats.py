@@ -29,7 +29,7 @@ from treepack.files.manifest import Manifest
 from treepack.files.parts import refuse_links
 from treepack.files.remote.address import Paths
 from treepack.files.remote.cache import naming_addresses
-from treepack.ingest.conversations import conversations_of_log, conversations_of_manifest
+from treepack.ingest.conversation_counts import conversations_of_log, conversations_of_manifest
 from treepack.ingest.read_log import PREFIX
 from treepack.ingest.readers.tool_files import with_tools_of
 from treepack.ingest.readers.unread_programs import ToolSchemasError

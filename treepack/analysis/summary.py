@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from treepack.ingest.conversations import MANIFEST_KEY, Conversations, conversations_of_manifest
+from treepack.ingest.conversation_counts import MANIFEST_KEY, Conversations, conversations_of_manifest
 from treepack.ingest.read_log import LARGE_SHARE
 
 

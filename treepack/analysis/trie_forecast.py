@@ -25,7 +25,7 @@ from treepack.analysis.capacities import (
 from treepack.analysis.forecast import ForecastLine, ForecastRows, TrainingDevice, read_device
 from treepack.analysis.verdict import baseline_notes, forecast_report
 from treepack.costs.model_cost import ModelShape, operations, pairs_of_token, read_shape
-from treepack.ingest.conversations import Conversations
+from treepack.ingest.conversation_counts import Conversations
 from treepack.memory.model_memory import PARAMETER_BYTES, ModelMemory, NoPieces, read_memory
 from treepack.pack.options import PackOptions
 from treepack.pack.plan.planning import GROUPS

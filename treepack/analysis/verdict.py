@@ -25,7 +25,7 @@ from treepack.analysis.forecast import (
 )
 from treepack.analysis.glossary import BASELINES
 from treepack.costs.model_cost import ModelShape, operations
-from treepack.ingest.conversations import Conversations
+from treepack.ingest.conversation_counts import Conversations
 
 # Share of saved operations below which the verdict is that tree training does not pay.
 _MIN_SAVED = 0.1

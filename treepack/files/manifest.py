@@ -74,7 +74,7 @@ class Provenance:
     `options` belong to the command; `counts` has a number for each reason of skipping and each note; `totals` are sums
     over trajectories and rows. `input` and `trie` are the sources; `reading` lets `build-trie` read a trie that it
     wrote, which copies with further columns do not have; `skipped` names rollouts that were skipped, and
-    `control_tokens` rollouts that train control tokens of their text; `ingest.conversations` describes
+    `control_tokens` rollouts that train control tokens of their text; `ingest.conversation_counts` describes
     `conversations`; `advantages`, `logprobs` and `critic` describe columns that a later command added, and `routes` the
     recorded experts that were kept.
     """

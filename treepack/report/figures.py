@@ -24,7 +24,7 @@ from treepack.analysis.summary import conversation_summary
 from treepack.analysis.trie_forecast import ForecastTarget, forecast_packed, forecast_trie
 from treepack.analysis.verdict import baseline_notes
 from treepack.costs.model_cost import ModelShape
-from treepack.ingest.conversations import Conversations
+from treepack.ingest.conversation_counts import Conversations
 from treepack.memory.model_memory import ModelMemory, NoPieces
 from treepack.pack.options import PackOptions
 from treepack.pack.plan.problem import SearchOptions

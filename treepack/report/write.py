@@ -22,7 +22,7 @@ from treepack.files.lock import lock
 from treepack.files.manifest import Manifest
 from treepack.files.remote.address import AnyPath, Paths, as_output
 from treepack.files.remote.cache import naming_addresses
-from treepack.ingest.conversations import conversations_of_log, conversations_of_manifest
+from treepack.ingest.conversation_counts import conversations_of_log, conversations_of_manifest
 from treepack.memory.model_memory import read_memory
 from treepack.pack.files import read_rows
 from treepack.pack.plan.problem import SearchOptions

@@ -17,7 +17,7 @@ from treepack.files.input_files.inputs import InputHash
 from treepack.files.manifest import Manifest, Provenance
 from treepack.files.remote.address import AnyPath, Paths, as_output, path_names
 from treepack.files.remote.cache import naming_addresses
-from treepack.ingest.conversations import conversations_of_log
+from treepack.ingest.conversation_counts import conversations_of_log
 from treepack.ingest.options import BuildOptions
 from treepack.ingest.read_log import ReadLog
 from treepack.ingest.stream import parts_and_job
