@@ -1,10 +1,10 @@
 """Count the conversations that each chat template keeps append-only, rewrites, or cannot render faithfully.
 
-    python benchmarks/templates.py [--limit N] [--out docs/templates.md] [--workers 2]
+    python benchmarks/templates.py [--limit N] [--workers 2]
 
 Every template of trl, with every conversation of tests/rollouts and, if they are there, of public real rollouts
-(`support.paths.REAL`), their texts replaced by markers (`support.template_oracle`). Writes a page in Markdown, and
-stops if a trained token belongs to another message.
+(`support.paths.REAL`), their texts replaced by markers (`support.template_oracle`). Prints the table of
+docs/templates.md, and stops if a trained token belongs to another message.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from dataclasses import replace
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
-from textwrap import fill
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
@@ -32,29 +31,6 @@ from treepack.trajectory import Skipped
 
 MESSAGES = 64  # of a conversation at most: rendering every turn is quadratic in their number
 COLUMNS = "| template | append-only | rewritten | skipped | stops | because |\n|---|---|---|---|---|---|"
-INTRODUCTION = """# Chat templates
-
-```sh
-treepack stats rollouts/ --tokenizer MODEL                           # which conversations are split or refused?
-treepack show rollouts/ --tokenizer MODEL --text --trajectory ID     # is the template right?
-treepack build-trie rollouts/ --tokenizer MODEL --chat-template FILE --out trie
-```
-
-A template renders a conversation again at every turn. If it only appends, a conversation becomes one sample. If it
-rewrites its earlier text, for example drops the reasoning of earlier turns, a new sample starts there: each turn
-is trained as its sampler saw it. If it leaves out text that the model wrote, the conversation is skipped and counted.
-
-{conversations}, with each template of trl {trl}, whose names the table has. Use a template
-with `--chat-template FILE`; trl's `*_training` templates keep conversations append-only that the original rewrites.
-In all of them, trained tokens are the text of the assistant with its reasoning if the template prints it, its calls and
-the end of the turn, and belong to no other message (`tests/tokenise/template/test_template_matrix.py`).
-`python benchmarks/templates.py` writes the table.
-
-The column stops has the token by which a trained answer stops a sampler, and after a comma that of a turn with calls if
-it is another one. Where a template prints no end token, as GLM-4.5's, the marker of the next role is the stop token: it
-is trained, also at the end of a conversation. Where no special token ends a turn, the column has none, and a note of
-the command names the template.
-"""
 
 
 @cache
@@ -106,10 +82,9 @@ def table(rows: list[tuple[str, Counter[str], Counter[str], str]]) -> str:
 
 
 def main() -> None:
-    """Write the page."""
+    """Print the conversations, and the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--limit", type=int, help="real conversations of each source; default: all")
-    parser.add_argument("--out", type=Path, default=Path("docs/templates.md"))
     parser.add_argument("--workers", type=int, default=2)
     arguments = parser.parse_args()
     names = real_templates.names()
@@ -119,12 +94,7 @@ def main() -> None:
     real = [f"{sources[name]} of {name}" for name in SOURCES if sources[name]]
     samples = sum(count for name, count in sources.items() if name not in SOURCES)
     text = f"{samples} conversations of the samples of all formats" + "".join(f", {part}" for part in real)
-    page = INTRODUCTION.format(conversations=text, trl=version("trl"))
-    paragraphs = [
-        paragraph if paragraph.startswith(("#", "```")) else fill(paragraph, 120) for paragraph in page.split("\n\n")
-    ]
-    arguments.out.write_text("\n\n".join([*paragraphs, table(rows)]) + "\n", encoding="utf-8")
-    print(f"{arguments.out}: {len(rows)} templates, {sum(sources.values())} conversations")
+    print(f"{text}, trl {version('trl')}\n\n{table(rows)}")
 
 
 if __name__ == "__main__":

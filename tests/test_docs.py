@@ -100,27 +100,33 @@ def test_the_eight_files_to_read_first_exist() -> None:
     assert sum(len((ROOT / path).read_text().splitlines()) for path in paths) < 1500
 
 
-def python_blocks(page: str) -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
+IN_PYTHON = ("docs/your-trainer.md", "\n## The commands in Python\n")
 
 
-def printed_blocks(page: str) -> list[str]:
-    return re.findall(r"^```text\n(.*?)^```", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
+def python_blocks(page: str, heading: str = "") -> list[str]:
+    """Return the programs of a page, or of the part that starts with `heading`."""
+    text = (ROOT / page).read_text()
+    return re.findall(r"^```python\n(.*?)^```", text[text.index(heading) :], re.MULTILINE | re.DOTALL)
+
+
+def printed_blocks(page: str, heading: str) -> list[str]:
+    text = (ROOT / page).read_text()
+    return re.findall(r"^```text\n(.*?)^```", text[text.index(heading) :], re.MULTILINE | re.DOTALL)
 
 
 def test_the_quickstart_of_the_readme_is_that_of_the_page() -> None:
-    assert python_blocks("README.md") == python_blocks("docs/python.md")[:1]
+    assert python_blocks("README.md") == python_blocks(*IN_PYTHON)[:1]
 
 
 @pytest.mark.parametrize("number", [0, 1])
-def test_programs_of_the_python_page_print_what_it_shows(
+def test_programs_in_python_print_what_the_page_shows(
     number: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
-    program = python_blocks("docs/python.md")[number]
+    program = python_blocks(*IN_PYTHON)[number]
     assert len(program.splitlines()) <= 12
-    exec(compile(program, "docs/python.md", "exec"), {"__name__": "__main__"})
-    assert capsys.readouterr().out == printed_blocks("docs/python.md")[number]
+    exec(compile(program, "docs/your-trainer.md", "exec"), {"__name__": "__main__"})
+    assert capsys.readouterr().out == printed_blocks(*IN_PYTHON)[number]
 
 
 def test_sentences_are_plain_and_code_has_comments() -> None:

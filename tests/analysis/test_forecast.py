@@ -261,7 +261,7 @@ def test_stats_is_a_verdict_a_table_and_a_line_of_memory(treepack: Run, chats: C
     kept = r"A template that keeps earlier turns \(docs/templates.md\) computes up to 28.7 % fewer tokens"
     figures = re.fullmatch(rf"{kept}: up to ([\d.]+)x instead of ([\d.]+)x\.", lines[end + 2])
     assert figures is not None
-    # 10,536 of 36,708 tokens are lost by the template, as docs/sharing.md shows
+    # 10,536 of 36,708 tokens are lost by the template, as docs/templates.md shows
     assert float(figures[1]) == pytest.approx(float(figures[2]) / (1 - 10_536 / 36_708), rel=0.01)
     assert len(lines) == end + 5  # and a note about the template
     assert "e-0" not in treepack("stats", trie, "--verbose").out  # times have a unit that fits

@@ -281,7 +281,7 @@ def test_stats_prints_the_causes_and_escapes_the_text_of_rollouts(folder: Path, 
 
 def test_the_page_on_sharing_quotes_the_output_of_the_command(treepack: Run) -> None:
     root = ROOT
-    block = (root / "docs" / "sharing.md").read_text().split("```")[1]
+    block = (root / "docs" / "templates.md").read_text().split("```")[1]
     command, *shown = [line for line in block.splitlines()[1:] if line != "..."]
     inputs = [str(root / word) if word.startswith("sample_data") else word for word in command.split()[2:]]
     printed = treepack(*inputs).out.splitlines()

@@ -230,7 +230,7 @@ def test_json_holds_every_token_and_what_is_trained(treepack: Run, tmp_path: Pat
 
 def transcripts() -> list[tuple[str, str]]:
     """Return the commands of the page, each with its output on the page."""
-    page = (ROOT / "docs" / "show.md").read_text()
+    page = (ROOT / "docs" / "report.md").read_text()
     blocks = re.findall(r"^```text\n(\$ .*?)^```$", page, re.MULTILINE | re.DOTALL)
     # "$ one\nout\n$ two\n" -> ("one", "out\n"), ("two", ""): a command without output is only run
     parts = [part for block in blocks for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]]
@@ -249,7 +249,7 @@ def test_the_page_shows_what_the_commands_print(treepack: Run, tmp_path: Path, m
             assert "\n".join(done.out.split("\n")[: int(cut) if cut else None]).rstrip("\n") + "\n" == expected, command
     assert len(shown_ones) >= 3
     (program,) = re.findall(
-        r"^```python\n(.*?)^```$", (ROOT / "docs" / "show.md").read_text(), re.MULTILINE | re.DOTALL
+        r"^```python\n(.*?)^```$", (ROOT / "docs" / "report.md").read_text(), re.MULTILINE | re.DOTALL
     )
     monkeypatch.setenv("COLUMNS", "80")
     printed = io.StringIO()

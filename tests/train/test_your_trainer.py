@@ -29,7 +29,7 @@ PER_STEP = 4  # six rows: the second step of an epoch has two
 
 
 def programs() -> list[str]:
-    page = (ROOT / "docs" / "your-trainer.md").read_text()
+    page = (ROOT / "docs" / "your-trainer.md").read_text().split("\n## The commands in Python\n")[0]
     return re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
 
 
