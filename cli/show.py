@@ -173,13 +173,13 @@ def _of_rollouts(
 def _decoder(directory: Path, manifest: Manifest, tokenizer: str | None, *, text: bool | None) -> TokenDecoder | None:
     """Return the decoder of a directory's tokens: by `tokenizer`, or by the one that the directory was made with.
 
-    None to show ids: `text` is False, or it is None and no tokenizer is given or a folder on this machine.
+    None to show ids: `text` is False, or it is None and no tokenizer is given or found on this machine.
     """
     from treepack.analysis.show.decoding import TokenDecoder
-    from treepack.tokenise.saved_template import tokenizer_of
+    from treepack.tokenise.saved_template import recorded_tokenizer, tokenizer_of
 
-    made_with = manifest.get("tokenizer")
-    is_here = tokenizer is not None or (made_with is not None and Path(made_with["name"]).is_dir())
+    made_with = recorded_tokenizer(manifest, directory)
+    is_here = tokenizer is not None or (made_with is not None and Path(made_with).is_dir())
     if text is False or (text is None and not is_here):
         return None
     try:

@@ -54,6 +54,20 @@ def refusals(treepack: Run, directory: Path) -> str:
     return str(error.value)
 
 
+def test_the_trie_of_rows_is_found_from_another_folder(
+    treepack: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_rollouts(Path("rollouts.jsonl"))
+    assert treepack("prepare", "rollouts.jsonl", "--capacity", 12, "--out", "data").status == 0
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")
+    missing = "not compared with a trie"
+    assert missing not in treepack("stats", "../data/packed", "--check").out
+    shutil.rmtree("../data/trie")
+    assert missing in treepack("stats", "../data/packed", "--check").out
+
+
 @pytest.mark.parametrize("which", ["trie", "packed"])
 def test_max_token_id_is_computed_again(treepack: Run, trie: Path, packed: Path, which: str) -> None:
     directory = {"trie": trie, "packed": packed}[which]

@@ -7,6 +7,7 @@ import io
 import json
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -170,6 +171,20 @@ def test_text_is_the_default_if_there_is_a_tokenizer(treepack: Run, tmp_path: Pa
         manifest["tokenizer"]["name"] = name
         seal(trie / "manifest.json", manifest)
         assert treepack("show", trie).out == ids
+
+
+def test_a_tokenizer_beside_the_data_is_found_from_another_folder(
+    treepack: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(TOKENIZER, "tokenizer")
+    shutil.copy(SAMPLES / "chat.jsonl", "chat.jsonl")
+    assert treepack("build-trie", "chat.jsonl", "--tokenizer", "tokenizer", "--out", "trie").status == 0
+    text = treepack("show", "trie").out
+    assert "<|im_start|>system" in text
+    monkeypatch.chdir("elsewhere")
+    assert treepack("show", "../trie").out == text
 
 
 def test_without_a_choice_the_group_of_highest_overlap_is_shown_and_the_others_are_listed(treepack: Run) -> None:

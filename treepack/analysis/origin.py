@@ -11,6 +11,7 @@ from treepack.errors import TreepackError
 from treepack.files import schema
 from treepack.files.directory import MANIFEST
 from treepack.files.manifest import Manifest, file_sha256, read_manifest
+from treepack.files.manifest_entries import TrieEntry
 from treepack.files.prepared import PACKED, RATED_TRIE, TRIE, prepared_part
 from treepack.files.remote.address import AnyPath, Paths, as_path, is_address, path_names
 from treepack.files.remote.cache import local_copy
@@ -74,16 +75,25 @@ def origin_of(directory: Path, manifest: Manifest, trie: AnyPath | None) -> Path
         TreepackError: the directory found is another trie.
     """
     entry = manifest.get("trie")
-    # The stored path is relative to the directory where `treepack pack` ran, which may be the parent of its output.
-    candidates = [_copy_of_origin(entry["path"]), directory.parent / entry["path"]] if entry else []
-    given = local_copy(prepared_part(trie, TRIE)) if trie else None
-    chosen = given or next((path for path in candidates if (path / MANIFEST).is_file()), None)
+    chosen = local_copy(prepared_part(trie, TRIE)) if trie else _recorded_origin(entry, directory) if entry else None
     if chosen is None:
         return None
     read_manifest(chosen, schema.TRIE_FORMAT)
     if entry is None or file_sha256(chosen / MANIFEST) != entry["sha256"]:
         raise TreepackError(f"{chosen}: is not the trie that {directory} was packed from; give that one with --trie")
     return chosen
+
+
+def _recorded_origin(entry: TrieEntry, directory: Path) -> Path | None:
+    """Return the trie with the hash of `entry`, or else a trie at its path, or None.
+
+    The path is relative to the folder where `treepack pack` ran, often one of the folders above its output.
+    """
+    # data/trie of proj/data/packed -> ./data/trie, proj/data/data/trie, proj/data/trie, data/trie, ...
+    places = [_copy_of_origin(entry["path"]), *(each / entry["path"] for each in directory.resolve().parents)]
+    tries = [each for each in places if (each / MANIFEST).is_file()]
+    same = (each for each in tries if file_sha256(each / MANIFEST) == entry["sha256"])
+    return next(same, None) or next((each for each in tries if each in places[:2]), None)
 
 
 def _copy_of_origin(recorded: str) -> Path:
