@@ -1,7 +1,7 @@
 """The table of columns: each value that a rollout may have beside its tokens, described once.
 
     COLUMNS = advantage, sampling_logprob, ..., teacher_topk_logprobs       one entry per trained token
-    OF_TRAJECTORY = reward, rollout, trajectory_weight                      one entry per trajectory
+    OF_TRAJECTORY = reward, rollout, trajectory_weight, rollout_number      one entry per trajectory
 
 Schemas, tries, rows, batches, checks and `show` are loops over this table. To add a column, add an entry here, and a
 field of its name to `trajectory.Tokens`, `pack.row.RowTerms` and `data.batch.TermTensors`; tests compare these fields
@@ -325,6 +325,16 @@ OF_TRAJECTORY = (
         packed="trajectory_weights",
         packed_doc="weight of each trajectory, with its leaf weight; the column is missing if all are 1",
         stored="weight",
+        axis=Axis.TRAJECTORY,
+        is_in_batches=False,
+    ),
+    Column(
+        name="rollout_number",
+        kind=Numbers(np.int64),
+        packed="trajectory_rollout_numbers",
+        packed_doc="number of the rollout of each trajectory in all rows of a trie, from a hash of its rollout_id and "
+        "source; -1 for a turn on several paths of a search tree",
+        stored="rollout_id",
         axis=Axis.TRAJECTORY,
         is_in_batches=False,
     ),

@@ -268,8 +268,17 @@ def test_the_check_of_packed_rows_compares_rollouts(treepack: Run, tmp_path: Pat
     assert recorded in ([0, 0, 2], [0, 1, 0], [0, 1, 1])
     (row,) = read_rows(tmp_path / "packed")
     trie, manifest = read_trie(tmp_path / "trie"), read_manifest(tmp_path / "packed", PACKED_FORMAT)
-    for wrong, message in (([0, 1, 2], "belongs to another rollout than in the trie"), ([1, 1, 2], "is impossible")):
-        assert row.terms is not None
-        terms = replace(row.terms, rollout=np.array(wrong, np.int32))
+    assert row.terms is not None
+    numbers = row.terms.rollout_number
+    assert numbers is not None
+    other, impossible = "belongs to another rollout than in the trie", "trajectory_rollout{} is impossible"
+    changes: list[tuple[dict[str, Any], str]] = [
+        ({"rollout": np.array([0, 1, 2], np.int32), "rollout_number": None}, other),
+        ({"rollout": np.array([1, 1, 2], np.int32), "rollout_number": None}, impossible.format("s")),
+        ({"rollout_number": np.arange(3)}, impossible.format("_numbers")),
+        ({"rollout_number": numbers + 1}, other),
+    ]
+    for change, message in changes:
+        terms = replace(row.terms, **change)
         with pytest.raises(TreepackError, match=message):
             check_packed([replace(row, terms=terms)], manifest, trie)

@@ -39,6 +39,7 @@ class Rollout:
     old_values: list[float] | None = None
     weight: float = 1.0
     kept: list[list[int]] | None = None
+    rollout: str | None = None  # of which this is a sample; None if it is the whole rollout
 
     @property
     def trained(self) -> list[int]:
@@ -242,6 +243,14 @@ def step_loss(model: Any, rollouts: Sequence[Rollout], o: Any, *, has_old: bool 
     elif o.denominator == "trajectory":
         means = [weighted[i] / sums[i] for i in live]
         result = sum(rollouts[i].weight * mean for i, mean in zip(live, means, strict=True)) / count
+    elif o.denominator == "rollout":
+        units = {i: rollouts[i].rollout or f"alone {i}" for i in live}
+        weights = {units[i]: rollouts[i].weight for i in live}
+        result = 0
+        for name, weight in weights.items():
+            inside = [i for i in live if units[i] == name]
+            mean = sum(weighted[i] for i in inside) / sum(sums[i] for i in inside)
+            result = result + weight * mean / sum(weights.values())
     elif o.denominator == "group":
         groups = sorted({rollouts[i].group for i in live})
         means = []

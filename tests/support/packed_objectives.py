@@ -85,7 +85,10 @@ def as_trajectories(samples: Sequence[Rollout], *, without: Sequence[str] = ()) 
             columns["kept_ids"] = RaggedArray.of([rollout.kept[j] for j in rollout.trained], np.int32)
         spans = list(zip(starts, ends, weights, strict=True))
         columns["weight"] = rollout.weight
-        result.append(make(f"t{i}", rollout.tokens, spans=spans, group=rollout.group, **columns))
+        made = make(f"t{i}", rollout.tokens, spans=spans, group=rollout.group, **columns)
+        if rollout.rollout is not None:
+            made = replace(made, rollout_id=rollout.rollout, rollout_part=i, source="made")
+        result.append(made)
     return result
 
 

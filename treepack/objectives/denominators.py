@@ -1,6 +1,6 @@
 """The denominators of an optimiser step's terms, computed before the first row of the step is loaded.
 
-    packed/ --trajectory_table--> one entry per trajectory: row, group, weight of its terms, own weight, reward
+    packed/ --trajectory_table--> one entry per trajectory: row, group, rollout, weight of its terms, own weight, reward
     table, rows of a step --step_factors--> f of every trajectory of these rows (see `objectives`)
 
 The trajectories of a group may be in several rows, and the rows of a step may come in any order. All sums are over the
@@ -11,7 +11,7 @@ refuses data that lacks a column of the objective, before a model is loaded.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pyarrow as pa
@@ -31,6 +31,7 @@ from treepack.objectives.temperature import check_term_temperatures
 from treepack.rl.rollout_parts import LOST_PARTS
 from treepack.trajectory import Float64, Int64
 
+_NUMBERS = "trajectory_rollout_numbers"
 # `treepack advantages --rejected zero` keeps trajectories without these columns.
 _REMAINING = "leave out groups that cannot be used (`treepack advantages --rejected drop`), and pack again"
 
@@ -42,6 +43,7 @@ class TrajectoryTable:
     Attributes:
         first: int64 [num_rows + 1]; the trajectories of row r are first[r] .. first[r + 1] - 1.
         group: int64 [K], equal for trajectories of the same training step and group.
+        rollout: int64 [K], equal for trajectories of the same rollout; None for other denominators than rollout.
         weight: float64 [K], the sum of the weights of a trajectory's terms; for the denominator edge, the weights are
             multiplied by the factors of edges.
         own: float64 [K], the weight v of each trajectory, a factor of the weights of its terms.
@@ -53,6 +55,12 @@ class TrajectoryTable:
     weight: Float64
     own: Float64
     pairs: Int64 | None
+    rollout: Int64 | None = None
+
+    @property
+    def row(self) -> Int64:
+        """The row of each trajectory, int64 [K]."""
+        return np.repeat(np.arange(len(self.first) - 1), np.diff(self.first))
 
 
 def check_columns(dataset: AnyDataset, objective: Objective) -> None:
@@ -117,8 +125,11 @@ def trajectory_table(dataset: AnyDataset, objective: Objective) -> TrajectoryTab
         TreepackError: for a loss of pairs, if there is no pair, or if the trajectories of a pair are in two rows.
     """
     reads_rewards, factor = objective.has_pairs, objective.weighing.column
-    name = "trajectories-rewards" if reads_rewards else "trajectories-edges" if factor else "trajectories"
-    read = functools.partial(_trajectories, reads_rewards=reads_rewards, factor=factor)
+    is_by_rollout = objective.weighing.unit == "rollout" and not reads_rewards
+    kind = "-rewards" if reads_rewards else "-edges" if factor else "-rollouts" if is_by_rollout else ""
+    rollouts = "trajectory_rollouts" if reads_rewards else _NUMBERS if is_by_rollout else None
+    name = f"trajectories{kind}"
+    read = functools.partial(_trajectories, reads_rewards=reads_rewards, rollouts=rollouts, factor=factor)
     tables = [source.once_per_machine(name, functools.partial(read, source)) for source in sources_of(dataset)]
     counts = [np.bincount(table["row"], minlength=len(s)) for table, s in zip(tables, sources_of(dataset), strict=True)]
     # counts [2, 1, 3] -> first [0, 2, 3, 6] -> row of each trajectory [0, 0, 1, 2, 2, 2]
@@ -147,7 +158,45 @@ def trajectory_table(dataset: AnyDataset, objective: Objective) -> TrajectoryTab
                 f"{dataset.path}: no two trajectories of a group have different rewards, so {objective.name} has no "
                 "pair; give rollouts of one prompt the same group and their rewards"
             )
-    return TrajectoryTable(first, group, weight, own, pairs)
+    table = TrajectoryTable(first, group, weight, own, pairs)
+    if not is_by_rollout:
+        return table
+    numbers = np.concatenate([each["rollout"].to_numpy() for each in tables])
+    return with_rollouts(table, numbers, source_of_rows(dataset)[row], dataset.row_ids, f"{dataset.path}: ")
+
+
+def with_rollouts(
+    table: TrajectoryTable, numbers: Int64, sources: Int64, row_ids: Int64, where: str
+) -> TrajectoryTable:
+    """Return `table` with the rollout of each trajectory, by its number (`RowTerms.rollout_number`) and directory.
+
+    Raises:
+        TreepackError: a turn of several paths, or trajectories of one rollout have different weights; `where` begins
+            the sentence.
+    """
+    # A number may come back in another directory; it is then another rollout.
+    rollout = np.unique(np.stack([sources, numbers]), axis=1, return_inverse=True)[1].astype(np.int64).reshape(-1)
+    if (shared := np.flatnonzero(numbers < 0)).size:
+        reason = "the denominator rollout divides by the tokens of rollouts"
+        _refuse_shared(where, row_ids[table.row[shared[0]]], reason)
+    known = np.flatnonzero(table.weight > 0)
+    # Weights 2 and 3 of one rollout: the largest of the rollout is 3, and 2 differs from it.
+    largest = np.zeros(len(rollout))
+    np.maximum.at(largest, rollout[known], table.own[known])
+    differ = known[table.own[known] != largest[rollout[known]]]
+    if len(differ):
+        raise TreepackError(
+            f"{where}row {row_ids[table.row[differ[0]]]} has a trajectory of another weight than others of its rollout "
+            "have, and the denominator rollout gives a rollout one weight; choose the denominator trajectory"
+        )
+    return replace(table, rollout=rollout)
+
+
+def _refuse_shared(where: str, row_id: int, reason: str) -> None:
+    raise TreepackError(
+        f"{where}row {row_id} has turns that several paths of a search tree share, and {reason}; build the trie "
+        "without --expand turns, or with --per-path"
+    )
 
 
 def _check_lists(source: PackedDataset, table: pa.Table, sizes: Int64) -> None:
@@ -167,21 +216,27 @@ def _check_lists(source: PackedDataset, table: pa.Table, sizes: Int64) -> None:
         raise TreepackError(f"{source.path}: term_trajectory points outside of some row; pack the trie again")
 
 
-def _trajectories(source: PackedDataset, *, reads_rewards: bool, factor: str | None) -> pa.Table:
-    """Return the columns `row`, `group`, `weight` and `own` (`TrajectoryTable`) of the trajectories of all rows, and
-    with `reads_rewards` `reward` and `rollout` (`TermTensors.rollout`).
+def _trajectories(source: PackedDataset, *, reads_rewards: bool, rollouts: str | None, factor: str | None) -> pa.Table:
+    """Return the columns `row`, `group`, `weight` and `own` (`TrajectoryTable`) of the trajectories of all rows.
+
+    With `reads_rewards` also `reward`, and `rollout` from the column `rollouts`, if one is given.
 
     The weights of terms are multiplied by the column `factor`, if there is one.
     """
     columns = ["trajectory_groups", "term_trajectory", "term_weight"]
     columns += ["trajectory_rewards"] * reads_rewards + ([] if factor is None else [factor])
-    has_rollouts = reads_rewards and "trajectory_rollouts" in source.term_columns
-    columns += ["trajectory_rollouts"] * has_rollouts
+    has_rollouts = rollouts in source.term_columns
+    if rollouts == _NUMBERS and not has_rollouts and "trajectory_rollouts" in source.term_columns:
+        raise TreepackError(
+            f"{source.path}: was packed by an older treepack, and has no numbers of rollouts for the denominator "
+            "rollout; pack the trie again"
+        )
+    columns += [rollouts] if rollouts is not None and has_rollouts else []
     has_own = "trajectory_weights" in source.term_columns
     columns += ["trajectory_weights"] * has_own
     counts, names, weights, rewards = [np.zeros(0, np.int64)], [], [np.zeros(0)], [np.zeros(0)]
     own_weights = [np.zeros(0)]
-    rollouts = [np.zeros(0, np.int64)]
+    numbers = [np.zeros(0, np.int64)]
     for table in source.tables(columns):
         sizes = _list_lengths(table["trajectory_groups"])  # trajectories of each row of the row group
         _check_lists(source, table, sizes)
@@ -199,14 +254,19 @@ def _trajectories(source: PackedDataset, *, reads_rewards: bool, factor: str | N
         names += compute.list_flatten(table["trajectory_groups"]).to_pylist()
         if reads_rewards:
             rewards.append(_list_values(table["trajectory_rewards"]))
-            # Sizes [2, 3] -> [0 1 0 1 2]: each trajectory of a row is a rollout of its own.
-            own = np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-            rollouts.append(_list_values(table["trajectory_rollouts"]).astype(np.int64) if has_rollouts else own)
+        if has_rollouts:
+            numbers.append(_list_values(table[rollouts]).astype(np.int64))
     rows = np.repeat(np.arange(len(source)), np.concatenate(counts))
     values = {"row": rows, "group": pa.array(names, pa.large_string()), "weight": np.concatenate(weights)}
     values["own"] = np.concatenate(own_weights)
-    of_pairs = {"reward": np.concatenate(rewards), "rollout": np.concatenate(rollouts)}
-    return pa.table(values | (of_pairs if reads_rewards else {}))
+    if reads_rewards:
+        values["reward"] = np.concatenate(rewards)
+    if rollouts is not None:
+        # Without the column, each trajectory is a rollout of its own: rows of 2 and 3 have the places [0 1 0 1 2].
+        sizes = np.concatenate(counts)
+        own = np.arange(len(rows)) - (0 if rollouts == _NUMBERS else np.repeat(np.cumsum(sizes) - sizes, sizes))
+        values["rollout"] = np.concatenate(numbers) if has_rollouts else own
+    return pa.table(values)
 
 
 def _list_lengths(column: pa.ChunkedArray) -> Int64:
@@ -239,10 +299,7 @@ def _refuse_parts(dataset: AnyDataset, row: Int64, rollout: Int64, own: Int64, r
     """
     shared = np.flatnonzero(rollout < 0)
     if len(shared):
-        raise TreepackError(
-            f"{dataset.path}: row {dataset.row_ids[row[shared[0]]]} has turns that several paths of a search tree "
-            f"share, and {loss} compares rollouts; build the trie without --expand turns, or with --per-path"
-        )
+        _refuse_shared(f"{dataset.path}: ", dataset.row_ids[row[shared[0]]], f"{loss} compares rollouts")
     known = np.flatnonzero(own >= 0)
     differ = known[~((reward[known] == reward[own[known]]) | (np.isnan(reward[known]) & np.isnan(reward[own[known]])))]
     if len(differ):
@@ -286,8 +343,8 @@ def step_factors(table: TrajectoryTable, rows: list[int], objective: Objective) 
     """Return the factors f of an optimiser step, one float64 [trajectories of the row] array per row.
 
     Trajectories without weight are ignored, also in the number of groups. The denominators trajectory and global count
-    each trajectory as its own weight v, so that leaf weights and weights of records do not cancel. For a loss of
-    pairs, f is 1 / the number of pairs of the step; the denominator option has no effect.
+    each trajectory as its own weight v, and rollout each rollout, so that leaf weights and weights of records do not
+    cancel. For a loss of pairs, f is 1 / the number of pairs of the step; the denominator option has no effect.
     """
     # first [0, 2, 3, 6], rows [2, 0] -> members [3, 4, 5] and [0, 1]
     members = [np.arange(table.first[row], table.first[row + 1]) for row in rows]
@@ -296,6 +353,7 @@ def step_factors(table: TrajectoryTable, rows: list[int], objective: Objective) 
         factor = 1 / max(1, int(table.pairs[rows].sum()))
         return [np.full(len(indices), factor) for indices in members]
     every = np.concatenate(members)
-    values = (table.weight[every], table.own[every], table.group[every])
+    unit = table.group if table.rollout is None else table.rollout
+    values = (table.weight[every], table.own[every], unit[every])
     factors = denominator_factors(objective.weighing, *values, response_length=objective.response_length)
     return np.split(factors, np.cumsum([len(indices) for indices in members])[:-1])

@@ -14,6 +14,7 @@ term_weight):
 
     token        f_i = 1 / sum_t w_t                              every trained token counts the same
     trajectory   f_i = v_i / (V W_i)   W_i = sum_(t of i) w_t     each trajectory counts v_i of V = sum_i v_i
+    rollout      f_i = v_r / (V W_r)   W_r = sum_(i of r) W_i     each rollout counts v_r of V = sum_r v_r
     group        f_i = 1 / (G W_g)     W_g = sum_(i of g) W_i     each of the G groups counts the same
     global       f_i = 1 / (V response_length)                    a constant per trajectory, as in Dr. GRPO
     edge         as token, with e_t w_t in place of w_t           each edge of a sampled tree counts the same: TreeRPO

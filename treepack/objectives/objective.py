@@ -43,8 +43,9 @@ class Objective:
     dual_clip: float | None = option(None, "Maximum ratio if the advantage is negative.", minimum=1)
     denominator: str = option(
         "token",
-        "Unit that has equal weight in a step; global divides by trajectories times --response-length, and edge is the "
-        "objective of TreeRPO, for advantages with --edges.",
+        "Unit that has equal weight in a step; rollout counts a rollout once, however many trajectories it became, "
+        "global divides by trajectories times --response-length, and edge is the objective of TreeRPO, for advantages "
+        "with --edges.",
         choices=tuple(DENOMINATORS),
     )
     response_length: int = option(

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from treepack.columns import BY_PACKED
 from treepack.errors import TreepackError
-from treepack.objectives.denominators import TrajectoryTable, step_factors
+from treepack.objectives.denominators import TrajectoryTable, step_factors, with_rollouts
 from treepack.objectives.needed_columns import optional_columns
 from treepack.objectives.objective import Objective
-from treepack.pack.row import Row
+from treepack.pack.row import Row, rollout_numbers_of
 from treepack.trajectory import Float64
 
 
@@ -35,7 +35,8 @@ def row_factors(rows: Sequence[Row], objective: Objective) -> list[Tensor]:
         objective: over terms or values. The denominator of sft is a sum of weights, and dpo compares pairs.
 
     Raises:
-        TreepackError: another loss, or a column of the objective that a trajectory lacks.
+        TreepackError: another loss, a column of the objective that a trajectory lacks, or for the denominator rollout a
+            rollout with several weights or with turns that other rollouts share.
     """
     if not objective.has_terms or objective.has_pairs:
         raise TreepackError(
@@ -53,6 +54,10 @@ def row_factors(rows: Sequence[Row], objective: Objective) -> list[Tensor]:
         own=np.concatenate([*map(_own_weights, rows), np.zeros(0)]),
         pairs=None,
     )
+    if objective.weighing.unit == "rollout":
+        numbers = np.concatenate([*map(rollout_numbers_of, rows), np.zeros(0, np.int64)])
+        row_ids = np.array([row.row_id for row in rows], np.int64)
+        table = with_rollouts(table, numbers, np.zeros_like(numbers), row_ids, "row_factors: ")
     return [torch.from_numpy(factors) for factors in step_factors(table, list(range(len(rows))), objective)]
 
 

@@ -26,6 +26,7 @@ def sequence_loss(
     old_logprobs: Tensor | None = None,
     sampling_logprobs: Tensor | None = None,
     ref_logprobs: Tensor | None = None,
+    rollouts: Tensor | None = None,
     step_tokens: float | None = None,
     step_sequences: float | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -35,13 +36,14 @@ def sequence_loss(
         logprobs: [B, L], with a graph, as `tree_logprobs_like` returns them for padded ids.
         entropies: [B, L], nats; None if they are neither wanted nor part of the loss.
         scored: bool [B, L], the tokens of the loss.
-        objective: a policy loss with the denominator token, trajectory or global; see `choose_objective`.
+        objective: a policy loss with the denominator token, trajectory, rollout or global; see `choose_objective`.
         advantages: [B], or [B, L] for one of each token.
         old_logprobs: [B, L]; without them every ratio is 1.
         sampling_logprobs: [B, L], of the sampler.
         ref_logprobs: [B, L], of the reference.
+        rollouts: [B], equal numbers for the sequences of one rollout, which are all here; for the denominator rollout.
         step_tokens: scored tokens of the optimiser step over all micro-batches and ranks; None if this is the step.
-        step_sequences: sequences with a scored token of the same step.
+        step_sequences: sequences with a scored token of the same step; with `rollouts`, rollouts with one.
 
     Raises:
         TreepackError: another loss or denominator, or a tensor is missing.
@@ -57,7 +59,12 @@ def sequence_loss(
     if not objective.is_policy or objective.has_values or not is_known:
         raise TreepackError(
             f"sequence_loss: the loss is {objective.name} with the denominator {objective.denominator}; expected a "
-            "policy loss without values, and token, trajectory or global"
+            "policy loss without values, and token, trajectory, rollout or global"
+        )
+    if (rollouts is None) == (denominator.unit == "rollout"):
+        raise TreepackError(
+            f"sequence_loss: the denominator is {objective.denominator}; give rollouts with the denominator rollout "
+            "alone"
         )
     missing = [name for name in objective.columns if given.get(name) is None]
     if missing or (entropies is None and objective.entropy):
@@ -83,7 +90,7 @@ def sequence_loss(
         denominator,
         counts,
         np.ones(len(counts)),
-        np.arange(len(counts)),
+        np.arange(len(counts)) if rollouts is None else rollouts.cpu().numpy(),
         response_length=objective.response_length,
         total_weight=step_tokens,
         total_own=step_sequences,

@@ -24,9 +24,9 @@ from treepack.errors import TreepackError, quoted_value
 from treepack.files import schema
 from treepack.files.column_views import ChunkedRows, ColumnView, View
 from treepack.files.manifest import Manifest
-from treepack.pack.row import Row, RowTerms, rollout_places_of
+from treepack.pack.row import Row, RowTerms, rollout_numbers_of, rollout_places_of
 from treepack.pack.weights import stored_times_trained, trajectory_factors
-from treepack.rl.rollout_parts import rollout_codes, rollout_parts, rollout_places
+from treepack.rl.rollout_parts import rollout_codes, rollout_numbers, rollout_parts, rollout_places
 from treepack.sequences import SpanView, values_of
 from treepack.trajectory import Float64, Int32, Int64
 from treepack.trie.nodes import path_to
@@ -170,6 +170,10 @@ class _RowValues:
             own = np.arange(table.num_rows, dtype=np.int32)
             self.rollouts = own if codes is None else rollout_places(codes, rollout_parts(table))
             self.row_rollouts = rollout_places_of(row)
+            # An older treepack wrote no numbers.
+            is_numbered = codes is not None and row.terms.rollout_number is not None
+            numbers = rollout_numbers_of(row)
+            self.has_other_number = (rollout_numbers(table, row.trajectory_ids) if is_numbered else numbers) != numbers
             for column in compared:
                 known = values_of(table, column)
                 if not known.is_missing or getattr(row.terms, column.name) is not None:
@@ -196,7 +200,7 @@ class _RowValues:
         reward = None if terms.reward is None else float(terms.reward[order])
         if (None if reward is None or math.isnan(reward) else reward) != self.rewards[order]:
             raise TreepackError(f"{prefix} has another reward than in the trie; pack the trie again")
-        if int(self.row_rollouts[order]) != self.rollouts[order]:
+        if int(self.row_rollouts[order]) != self.rollouts[order] or self.has_other_number[order]:
             raise TreepackError(f"{prefix} belongs to another rollout than in the trie; pack the trie again")
         weight = 1.0 if terms.trajectory_weight is None else float(terms.trajectory_weight[order])
         if weight != self.weights[order]:

@@ -19,8 +19,9 @@ import numpy as np
 from treepack.columns import BY_NAME, Axis, Column
 from treepack.pack.child_order import tile_counts
 from treepack.ragged import RaggedArray
+from treepack.rl.rollout_parts import numbers_of_texts
 from treepack.sequences import join_routes
-from treepack.trajectory import Float32, Float64, Int32, Routes
+from treepack.trajectory import Float32, Float64, Int32, Int64, Routes
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +29,11 @@ class RowTerms:
     """The (trajectory, trained token) pairs of a row: arrays with one entry per pair, or None if all are unknown.
 
     `token` and `trajectory` are indices into the row's tokens and trajectories. The fields from `advantage` on are the
-    columns of `treepack.columns`, in its order. `reward`, `rollout` and `trajectory_weight` have one entry per
-    trajectory: its reward; the first trajectory of the row that belongs to the same rollout (-1 for a turn of several
-    paths of a search tree; None if each is a rollout of its own); and its weight, a factor of all of its term weights
-    (None if every weight is 1). NaN is a value that one trajectory lacks and others have, and so is an empty list.
+    columns of `treepack.columns`, in its order; `reward` and those after it have one entry per trajectory. `rollout` is
+    the first trajectory of the row that belongs to the same rollout (-1 for a turn of several paths of a search tree),
+    and `rollout_number` a number that the rollout has in other rows too; both are None if each trajectory is a rollout
+    of its own. `trajectory_weight` is a factor of all term weights of a trajectory, None if every one is 1. NaN is a
+    value that one trajectory lacks and others have, and so is an empty list.
     """
 
     token: Int32
@@ -53,6 +55,7 @@ class RowTerms:
     reward: Float64 | None = None
     rollout: Int32 | None = None
     trajectory_weight: Float64 | None = None
+    rollout_number: Int64 | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,12 +169,13 @@ def _concatenate_terms(rows: Sequence[Row], starts: list[int]) -> RowTerms | Non
         lengths = sizes if column.axis is Axis.TRAJECTORY else counts
         return column.kind.join([column.kind.filled(part, n) for part, n in zip(parts, lengths, strict=True)])
 
-    joined = {name: join(column) for name, column in BY_NAME.items() if name != "rollout"}
+    joined = {name: join(column) for name, column in BY_NAME.items() if not name.startswith("rollout")}
     if any(terms.rollout is not None for terms in all_terms):
         own = [rollout_places_of(row) for row in rows]
         # Rollouts [0, 0] and [0, 1] of rows with 2 trajectories each -> [0, 0, 2, 3]
         shifted = [np.where(each < 0, -1, each + owner) for each, owner in zip(own, owners, strict=True)]
         joined["rollout"] = np.concatenate(shifted).astype(np.int32)
+        joined["rollout_number"] = np.concatenate([rollout_numbers_of(row) for row in rows])
     return RowTerms(
         token=np.concatenate([terms.token + start for terms, start in zip(all_terms, starts, strict=True)]).astype(
             np.int32
@@ -189,3 +193,10 @@ def rollout_places_of(row: Row) -> Int32:
     assert row.terms is not None
     known = row.terms.rollout
     return np.arange(len(row.trajectory_ids), dtype=np.int32) if known is None else known
+
+
+def rollout_numbers_of(row: Row) -> Int64:
+    """Return `rollout_number` of the terms of a row; without it, each trajectory is a rollout of its own."""
+    assert row.terms is not None
+    known = row.terms.rollout_number
+    return numbers_of_texts(row.trajectory_ids) if known is None else known

@@ -19,7 +19,7 @@ from treepack.columns import BY_PACKED, MAKES_TERMS, Axis, Lists
 from treepack.files import schema
 from treepack.files.column_views import ragged_column
 from treepack.files.routes import route_bytes
-from treepack.pack.row import Row, RowTerms, rollout_places_of
+from treepack.pack.row import Row, RowTerms, rollout_numbers_of, rollout_places_of
 from treepack.ragged import RaggedArray
 from treepack.trajectory import Int32
 
@@ -120,6 +120,8 @@ def _term_values(row: Row, name: str) -> Any:
     column = BY_PACKED[name]
     if column.name == "rollout":
         return rollout_places_of(row)
+    if column.name == "rollout_number":
+        return rollout_numbers_of(row)
     num = len(row.trajectory_ids) if column.axis is Axis.TRAJECTORY else len(row.terms.token)
     return column.kind.filled(getattr(row.terms, column.name), num)
 

@@ -10,6 +10,7 @@ import numpy as np
 from treepack.columns import BY_NAME, Axis
 from treepack.errors import TreepackError
 from treepack.pack.row import Row, RowTerms
+from treepack.rl.rollout_parts import first_of_each
 from treepack.trajectory import Int32
 
 _PER_TOKEN = ("position_ids", "parent", "subtree_end", "scale", "loss_weight")
@@ -69,6 +70,10 @@ def _check_terms(row: Row, terms: RowTerms) -> None:
         inside = bool((rollouts >= -1).all() and (rollouts <= np.arange(num)).all())
         if not inside or (rollouts[named] != named).any():
             raise TreepackError(f"row {row.row_id}: trajectory_rollouts is impossible; pack the trie again")
+        # Trajectories of one rollout have one number, and others have others.
+        numbers = terms.rollout_number
+        if numbers is not None and not np.array_equal(np.where(numbers < 0, -1, first_of_each(numbers)), rollouts):
+            raise TreepackError(f"row {row.row_id}: trajectory_rollout_numbers is impossible; pack the trie again")
     inside = _all_below(terms.token, row.num_tokens) and _all_below(terms.trajectory, num)
     if len(sizes) != 1 or not inside:
         raise TreepackError(f"row {row.row_id}: its terms point outside the row; pack the trie again")

@@ -21,7 +21,7 @@ from treepack.errors import TreepackError
 from treepack.pack.placement import PlacedNodes
 from treepack.pack.row import RowTerms
 from treepack.rl.group_tree import group_codes
-from treepack.rl.rollout_parts import rollout_codes, rollout_parts, rollout_places
+from treepack.rl.rollout_parts import rollout_codes, rollout_numbers, rollout_parts, rollout_places
 from treepack.sequences import SpanView, values_of
 from treepack.trajectory import Float64, Int32, Int64, positions
 from treepack.trie.nodes import paths
@@ -147,6 +147,8 @@ class RowWeights:
         self.rewards = rewards.to_numpy() if known else None
         self.rollouts = rollout_codes(table)
         self.parts = None if self.rollouts is None else rollout_parts(table)
+        ids = table["trajectory_id"]
+        self.rollout_numbers = None if self.rollouts is None else rollout_numbers(table, ids.to_pylist())
         self.has_terms = known or any(column.makes_terms for column in self.values)
         weighted = has_weights(table)
         if whole is not None:
@@ -195,6 +197,7 @@ class RowWeights:
             weight=np.concatenate(weights),
             reward=None if self.rewards is None else self.rewards[members],
             rollout=self._rollouts(members),
+            rollout_number=None if self.rollout_numbers is None else self.rollout_numbers[members],
             trajectory_weight=None if self.weights is None else self.weights[members],
             **{column.name: gather(column) for column in self.values},
         )

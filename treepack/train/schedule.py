@@ -37,12 +37,14 @@ def plan_steps(dataset: AnyDataset, options: TrainOptions, table: TrajectoryTabl
     """Plan the rows of every optimiser step of the run; rows that do not contribute to the loss are left out.
 
     Raises:
-        TreepackError: if no row has weight, or the shares of a mixture do not fit the directories.
+        TreepackError: if no row has weight, the shares of a mixture do not fit the directories, or the trajectories of
+            a rollout that is one unit of the loss cannot be in one step.
     """
     trained = trainable_rows(dataset, table)
     if len(trained) == 0:
         raise TreepackError(f"{dataset.path}: no row has a trained token; nothing to train on")
     mixture = None if options.mix is None else _mixture(dataset, trained, options)
+    together = _rows_together(dataset, table, is_mixed=mixture is not None)
     schedule: list[OptimiserStep] = []
     epoch, size = 0, options.rows_per_step
     blocks, owners = options.blocks or 1, source_of_rows(dataset)
@@ -52,12 +54,62 @@ def plan_steps(dataset: AnyDataset, options: TrainOptions, table: TrajectoryTabl
         else:  # an epoch has as many rows as the directories together
             parts = [np.fromiter(islice(mixture, len(trained)), np.int64)]
         for part in parts:
-            # A part is one training step of the rollouts. size 2: [4, 0, 2] -> [4, 0], [2], and the next part starts
-            # another optimiser step.
-            order = part.tolist()
-            schedule += [OptimiserStep(epoch, order[i : i + size]) for i in range(0, len(order), size)]
+            # A part is one training step of the rollouts, and the next one starts another optimiser step.
+            schedule += [OptimiserStep(epoch, rows) for rows in _cut(part.tolist(), size, together)]
         epoch += 1
     return schedule[: options.steps]
+
+
+def _rows_together(dataset: AnyDataset, table: TrajectoryTable | None, *, is_mixed: bool) -> dict[int, int]:
+    """Return, for each row that shares a rollout with others, the first of all rows that one step must have with it.
+
+    Raises:
+        TreepackError: these rows belong to different training steps, or a mixture takes rows one by one.
+    """
+    first: dict[int, int] = {}
+    if table is None or table.rollout is None:
+        return first
+
+    def find(row: int) -> int:
+        while first.get(row, row) != row:
+            row = first[row]
+        return row
+
+    known = table.weight > 0
+    pairs = np.unique(np.stack([table.rollout[known], table.row[known]]), axis=1)
+    # Rollouts [0 0 1 1] of rows [4 7 2 7]: 4 and 7 are together, and 2 joins them.
+    for place in np.flatnonzero(np.diff(pairs[0]) == 0).tolist():
+        one, other = int(pairs[1, place]), int(pairs[1, place + 1])
+        if is_mixed or dataset.steps[one] != dataset.steps[other]:
+            ids = (dataset.row_ids[one], dataset.row_ids[other])
+            reason = "--mix takes rows one by one" if is_mixed else "they are of different training steps"
+            raise TreepackError(
+                f"{dataset.path}: rows {ids[0]} and {ids[1]} have trajectories of one rollout, which the denominator "
+                f"rollout needs in one step, but {reason}; choose the denominator trajectory"
+            )
+        low, high = sorted((find(one), find(other)))
+        first[low], first[high] = low, low
+    return {row: find(row) for row in first}
+
+
+def _cut(order: list[int], size: int, together: dict[int, int]) -> list[list[int]]:
+    """Cut the rows of a part into steps of at most `size` rows; rows that are `together` are in one step."""
+    # size 2: [4, 0, 2] -> [4, 0], [2]; with 4 and 2 together [4, 2], [0]. More than 2 rows together are a step.
+    blocks: list[list[int]] = []
+    joined: dict[int, list[int]] = {}
+    for row in order:
+        first = together.get(row)
+        if first is None or first not in joined:
+            blocks.append([])
+        own = blocks[-1] if first is None else joined.setdefault(first, blocks[-1])
+        own.append(row)
+    steps: list[list[int]] = []
+    for rows in blocks:
+        if steps and len(steps[-1]) + len(rows) <= size:
+            steps[-1] += rows
+        else:
+            steps.append([*rows])
+    return steps
 
 
 def _mixture(dataset: AnyDataset, trained: Int64, options: TrainOptions) -> Iterator[int]:

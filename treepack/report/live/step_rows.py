@@ -115,6 +115,12 @@ def open_run_rows(record: dict[str, Any], folder: Path) -> ScheduledRows:
             raise TreepackError(f"run.json has no valid option {name}; expected an integer of at least {minimum}")
     if options.get("mix"):
         raise TreepackError("the run mixes directories by shares (--mix), and the rows of its steps are not recorded")
+    objective = options.get("objective")
+    if isinstance(objective, dict) and objective.get("denominator") == "rollout":
+        raise TreepackError(
+            "the run has --denominator rollout, which keeps the rows of a rollout in one step, and the rows of its "
+            "steps are not recorded"
+        )
     if "://" in packed:
         raise TreepackError(f"{packed}: the rows are in an object store; copy them here to see them")
     started = record.get("folder")

@@ -70,6 +70,8 @@ def open_data(packed: Packed, options: TrainOptions, ranks: Ranks) -> RunData:
     blocks, notes = choose_blocks(dataset, rows, options, ranks)
     schedule = plan_steps(dataset, replace(options, blocks=blocks), table)
     division = divide_rows(dataset, rows, blocks, ranks)
+    if table is not None and table.rollout is not None and len(np.unique(table.rollout)) == len(table.rollout):
+        notes += ("no rollout became several trajectories, so the denominator rollout is the denominator trajectory",)
     return RunData(dataset, table, rows, schedule, blocks, division, notes)
 
 
