@@ -22,7 +22,11 @@ from treepack.objectives.registry import find_loss, own_losses, presets_of
         ("cispo", {"dual_clip": 3.0}, "dual_clip is not an option of the loss cispo"),
         ("grpo", {"dual_clip": 0.5}, "dual_clip is 0.5; expected a finite number of at least 1"),
         ("grpo", {"kl": -1.0}, "kl is -1.0; expected"),
-        ("grpo", {"denominator": "mean"}, "denominator is 'mean'; expected one of token, trajectory, rollout, group, global"),
+        (
+            "grpo",
+            {"denominator": "mean"},
+            "denominator is 'mean'; expected one of token, trajectory, rollout, group, global",
+        ),
         ("grpo", {"kl_estimator": "k1"}, "kl_estimator is about the divergence, which has no weight; give kl too"),
         ("dapo", {"response_length": 9}, "response_length belongs to the denominator global"),
         ("dapo", {"importance_floor": 0.1}, "importance_floor bounds importance_cap from below; give it too"),
