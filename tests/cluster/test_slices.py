@@ -102,8 +102,8 @@ def test_a_cut_is_at_the_start_of_a_step_if_one_is_near(tmp_path: Path) -> None:
 
 def test_a_single_tree_is_cut_inside_and_its_trunk_counted_as_repeated(tmp_path: Path) -> None:
     directory = saved(build_trie(chains(1)), tmp_path / "trie")
-    assert [part.repeated_tokens for part in trie_slices(directory, max_tokens=90)] == [0, 50, 50]
-    assert len(trie_slices(directory, max_tokens=90, whole_trees=True)) == 1
+    assert [part.repeated_tokens for part in trie_slices(directory, count=3)] == [0, 50, 50]
+    assert len(trie_slices(directory, count=3, whole_trees=True)) == 1
 
 
 def test_no_slice_is_empty_for_any_count(tmp_path: Path) -> None:
@@ -116,9 +116,9 @@ def test_no_slice_is_empty_for_any_count(tmp_path: Path) -> None:
 
 def test_a_trie_has_at_most_one_slice_for_each_trajectory(tmp_path: Path) -> None:
     directory = saved(build_trie([make(f"t{i}", [i, *range(2000)]) for i in range(32)]), tmp_path / "trie")
-    for slices in (trie_slices(directory, count=10**12), trie_slices(directory, max_tokens=1)):
-        assert len(slices) in (31, 32)  # the place of a cut is estimated, so the last one may be missed
-        assert [i for part in slices for i in range(*part.trajectories)] == [*range(32)]
+    slices = trie_slices(directory, count=10**12)
+    assert len(slices) in (31, 32)  # the place of a cut is estimated, so the last one may be missed
+    assert [i for part in slices for i in range(*part.trajectories)] == [*range(32)]
 
 
 def test_groups_stay_whole_if_their_trees_do(tmp_path: Path) -> None:

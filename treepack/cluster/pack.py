@@ -15,16 +15,16 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from treepack.cluster.scheduler import LocalScheduler, Scheduler, TableHandle
 from treepack.cluster.slice_layout import SliceLayout, make_layout
 from treepack.cluster.slice_plan import PackJob, SlicePlan, plan_slice
-from treepack.cluster.slice_rows import SliceRows, open_row_id, write_joined, write_slice
-from treepack.cluster.trie_slices import TrieSlice, trie_slices
+from treepack.cluster.slice_rows import SliceRows, write_joined, write_slice
+from treepack.cluster.trie_slices import trie_slices
 from treepack.files import schema
 from treepack.files.directory import MANIFEST, finished_directory, refuse_existing
 from treepack.files.input_files.inputs import displayed
@@ -88,8 +88,7 @@ def pack_trie_on(
         limits, is_fitted = _limits(options, footers)
         slices = trie_slices(
             shared_trie,
-            max_tokens=_SLICE_TOKENS if num_slices is None else None,
-            count=num_slices,
+            -(-footers.num_tokens // _SLICE_TOKENS) if num_slices is None else num_slices,
             whole_trees=is_fitted,
             whole_groups=options.method == "groups" or options.leaf_weights,
             footers=footers,
@@ -97,11 +96,28 @@ def pack_trie_on(
         # Processes inside the tasks of other schedulers would use more cores than it has given to the task.
         of_task = options if isinstance(scheduler, LocalScheduler) else replace(options, workers=1)
         job = PackJob(shared_trie, of_task, limits, None if is_fitted else footers.known, len(slices))
-        stages = _Stages(scheduler, job, slices, progress)
-        tables, plans = stages.plan()
-        layout = make_layout(slices, plans, job)
-        results = stages.write(tables, layout, TaskOutput.of(temporary))
-        check_visible(temporary, [entry for each in results for entry in each.written.entries])
+        shared = scheduler.share(job)
+
+        def keep(stage: str, function: Any, calls: Sequence[Any]) -> list[tuple[TableHandle, Any]]:
+            results = scheduler.keep(function, calls)
+            return [*with_progress(results, progress, stage, unit="slices", total=len(calls))]
+
+        planned = keep("planning", plan_slice, [(shared, part) for part in slices])
+        plans: list[SlicePlan] = [plan for _, plan in planned]
+        refuse_excesses((excess for plan in plans for excess in plan.excesses), limits)
+        if not any(plan.num_rows for plan in plans):
+            raise no_trajectory_fits(limits.longest)
+        layout, output = make_layout(slices, plans, job), TaskOutput.of(temporary)
+        written = keep(
+            "packing",
+            write_slice,
+            [
+                (shared, part, table, facts, output)
+                for part, (table, _), facts in zip(slices, planned, layout.facts, strict=True)
+            ],
+        )
+        results = _with_joined(scheduler, written, layout, output)
+        check_visible(temporary, [entry for rows, _ in results for entry in rows.entries])
         counts: Counter[str] = Counter()
         for plan in plans:
             counts.update(plan.counts)
@@ -109,12 +125,12 @@ def pack_trie_on(
             Provenance.of(source, PACKED_FROM_TRIE),
             options=options.as_record() | ({"partitions": len(slices)} if len(slices) > 1 else {}),
             counts=dict(sorted(counts.items())),
-            totals=_totals(plans, layout, job)
-            | {"tiles_partial_unordered": sum(each.unordered_tiles for each in results)},
+            totals=_totals(plans, layout, job) | {"tiles_partial_unordered": sum(tiles for _, tiles in results)},
             trie=_trie_entry(location, trie),
         )
-        rows = [each.written for each in results]
-        manifest = write_packed_manifest(temporary, rows, capacity=limits.capacity, provenance=provenance)
+        manifest = write_packed_manifest(
+            temporary, [rows for rows, _ in results], capacity=limits.capacity, provenance=provenance
+        )
     return PackSummary(out, manifest)
 
 
@@ -125,56 +141,17 @@ def _limits(options: PackOptions, footers: TrieFooters) -> tuple[RowLimits, bool
     return limits, options.leaf_weights or (options.too_long != "error" and footers.longest > limits.longest)
 
 
-@dataclass(frozen=True)
-class _Stages:
-    """The stages of packing, as tasks of `scheduler`."""
-
-    scheduler: Scheduler
-    job: PackJob
-    slices: Sequence[TrieSlice]
-    progress: ReportProgress | None
-
-    def plan(self) -> tuple[list[TableHandle], list[SlicePlan]]:
-        """Plan all slices: return their kept tables, and the rest.
-
-        Raises:
-            TreepackError: a trajectory exceeds a limit alone, or none is left.
-        """
-        job, limits = self.scheduler.share(self.job), self.job.limits
-        results = [*self._keep("planning", plan_slice, [(job, part) for part in self.slices])]
-        plans = [plan for _, plan in results]
-        refuse_excesses((excess for plan in plans for excess in plan.excesses), limits)
-        if not any(plan.num_rows for plan in plans):
-            raise no_trajectory_fits(limits.longest)
-        return [table for table, _ in results], plans
-
-    def write(self, tables: Sequence[TableHandle], layout: SliceLayout, output: TaskOutput) -> list[SliceRows]:
-        """Write the rows of all slices, and joined rows; return them in the order of the directory."""
-        job = self.scheduler.share(self.job)
-        calls = [
-            (job, part, table, facts, output)
-            for part, table, facts in zip(self.slices, tables, layout.facts, strict=True)
-        ]
-        results = [*self._keep("packing", write_slice, calls)]
-        join_calls = [
-            (
-                [[open_row_id(*open_row) for open_row in row] for row in join.rows],
-                join.facts,
-                output,
-                *(results[number][0] for number in join.slices),
-            )
-            for join in layout.joins
-        ]
-        rows = self.scheduler.run(write_joined, join_calls)
-        joined = {join.after: each for join, each in zip(layout.joins, rows, strict=True)}
-        in_order = []
-        for number, (_, each) in enumerate(results):
-            in_order += [each, joined[number]] if number in joined else [each]
-        return in_order
-
-    def _keep(self, stage: str, function: Any, calls: Sequence[Any]) -> Iterator[tuple[TableHandle, Any]]:
-        results = self.scheduler.keep(function, calls)
-        return with_progress(results, self.progress, stage, unit="slices", total=len(calls))
+def _with_joined(
+    scheduler: Scheduler, written: Sequence[tuple[TableHandle, SliceRows]], layout: SliceLayout, output: TaskOutput
+) -> list[SliceRows]:
+    """Write the joined rows, from the open rows in the tables of `written`; return all rows in their order."""
+    calls = [(join.rows, join.facts, output, *(written[number][0] for number in join.slices)) for join in layout.joins]
+    rows = scheduler.run(write_joined, calls)
+    joined = {join.after: each for join, each in zip(layout.joins, rows, strict=True)}
+    in_order = []
+    for number, (_, each) in enumerate(written):
+        in_order += [each, joined[number]] if number in joined else [each]
+    return in_order
 
 
 def _totals(plans: Sequence[SlicePlan], layout: SliceLayout, job: PackJob) -> dict[str, Any]:

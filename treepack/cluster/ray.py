@@ -71,12 +71,6 @@ class RayScheduler:
         """Yield a handle of the table and the summary of each of `calls`, in their order; see `Scheduler`."""
         return self._results(function, calls, num_returns=2)
 
-    def _submit(self, function: Callable[..., Any], call: Call, *, num_returns: int) -> list[Any]:
-        """Start a task, and return the handles of its results."""
-        options = {"num_returns": num_returns, "max_retries": _RETRIES, "name": function.__name__}
-        refs = self._task.options(**options).remote(self._folder, function, *call)
-        return [refs] if num_returns == 1 else refs
-
     def _results(
         self, function: Callable[..., Any], calls: Iterable[Call], *, num_returns: int
     ) -> Iterator[tuple[TableHandle, Any]]:
@@ -87,11 +81,13 @@ class RayScheduler:
         at that moment, it may end this process with a failed check of Ray 2.60.
         """
         rest = iter(calls)
+        task = self._task.options(num_returns=num_returns, max_retries=_RETRIES, name=function.__name__)
         in_flight: deque[list[Any]] = deque()
         try:
             while True:
                 for call in islice(rest, WINDOW * self.num_workers - len(in_flight)):
-                    in_flight.append(self._submit(function, call, num_returns=num_returns))
+                    refs = task.remote(self._folder, function, *call)
+                    in_flight.append([refs] if num_returns == 1 else refs)
                 if not in_flight:
                     return
                 summary = self._value(in_flight[0][-1])

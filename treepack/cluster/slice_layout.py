@@ -160,9 +160,9 @@ def _merge(plans: Sequence[SlicePlan], open_rows: list[tuple[int, int]], job: Pa
 
 def _sizes_of_joins(plans: Sequence[SlicePlan], rows: Sequence[_JoinedRow]) -> RowSizes:
     """Return the sizes of rows that consist of open rows, which share no token with each other."""
-    sums = [[sum(size) for size in zip(*(_size_of(plans[i], row) for i, row in join), strict=True)] for join in rows]
-    return RowSizes(*np.array(sums, np.int64).T)
-
-
-def _size_of(plan: SlicePlan, row: int) -> tuple[int, ...]:
-    return tuple(int(values[row]) for values in (plan.sizes.tokens, plan.sizes.pairs, plan.sizes.terms))
+    return RowSizes(
+        *(
+            np.array([sum(getattr(plans[i].sizes, name)[row] for i, row in join) for join in rows], np.int64)
+            for name in ("tokens", "pairs", "terms")
+        )
+    )

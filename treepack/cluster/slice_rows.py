@@ -6,7 +6,7 @@ open rows of several slices --write_joined--> parts of the output
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -56,17 +56,8 @@ class SliceFacts:
     open_rows: Int64
 
 
-@dataclass(frozen=True, slots=True)
-class SliceRows:
-    """Rows that a task has written, and the partial tiles if their children kept the order of the trie."""
-
-    written: WrittenRows
-    unordered_tiles: int
-
-
-def open_row_id(slice_number: int, row: int) -> int:
-    """Return the `row_id` of an open row in the tables of `write_slice`."""
-    return slice_number * _SLICE + row
+SliceRows = tuple[WrittenRows, int]
+"""Rows that a task has written, and the partial tiles if their children kept the order of the trie."""
 
 
 def write_slice(
@@ -103,13 +94,13 @@ def write_slice(
     def complete_rows() -> Iterator[Row]:
         for row in rows:
             if is_open[row.row_id]:
-                open_group.append(replace(row, row_id=open_row_id(part.number, row.row_id)))
+                open_group.append(replace(row, row_id=part.number * _SLICE + row.row_id))
             else:
                 yield row
 
     written = write_rows(complete_rows(), output, columns, first_row=facts.first_row, first_part=facts.first_part)
     ends = pa.array(unordered_ends, pa.list_(pa.int32()))
-    return open_group.table().append_column(_UNORDERED, ends), SliceRows(written, tiles)
+    return open_group.table().append_column(_UNORDERED, ends), (written, tiles)
 
 
 def _group_weights(trie: Trie, facts: SliceFacts) -> Float64 | None:
@@ -134,20 +125,22 @@ def _all_times_trained(trie: Trie, part: TrieSlice, job: PackJob, facts: SliceFa
     return counts
 
 
-def write_joined(joins: list[list[int]], facts: SliceFacts, output: TaskOutput, *tables: pa.Table) -> SliceRows:
-    """Write rows that join open rows. `joins` are the `row_id` of the open rows of each, all of them in `tables`.
+def write_joined(
+    joins: Sequence[Sequence[tuple[int, int]]], facts: SliceFacts, output: TaskOutput, *tables: pa.Table
+) -> SliceRows:
+    """Write rows that join open rows. `joins` are (slice, row of the slice) of each, all of them in `tables`.
 
     Raises:
         TreepackError: the output cannot be written.
     """
     table = pa.concat_tables(tables)
-    place = {row_id: i for i, row_id in enumerate(table["row_id"].to_pylist())}
+    place = {divmod(row_id, _SLICE): i for i, row_id in enumerate(table["row_id"].to_pylist())}
     tiles = 0
-    for ids in joins:
-        ends: list[Any] = [table[_UNORDERED][place[row_id]].values.to_numpy() for row_id in ids]
+    for open_rows in joins:
+        ends: list[Any] = [table[_UNORDERED][place[each]].values.to_numpy() for each in open_rows]
         starts = np.cumsum([0, *(len(each) for each in ends[:-1])]).tolist()
         tiles += tile_counts(np.concatenate([each + start for each, start in zip(ends, starts, strict=True)]))[0]
-    rows = (concatenate_rows([row_of_table(table, place[row_id]) for row_id in ids]) for ids in joins)
+    rows = (concatenate_rows([row_of_table(table, place[each]) for each in open_rows]) for open_rows in joins)
     columns = packed_columns(facts.known)
     written = write_rows(rows, output, columns, first_row=facts.first_row, first_part=facts.first_part)
-    return SliceRows(written, tiles)
+    return written, tiles

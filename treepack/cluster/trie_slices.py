@@ -70,14 +70,13 @@ class TrieSlice:
 
 def trie_slices(
     directory: str | AnyPath,
+    count: int,
     *,
-    max_tokens: int | None = None,
-    count: int | None = None,
     whole_trees: bool = False,
     whole_groups: bool = False,
     footers: TrieFooters | None = None,
 ) -> list[TrieSlice]:
-    """Cut a trie directory into slices of about equal tokens, which together have each trajectory once.
+    """Cut a trie directory into `count` slices of about equal tokens, which together have each trajectory once.
 
     A cut is at the start of a training step if one is near, else at the start of a tree, else at the place that
     repeats the minimum of tokens. There may be fewer slices than asked for, if the trie has no more places for cuts;
@@ -85,24 +84,20 @@ def trie_slices(
 
     Args:
         directory: a trie directory, or its address.
-        max_tokens: tokens of a slice, about; either this or `count` is given.
         count: number of slices.
         whole_trees: cut only between trees. Groups of `share="group"` are always whole.
         whole_groups: cut only between groups.
         footers: the result of `read_footers` if the caller has it.
 
     Raises:
-        TreepackError: a number below 1, a damaged directory, or `whole_groups` of a trie whose trees mix groups.
+        TreepackError: `count` is below 1, a damaged directory, or `whole_groups` of a trie whose trees mix groups.
     """
-    assert (max_tokens is None) != (count is None), "either max_tokens or count is given"
-    for name, value in (("max_tokens", max_tokens), ("count", count)):
-        if value is not None and value < 1:
-            raise TreepackError(f"{name} is {value}; expected at least 1")
+    if count < 1:
+        raise TreepackError(f"count is {count}; expected at least 1")
     location = locate(directory)
     share = read_manifest(location, schema.TRIE_FORMAT)["share"]
     footers = footers or read_footers(location)
-    wanted = count if count is not None else -(-footers.num_tokens // (max_tokens or 1))
-    num_slices = min(wanted, footers.num_trajectories)  # each has a trajectory, so 10^12 of 32 trajectories end soon
+    num_slices = min(count, footers.num_trajectories)  # each has a trajectory, so 10^12 of 32 trajectories end soon
     if num_slices > 1 and whole_groups and share != "group":
         raise TreepackError(
             f"{location}: its trees mix groups, so it cannot be cut between groups; build it with --share group, or "

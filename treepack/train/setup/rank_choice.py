@@ -37,8 +37,9 @@ from treepack.train.setup.run_data import RunData
 _SHARE = 0.9
 # Tokens of a row that is worth an exchange in every layer if ranks are idle otherwise: an assumption, not measured.
 _LONG = 8192
-# Bytes of a trained weight with its gradient and AdamW's moments, of a frozen weight, and of a weight of 4 bits.
-_TRAINED, _FROZEN, _ROUNDED = 16, 4, 0.6
+# Bytes of a weight in the state of a run, and of the whole weight while a rank has it gathered. Trained weights have a
+# gradient in both, and AdamW's moments in the state. Rounded ones have 4 bits and scales.
+_TRAINED, _FROZEN, _ROUNDED = (16, 8), (4, 4), (0.6, 0.6)
 _USUAL: dict[str, Any] = {"sequence_ranks": 1, "expert_ranks": 1}
 
 
@@ -166,19 +167,16 @@ def rank_needs(model: str | Path, options: TrainOptions, data: RunData, ranks: R
     is_stored = stored_kind(whole) is not None and not options.dequantize
     is_rounded = is_stored or (options.lora is not None and bool(options.lora.quantize))
     is_trained = adapter is None and (options.lora is None or options.lora.rank is None)
-    item = 8 if is_trained else _ROUNDED if is_rounded else 4  # a weight and its gradient
-    state = int(counts.total * (_ROUNDED if is_rounded else _TRAINED if is_trained else _FROZEN))
+    of_weight, item = _ROUNDED if is_rounded else _TRAINED if is_trained else _FROZEN
+    state = int(counts.total * of_weight)
     shared = options.ranks_of_experts > 1
-    held = state // (options.ranks_of_experts if shared else ranks.size)
     moves = is_trained and options.offload_optimizer is not False
     head = counts.ends if config.tie_word_embeddings else counts.ends // 2  # an embedding is gathered for its lookup
     tokens = data.dataset.num_tokens[data.rows]
-    num_experts, local = stacked_experts(config), ranks.size // (ranks.machines or 1)
-    divisions = [n for n in range(ranks.size, 1, -1) if ranks.size % n == 0 and num_experts % n == 0]
-    sequences = [n for n in range(1, local + 1) if local % n == 0 and _divides_heads(config, n)]
+    sequences, divisions = _numbers_of_ranks(options, config, ranks)
     return RankNeeds(
         state=state,
-        held=held,
+        held=state // (options.ranks_of_experts if shared else ranks.size),
         moments=STATE_BYTES * counts.total // ranks.size if moves and not shared else 0,
         gathered=int(item * (head + 2 * (counts.layer - (counts.experts if shared else 0)))),
         experts=int(item * 2 * counts.experts),
@@ -189,10 +187,20 @@ def rank_needs(model: str | Path, options: TrainOptions, data: RunData, ranks: R
         usual=int(np.median(tokens)) if len(tokens) else 0,
         rows=int(np.median([len(step.rows) for step in data.schedule])) if data.schedule else ranks.size,
         teacher=_teacher_bytes(options, data.longest_row),
-        # Ranks of one machine, because they exchange in every layer.
-        sequences=sequences if options.sequence_ranks == "auto" else (options.ranks_of_row,),
-        divisions=divisions if options.expert_ranks == "auto" and num_experts else (),
+        sequences=sequences,
+        divisions=divisions,
     )
+
+
+def _numbers_of_ranks(options: TrainOptions, config: Any, ranks: Ranks) -> tuple[Sequence[int], Sequence[int]]:
+    """Return the numbers of ranks that can share a row, ascending, and that can divide the experts, descending."""
+    sequences: Sequence[int] = (options.ranks_of_row,)
+    if options.sequence_ranks == "auto":
+        local = ranks.size // (ranks.machines or 1)  # of one machine, because they exchange in every layer
+        sequences = [n for n in range(1, local + 1) if local % n == 0 and _divides_heads(config, n)]
+    num_experts = stacked_experts(config) if options.expert_ranks == "auto" else 0
+    numbers = range(ranks.size, 1, -1) if num_experts else ()
+    return sequences, tuple(n for n in numbers if ranks.size % n == 0 and num_experts % n == 0)
 
 
 def _teacher_bytes(options: TrainOptions, longest: int) -> int:

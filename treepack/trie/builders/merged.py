@@ -197,17 +197,9 @@ def merge_runs(
     )
     tables = [(run.spool, run.table_start, run.table_size) for run in runs]
     stored = [read_table(spools[each[0]], *each[1:]) for each in tables]
-    ids, sources = (
-        pa.chunked_array([chunk for each in stored for chunk in each[name].chunks])
-        for name in ("trajectory_id", "source")
-    )
-    # The inverse of a permutation is its argsort: arrival [2, 0, 1] -> [1, 2, 0], the row of each arrival.
-    arrival = _arrivals(runs, [index for _, index in opened])
-    back = pa.array(np.argsort(arrival))
-    names, renamed = unique_ids(ids.take(back), sources.take(back))
-    names = None if renamed is None else names.take(pa.array(arrival))
+    names, renamed = _unique_names(stored, _arrivals(runs, [index for _, index in opened]))
     token_spool = np.array([run.spool for run in runs], np.int32)[np.array(order.run, np.int32)]
-    rows = _by_name(rows, np.array(order.equal, np.bool_), ids if names is None else names)
+    rows = _by_name(rows, np.array(order.equal, np.bool_), names)
     table = (np.searchsorted(first, rows, side="right") - 1).astype(np.int32)
     return MergedRuns(
         spools=spools,
@@ -220,7 +212,7 @@ def merge_runs(
         tables=tables,
         table=table,
         row=(rows - first[table]).astype(np.int32),
-        names=None if names is None else names.take(pa.array(rows)),
+        names=None if renamed is None else names.take(pa.array(rows)),
         renamed=renamed,
         table_schema=schema.trajectory_columns(name for each in stored for name in each.column_names),
     )
@@ -238,6 +230,18 @@ def _arrivals(runs: list[StoredRun], indices: list[RunIndex]) -> Int64:
     arrived = np.repeat(begins - (np.cumsum(counts) - counts), counts) + np.arange(counts.sum())
     first = np.cumsum([0, *(run.num_rows for run in runs)])
     return np.concatenate([arrived[start + index.arrival] for start, index in zip(first[:-1], indices, strict=True)])
+
+
+def _unique_names(stored: Sequence[pa.Table], arrival: Int64) -> tuple[pa.ChunkedArray | pa.Array, pa.Table | None]:
+    """Return the ids of all rows as stored, with numbers if they repeat, and what `unique_ids` returns about those."""
+    ids, sources = (
+        pa.chunked_array([chunk for table in stored for chunk in table[name].chunks])
+        for name in ("trajectory_id", "source")
+    )
+    # The inverse of a permutation is its argsort: arrival [2, 0, 1] -> [1, 2, 0], the row of each arrival.
+    back = pa.array(np.argsort(arrival))
+    names, renamed = unique_ids(ids.take(back), sources.take(back))
+    return (ids if renamed is None else names.take(pa.array(arrival))), renamed
 
 
 def _by_name(rows: Int64, equal: NDArray[np.bool_], names: pa.ChunkedArray | pa.Array) -> Int64:

@@ -8,7 +8,7 @@ of a node or trajectory is known without reading a column.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +26,7 @@ from treepack.files.remote.location import DirectoryLocation
 from treepack.sequences import PER_TOKEN
 from treepack.trajectory import Int64
 
+_PartFooter = tuple[FileEntry, pq.FileMetaData]
 _OPENERS = 16  # remote parts that are opened side by side; each costs some round trips
 # Columns of trajectories that may be null.
 OPTIONAL = ("reward", "advantage", "temperature", *PER_TOKEN, "rollout_id")
@@ -128,35 +129,46 @@ def read_footers(location: DirectoryLocation) -> TrieFooters:
     for stem, pairs in parts.items():
         if not pairs:
             raise TreepackError(f"{location}: its manifest names no {stem} files; write it again")
-    nodes, trajectories = parts.values()
-    names = trajectories[0][1].schema.to_arrow_schema().names
-    if "routes" in nodes[0][1].schema.to_arrow_schema().names:
-        raise TreepackError(
-            f"{location}: has recorded routes, which cannot be packed in slices; pack it without --ray and --partitions"
-        )
-    of_nodes = schema.node_columns(nodes[0][1].schema.to_arrow_schema().names)
-    expected = {"nodes": of_nodes.names, "trajectories": schema.trajectory_columns(names).names}
-    for stem, (entry, footer) in ((stem, pair) for stem, pairs in parts.items() for pair in pairs):
-        own = footer.schema.to_arrow_schema().names
-        if own != expected[stem]:
-            raise TreepackError(f"{location}: {entry['name']} has the columns {own}; write the trie again")
-    groups = [footer.row_group(i) for _, footer in nodes for i in range(footer.num_row_groups)]
-    rows = [footer.row_group(i) for _, footer in trajectories for i in range(footer.num_row_groups)]
+    names = _check_columns(location, parts)
+    nodes, trajectories = (
+        [(entry, i, footer.row_group(i)) for entry, footer in pairs for i in range(footer.num_row_groups)]
+        for pairs in parts.values()
+    )
+    rows = [group for _, _, group in trajectories]
     ends = [_column(group, "node_id").statistics for group in rows]
     lengths = [_column(group, "num_tokens").statistics for group in rows]
     if any(statistics is None or not statistics.has_min_max for statistics in (*ends, *lengths)):
         raise TreepackError(f"{location}: its parts have no statistics; build the trie again with treepack")
     return TrieFooters(
-        node_start=_starts([group.num_rows for group in groups]),
-        token_start=_starts([_column(group, "tokens").num_values for group in groups]),
+        node_start=_starts([group.num_rows for _, _, group in nodes]),
+        token_start=_starts([_column(group, "tokens").num_values for _, _, group in nodes]),
         trajectory_start=_starts([group.num_rows for group in rows]),
         first_end=np.array([statistics.min for statistics in ends], np.int64),
         longest=max(statistics.max for statistics in lengths),
         columns=tuple(names),
         known=_known(names, rows),
-        _node_groups=tuple((entry, i) for entry, footer in nodes for i in range(footer.num_row_groups)),
-        _trajectory_groups=tuple((entry, i) for entry, footer in trajectories for i in range(footer.num_row_groups)),
+        _node_groups=tuple((entry, i) for entry, i, _ in nodes),
+        _trajectory_groups=tuple((entry, i) for entry, i, _ in trajectories),
     )
+
+
+def _check_columns(location: DirectoryLocation, parts: Mapping[str, Sequence[_PartFooter]]) -> list[str]:
+    """Refuse parts with other columns than the first part of their kind may have; return those of the trajectories.
+
+    Raises:
+        TreepackError: naming the part; or the nodes have routes.
+    """
+    of_nodes, of_trajectories = (pairs[0][1].schema.to_arrow_schema().names for pairs in parts.values())
+    if "routes" in of_nodes:
+        raise TreepackError(
+            f"{location}: has recorded routes, which cannot be packed in slices; pack it without --ray and --partitions"
+        )
+    names = schema.trajectory_columns(of_trajectories).names
+    for expected, pairs in zip((schema.node_columns(of_nodes).names, names), parts.values(), strict=True):
+        for entry, footer in pairs:
+            if (own := footer.schema.to_arrow_schema().names) != expected:
+                raise TreepackError(f"{location}: {entry['name']} has the columns {own}; write the trie again")
+    return names
 
 
 def _columns_of(name: str) -> pa.Schema:
