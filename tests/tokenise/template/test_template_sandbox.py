@@ -6,13 +6,18 @@ import copy
 import re
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from jinja2 import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from support import real_templates
+from support.command_line import Run
+from support.paths import SAMPLE_DATA
+from treepack.tokenise.template import sandbox
 from treepack.tokenise.template.rendering import GENERATION_MARK
 from treepack.tokenise.template.sandbox import compiled, plain_message
 
@@ -164,3 +169,55 @@ def _without_names(result: tuple[Any, Any]) -> tuple[Any, ...]:
     return tuple(
         re.sub(r"\S+( object' has|\(\) got|0x\w+)", "", part) if isinstance(part, str) else part for part in result
     )
+
+
+LOOP = "{% for a in VALUES %}{% for b in VALUES %}{% for c in VALUES %}{% endfor %}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize("values", ["range(99999)", "('x' * 99999)", "range(99999)|map('abs')", "range(99999)|list"])
+@pytest.mark.parametrize("before", ["", "{% set numbers = range(99999) %}", "{% for m in messages %}{% endfor %}"])
+def test_loops_without_end_are_refused_and_the_next_rendering_is_not(
+    values: str, before: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sandbox, "MAX_ITERATIONS", 1_000_000)
+    template = compiled(
+        before + "{% if 'loop' in messages[0].content %}" + LOOP.replace("VALUES", values) + "{% endif %}a"
+    )
+    for _ in range(2):
+        with pytest.raises(TemplateError, match="its loops have more than 1,000,000 iterations"):
+            template.render([{"role": "user", "content": "loop"}])
+        assert template.render([{"role": "user", "content": "b"}])[0] == "a"
+
+
+def test_loops_of_a_constant_count_whenever_they_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox, "MAX_ITERATIONS", 150)
+    ten = str(list(range(10)))
+    with pytest.raises(TemplateError, match="more than 150 iterations"):
+        compiled(LOOP.replace("VALUES", ten)).render([])
+
+
+@pytest.mark.parametrize("condition", ["true", "messages"])
+def test_a_template_without_end_ends_a_command_in_one_sentence(
+    treepack: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, condition: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sandbox, "MAX_ITERATIONS", 1_000_000)
+    loop = LOOP.replace("VALUES", "range(99999)")
+    Path("loop.jinja").write_text("{% if " + condition + " %}" + loop + "{% endif %}")
+    Path("chat.jsonl").write_text(
+        '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
+    )
+    result = treepack(
+        "build-trie",
+        "chat.jsonl",
+        "--tokenizer",
+        SAMPLE_DATA / "tokenizer",
+        "--chat-template",
+        "loop.jinja",
+        "--out",
+        "trie",
+    )
+    assert (result.status, result.err.count("\n")) == (1, 1)
+    sentence = "the chat template does not end (its loops have more than 1,000,000 iterations); give another one"
+    assert sentence in result.err
+    assert not Path("trie").exists()

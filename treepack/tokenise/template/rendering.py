@@ -105,14 +105,14 @@ def templates_in(folder: Path, config: Mapping[str, Any]) -> str | dict[str, str
 
 
 def check_syntax(template: str, name: str) -> None:
-    """Refuse a `template` that is not Jinja; `name` is its file or its tokenizer.
+    """Refuse a `template` that is not Jinja or does not end; `name` is its file or its tokenizer.
 
     Raises:
         TreepackError: with the line and the reason.
     """
     from jinja2 import TemplateSyntaxError
 
-    from treepack.tokenise.template.sandbox import compiled
+    from treepack.tokenise.template.sandbox import EndlessTemplateError, compiled
 
     try:
         compiled(template).render([])
@@ -122,8 +122,14 @@ def check_syntax(template: str, name: str) -> None:
             f"{name}: the chat template is not valid Jinja (line {error.lineno}: {reason}); "
             "fix it, or give another one (--chat-template FILE)"
         ) from error
+    except EndlessTemplateError as error:
+        raise _endless(name, error) from error
     except Exception:  # it is valid Jinja; without messages a template may raise anything
         return
+
+
+def _endless(where: str, error: Exception) -> TreepackError:
+    return TreepackError(f"{where}: the chat template does not end ({error}); give another one (--chat-template FILE)")
 
 
 def render(messages: list[Message], setting: TemplateSetting, *, prompt: bool = False) -> str:
@@ -142,15 +148,18 @@ def render_with_marks(
 
     Raises:
         UnfaithfulError: the template raises anything.
+        TreepackError: it does not end.
     """
     # Imported here, because importing jinja2 takes a while and token ids need no template.
     from jinja2 import TemplateError
 
-    from treepack.tokenise.template.sandbox import compiled, plain_message
+    from treepack.tokenise.template.sandbox import EndlessTemplateError, compiled, plain_message
 
     try:
         template, plain = compiled(setting.template), [plain_message(message) for message in messages]
         return template.render(plain, tools=setting.tools, prompt=prompt, variables=setting.variables)
+    except EndlessTemplateError as error:  # each further conversation would take as long
+        raise _endless(setting.source, error) from error
     except Exception as error:  # a template is foreign code, which can raise anything
         message = str(error).strip().partition("\n")[0]
         # raise_exception('no system') of a template -> "no system"; 1 // 0 -> "ZeroDivisionError: integer division ..."

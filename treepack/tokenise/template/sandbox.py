@@ -16,17 +16,19 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import datetime
 from functools import lru_cache
+from types import GeneratorType
 from typing import Any
 
 import jinja2.utils
 import numpy as np
-from jinja2 import TemplateError, nodes, pass_eval_context
+from jinja2 import TemplateError, nodes, pass_context, pass_eval_context
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 Span = tuple[int, int]
@@ -36,6 +38,9 @@ Variables = Mapping[str, Any] | None
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 _SCALARS = frozenset({str, int, float, bool, type(None)})
 _DICT_ATTRIBUTES = frozenset(dir(dict))
+_COUNT = "_count_iterations"
+# A loop over all messages in a loop over all messages may have 8,000 of them; loops of three ranges would not end.
+MAX_ITERATIONS = 1 << 26
 
 
 @lru_cache(maxsize=128)
@@ -76,6 +81,7 @@ class CompiledTemplate:
         assert isinstance(marks, GenerationMarks)
         blocks, spans = list[str](), list[Span]()
         marks.blocks, marks.spans = blocks, spans
+        self._environment.num_iterations = 0
         try:
             for block in self._template.generate(messages=messages, add_generation_prompt=prompt, **inputs):
                 blocks.append(block)  # one by one, because a mark begins after the blocks so far
@@ -171,8 +177,29 @@ class GenerationMarks(Extension):
         return text
 
 
+class EndlessTemplateError(TemplateError):
+    """The loops of a template run too often."""
+
+
 class SandboxEnvironment(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox, which looks up a key of a dict without asking for an attribute of that name first."""
+    """Jinja's sandbox, which looks up a key of a dict without asking for an attribute of that name first.
+
+    A rendering that sets `num_iterations` to 0 first has at most MAX_ITERATIONS of all its loops.
+    """
+
+    num_iterations = 0
+
+    def _generate(self, source: nodes.Template, *rest: Any, **options: Any) -> str:
+        # for x in y  ->  for x in y | _count_iterations
+        for loop in list(source.find_all(nodes.For)):
+            loop.iter = nodes.Filter(loop.iter, _COUNT, [], [], None, None, lineno=loop.lineno, environment=self)
+        return super()._generate(source, *rest, **options)
+
+    def count_iterations(self, number: int) -> None:
+        """Add `number` iterations; raise an EndlessTemplateError if they are too many."""
+        self.num_iterations += number
+        if self.num_iterations > MAX_ITERATIONS:
+            raise EndlessTemplateError(f"its loops have more than {MAX_ITERATIONS:,} iterations")
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         """Return `obj.attribute`; if `obj` is a dict, this is usually a value."""
@@ -184,7 +211,7 @@ class SandboxEnvironment(ImmutableSandboxedEnvironment):
 def new_environment() -> SandboxEnvironment:
     """Return an environment with everything that templates may use."""
     environment = SandboxEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[GenerationMarks, loopcontrols])
-    environment.filters["tojson"] = _tojson
+    environment.filters |= {"tojson": _tojson, _COUNT: _count_iterations}
     environment.globals |= {
         "raise_exception": _raise_exception,
         "strftime_now": lambda format: datetime.now().strftime(format),  # noqa: A006
@@ -192,6 +219,23 @@ def new_environment() -> SandboxEnvironment:
         "namespace": SandboxNamespace,
     }
     return environment
+
+
+@pass_context  # so that no loop over a constant is counted while the template is compiled
+def _count_iterations(context: Context, values: Any) -> Any:
+    """Return `values` to loop over; the messages of `tracking`, whose length it must not read, as they are."""
+    environment: Any = context.environment
+    if isinstance(values, GeneratorType):  # of a filter such as map
+        return _counted(values, environment)
+    if type(values) in (range, list, tuple, str, dict):
+        environment.count_iterations(len(values))
+    return values
+
+
+def _counted(values: Iterable[Any], environment: SandboxEnvironment) -> Iterator[Any]:
+    for value in values:
+        environment.count_iterations(1)
+        yield value
 
 
 # The parameters of these functions have the names that templates use.

@@ -120,6 +120,7 @@ class TemplateTracker:
         extension: Any = self._extension
         extension.blocks, extension.spans = [self], []  # an open mark starts at len(self)
         self._spans: list[Span] = extension.spans
+        self._environment.num_iterations = 0
         try:
             own = {"messages": MessageView(self), "add_generation_prompt": prompt}
             context = self._template.new_context({**self._globals, **own, **inputs}, shared=True)
