@@ -212,6 +212,8 @@ def test_a_changed_field_never_gives_another_prompt_in_silence(file: str, change
     assert law.silently_read(records, change) == 0
 
 
+ASKED = [{"role": "user", "content": "How many bolts?"}]
+SAID = [*ASKED, {"role": "assistant", "content": "Seven bolts."}]
 CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "an answer beside the messages of a request": (
         {
@@ -254,6 +256,30 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
 }
 
 
+RESPONSES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "a text": lambda thought: {"text": "Seven bolts."} | thought,
+    "a completion": lambda thought: {"completion": "Seven bolts."} | thought,
+    "a choice": lambda thought: {"choices": [{"text": "Seven bolts."} | thought]},
+    "a message": lambda thought: {"choices": [{"message": {"content": "Seven bolts."} | thought}]},
+}
+
+
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content", "thinking", "reasoningText"])
+@pytest.mark.parametrize("form", RESPONSES)
+def test_a_thought_beside_the_text_of_a_response_is_trained(form: str, name: str) -> None:
+    value = {"messages": ASKED, "response": RESPONSES[form]({name: "Zq7: I count."})}
+    (((_, said),),) = law.read([Record("r:1", "r", value)]).trained
+    assert said[:2] == ("Seven bolts.", "Zq7: I count.")
+
+
+@pytest.mark.parametrize("form", ["a choice", "a message"])
+def test_a_response_as_json_text_in_a_column_is_the_response(form: str) -> None:
+    value = {"asked": ASKED, "logged": json.dumps(RESPONSES[form]({"id": "zq7"}))}
+    records = [Record("r:1", "r", value)]
+    reading = law.read_edited(records, formats_by_name()["columns"], "prompt=asked,answer=logged")
+    assert [said[0] for turns in reading.trained for _, said in turns] == ["Seven bolts."]
+
+
 @pytest.mark.parametrize(("value", "expected"), CASES.values(), ids=CASES)
 def test_an_answer_beside_messages_is_trained_alone(value: dict[str, Any], expected: list[str]) -> None:
     reading = law.read([Record("r:1", "r", value)])
@@ -261,8 +287,6 @@ def test_an_answer_beside_messages_is_trained_alone(value: dict[str, Any], expec
     assert [said[0] for turns in reading.trained for _, said in turns] == expected
 
 
-ASKED = [{"role": "user", "content": "How many bolts?"}]
-SAID = [*ASKED, {"role": "assistant", "content": "Seven bolts."}]
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "two answers": (
         {"messages": SAID, "completion": "Eight."},
@@ -471,6 +495,10 @@ FLAGS_OF_NO_TURNS: dict[str, list[dict[str, Any]]] = {
     "an argument": [
         {"tool_calls": [{"function": {"name": "look", "arguments": {"deep": flag}}}]} for flag in (True, False)
     ],
+    "a flag of a call": [
+        {"tool_calls": [{"approved": flag, "function": {"name": "look", "arguments": {"at": f"zq7 {flag}"}}}]}
+        for flag in (True, False)
+    ],
     "a number of the turn": [{"extra": {"turn_index": place}} for place in (0, 1)],
     "more numbers than 0 and 1": [{"extra": {"bolts": place}} for place in (0, 1, 2)],
     "what is known of the program": [{"is_error": flag} for flag in (True, False)],
@@ -482,6 +510,16 @@ FLAGS_OF_NO_TURNS: dict[str, list[dict[str, Any]]] = {
 def test_a_field_that_is_no_flag_of_turns_is_not_refused(turns: list[dict[str, Any]]) -> None:
     messages = [each for k, turn in enumerate(turns) for each in (*ASKED, {**SAID[1], "content": f"Zq7 {k}."} | turn)]
     assert len(law.read([Record("r:1", "r", {"messages": messages})]).trained[0]) == len(turns)
+
+
+def test_the_result_of_a_rollout_is_no_flag_of_its_turns() -> None:
+    (record,) = (each for records in files_of("tau2") for each in records if "simulations" in each.value)
+    rollouts = [
+        each | {"solved": flag, "reward_info": {"db_match": flag, "asked": each["messages"]}}
+        for flag in (True, False)
+        for each in record.value["simulations"]
+    ]
+    assert law.read([replace(record, value=record.value | {"simulations": rollouts})]).trained
 
 
 def test_a_flag_of_other_speakers_is_not_refused() -> None:
@@ -794,6 +832,13 @@ def test_a_remedy_that_is_followed_ends_in_no_other_refusal(tmp_path: Path, valu
         assert not law.read_path(path).refusal
 
 
+def test_no_name_is_proposed_that_would_not_read_a_line() -> None:
+    """The name `sessionId` makes the line one of a session, in which no line is the model's."""
+    reading = law.read([Record("r:1", "r", {"type": "canvas_ready", "session_id": "s", "_ts": "t"})])
+    assert "has no known format" in reading.refusal
+    assert "rename" not in reading.refusal
+
+
 # A session by its id: each line of the model has an id or a time that a copy keeps.
 TIME = "2026-01-01T00:00:00Z"
 LINKED: list[dict[str, Any]] = [
@@ -945,7 +990,41 @@ def _spans(*letters: str) -> dict[str, Any]:
     return {"resourceSpans": [{"scopeSpans": [{"spans": spans}]}]}
 
 
-EXPORTS = [_chatgpt, _checkpoint, _langfuse, _langsmith, _spans]
+def _litellm(*letters: str) -> list[dict[str, Any]]:
+    about = {"call_type": "completion", "response_cost": 0, "model_parameters": {}}
+    return [
+        about | {"id": name, "messages": talk[:-1], "response": {"choices": [{"message": talk[-1]}]}}
+        for name, talk in _asked(*letters)
+    ]
+
+
+def _openai_chat(*letters: str) -> list[dict[str, Any]]:
+    return [
+        {"request": {"messages": talk[:-1]}, "response": {"id": name, "choices": [{"message": talk[-1]}]}}
+        for name, talk in _asked(*letters)
+    ]
+
+
+def _anthropic(*letters: str) -> list[dict[str, Any]]:
+    return [
+        {"request": {"messages": talk[:-1]}, "response": {"id": name, "type": "message", **_blocks(talk[-1], "text")}}
+        for name, talk in _asked(*letters)
+    ]
+
+
+def _responses(*letters: str) -> list[dict[str, Any]]:
+    return [
+        {"id": name, "input": talk[:-1], "output": [{"type": "message", **_blocks(talk[-1], "output_text")}]}
+        for name, talk in _asked(*letters)
+    ]
+
+
+def _blocks(message: dict[str, Any], kind: str) -> dict[str, Any]:
+    return message | {"content": [{"type": kind, "text": message["content"]}]}
+
+
+LOGS = [_litellm, _openai_chat, _anthropic, _responses]  # with a record for each answer
+EXPORTS = [_chatgpt, _checkpoint, _langfuse, _langsmith, _spans, *LOGS]
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -962,7 +1041,8 @@ def test_exports_that_overlap_train_each_answer_once(tmp_path: Path, workers: in
     alone = read_to_trie(last, options)[0]
     sources = Counter(Path(source).parts[-2] for source in trie.trajectories["source"].to_pylist())
     assert sources == dict.fromkeys((export.__name__ for export in EXPORTS), 3)
-    assert [item.reason for item in log.skipped] == [COPIED_NOTE] * len(EXPORTS)
+    num_copies = len(EXPORTS) - len(LOGS) + 5 * len(LOGS)
+    assert [item.reason for item in log.skipped] == [COPIED_NOTE] * num_copies
     assert num_trained(trie.trajectories) == num_trained(alone.trajectories) > 0
     assert_shares_are_equal(inputs, tmp_path, options)
 

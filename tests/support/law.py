@@ -570,8 +570,8 @@ _OTHERS = frozenset("user system tool human function developer observation envir
 def with_flags(records: Sequence[Record]) -> Iterator[tuple[list[Record], set[Any]]]:
     """Yield the records with a flag on every turn of the model at one path of names, and the texts that it excludes.
 
-    A turn is the innermost object of a list, or the record itself, that has a whole trained text or the ids of one. The
-    flag depends on the text alone: it is false for the first text, true for the second, false for the third, ...
+    A turn is the innermost object of a list, or the record itself, that has a whole trained text or the ids of one, but
+    no call. The flag depends on the text alone: false for the first text, true for the second, false for the third, ...
     """
     said = said_alone(read(records))
     flags = {key: bool(number % 2) for number, key in enumerate(dict.fromkeys(said))}
@@ -609,7 +609,8 @@ def _turns(value: Any, path: Path, flags: dict[Any, bool]) -> Iterator[tuple[Pat
             yield from _turns(each, (*path, place), flags)
     if not isinstance(value, dict):
         return
-    inner = [each for name, field in value.items() for each in _turns(field, (*path, name), flags)]
+    fields = ((name, field) for name, field in value.items() if name not in ("tool_calls", "toolCalls"))
+    inner = [each for name, field in fields for each in _turns(field, (*path, name), flags)]
     yield from inner
     is_turn = (not path or isinstance(path[-1], int)) and "key" not in value  # a pair of OpenTelemetry has a key
     if not inner and is_turn and not any(str(value.get(name)).lower() in _OTHERS for name in ("role", "from", "type")):

@@ -66,13 +66,11 @@ def sdk_call(part: Message) -> Message:
 
 
 def messages_of_sdk_response(value: dict[str, Any]) -> Iterator[Message]:
-    """Yield the message of a response `{text, toolCalls, reasoning, finishReason}`."""
+    """Yield the message of a response `{text, toolCalls, finishReason}`."""
     calls = parsed(value.get("toolCalls")) or []
     message: Message = {"role": "assistant", "content": value.get("text")}
     if is_messages(calls) and calls:
         message["tool_calls"] = [sdk_call(each) for each in calls]
-    if isinstance(reasoning := value.get("reasoning", value.get("reasoningText")), str):
-        message["reasoning_content"] = reasoning
     if isinstance(reason := value.get("finishReason"), str):
         message["finish_reason"] = reason
     yield message

@@ -37,6 +37,7 @@ from treepack.ingest.readers.messages.message_trees import RENAMED_ROLES as RENA
 from treepack.ingest.readers.messages.normal_form import RENAMED_ROLES
 from treepack.ingest.readers.messages.normal_form import ROLES as CHAT_ROLES
 from treepack.ingest.readers.messages.prefills import mark_prefills
+from treepack.ingest.readers.messages.reasoning import REASONING
 from treepack.ingest.readers.messages.response_items import CALLS, RESULTS, messages_of_items
 
 Message = JsonObject
@@ -60,7 +61,7 @@ _RESPONSE_FIELDS = API_FIELDS | frozenset(
     "id model type candidates generations content role stop_reason stop_sequence message finish_reason index "
     "finishReason usage_metadata usageMetadata model_version modelVersion sdk_http_response sdkHttpResponse "
     "automatic_function_calling_history response_id responseId create_time createTime llm_output run event.name "
-    "gen_ai.system provider toolCalls reasoning reasoningText tool_calls completion logprobs token_ids delta "
+    "gen_ai.system provider toolCalls tool_calls completion logprobs token_ids delta "
     "safety_ratings safetyRatings avg_logprobs avgLogprobs token_count tokenCount citation_metadata citationMetadata "
     "provider_specific_fields native_finish_reason done done_reason matched_stop".split()
 )
@@ -282,8 +283,19 @@ def _check_calls(response: Sequence[Message], source: str) -> None:
 def _responses_of_object(value: JsonObject, source: str) -> list[list[Message]] | None:
     found = _responses_of_response(value, source)
     if found and found[0] and "role" not in value:
-        found[0][-1] = found[0][-1] | left_over(value, _RESPONSE_FIELDS, "response")
+        found[0][-1] = _with_rest(found[0][-1], value, "response")
     return found
+
+
+def _with_rest(message: Message, value: JsonObject, name: str) -> Message:
+    """Return the last `message` of a response or choice, with the fields of `value` beside it.
+
+    {"text": "A.", "reasoning": "B."} has the thought beside the text; a message that has thoughts keeps its own. As an
+    object, `reasoning` is a setting of the request.
+    """
+    has_own = not message.keys().isdisjoint(REASONING)
+    beside = {} if has_own else {each: value[each] for each in REASONING if isinstance(value.get(each), str | list)}
+    return beside | message | left_over(value, _RESPONSE_FIELDS | beside.keys(), name)
 
 
 def _responses_of_response(value: JsonObject, source: str) -> list[list[Message]] | None:
@@ -335,7 +347,7 @@ def _of_choice(choice: JsonObject, source: str) -> list[Message]:
     else:
         raise TreepackError(f"{source}: has the choice {shown(choice)}; expected a message")
     if messages:
-        messages[-1] = messages[-1] | left_over(choice, _RESPONSE_FIELDS, "choice")
+        messages[-1] = _with_rest(messages[-1], choice, "choice")
     if messages and (reason := endings.raw_of(choice)) is not None:
         messages[-1].setdefault("finish_reason", reason.lower() if isinstance(reason, str) else reason)
     return messages

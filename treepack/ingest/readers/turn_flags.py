@@ -4,7 +4,8 @@
     TurnFlags      no reader uses 'learnable', true beside a trained text and false beside another one: refused
     TurnWeights    with --columns mask=learnable the turn "Nine." gets the weight 0
 
-A turn is the innermost object of a list, or a record of a file, that has a text of the model or its token ids. The
+A turn is the innermost object of a list, or a record of a file, that has a text of the model or its token ids. What
+stands beside a conversation, such as whether it was solved, is of no turn, and neither is what stands in a call. The
 longest line of a text identifies it, because readers cut texts into thought, content and call.
 """
 
@@ -41,10 +42,15 @@ _KNOWN = frozenset(
     enable_thinking add_generation_prompt continue_final_message ignore_eos skip_special_tokens do_sample
     """.split()
 )
-# Objects with settings or arguments of a call.
-_SETTINGS = frozenset(
-    "request params parameters sampling_params model_parameters config settings options usage arguments args".split()
+# Objects with settings or arguments of a call, and with the results of a rollout.
+_BESIDE = frozenset(
+    """
+    request params parameters sampling_params model_parameters config settings options usage arguments args
+    reward_info scores report test_result evaluation
+    """.split()
 )
+# Lists of the calls of a turn, which have no weights of their own.
+_CALLS = frozenset(("tool_calls", "toolCalls", "function_calls"))
 # Numbers of turns, which may be 0 and 1.
 _NUMBERED = frozenset(
     "turn step index idx id number num n round reward score count position order seq level depth time timestamp "
@@ -90,7 +96,8 @@ class TurnFlags:
         for path, turns in self._values.items():
             if {flag for flag, *_ in turns} != {True, False}:
                 continue
-            sources = {flag: source for flag, turn, source in turns if not self._keys.isdisjoint(lines_of_texts(turn))}
+            said = ((flag, source) for flag, turn, source in turns if not self._keys.isdisjoint(_own_lines(turn)))
+            sources = dict(said)
             if sources.keys() == {True, False} and path.rpartition(".")[2] not in self._arguments:
                 raise TreepackError(
                     f"{sources[False]}: the field '{path}' is true for some turns of the model and false for others, "
@@ -197,24 +204,40 @@ def known_names(declared: Declared) -> frozenset[str]:
 
 
 def _turns(value: Any) -> Iterator[_Turn]:
-    """Yield `value` and each object of the lists in it that no other speaker than the model wrote."""
+    """Yield `value` and each object of the lists in it that no other speaker than the model wrote, without calls."""
     if isinstance(value, list):
         for each in value:
             yield from _turns(each)
     elif isinstance(value, dict):
         if not is_other(value):
             yield value
-        for field in value.values():
-            yield from _lists(field)
+        yield from _lists(value)
 
 
 def _lists(value: Any) -> Iterator[_Turn]:
     """Yield the turns in the lists of `value`."""
     if isinstance(value, dict):
-        for field in value.values():
-            yield from _lists(field)
+        for name, field in value.items():
+            if name not in _CALLS:
+                yield from _lists(field)
     elif isinstance(value, list):
         yield from _turns(value)
+
+
+def _own_lines(turn: _Turn) -> set[Any]:
+    """Return the lines of the texts of `turn` that are not in a conversation."""
+    lines: set[Any] = set()
+    for name, field in turn.items():
+        if isinstance(field, dict):
+            lines |= _own_lines(field) if name not in _BESIDE else set()
+        elif name in _CALLS or not _is_conversation(field):
+            lines |= lines_of_texts(field)
+    return lines
+
+
+def _is_conversation(value: Any) -> bool:
+    """Return whether others than the model speak in `value`, too."""
+    return isinstance(value, list) and any(is_other(each) for each in value if isinstance(each, dict))
 
 
 def is_other(turn: _Turn) -> bool:
@@ -226,7 +249,7 @@ def _flags(turn: _Turn, known: AbstractSet[str], before: str = "", depth: int = 
     """Yield path and value of each flag of a turn that is not `known`, also in an object; None for another value."""
     for name, field in turn.items():
         if isinstance(field, dict):
-            if depth > 1 and name not in _SETTINGS:
+            if depth > 1 and name not in _BESIDE:
                 yield from _flags(field, known, f"{before}{name}.", depth - 1)
         elif name in known or not isinstance(field, bool | int | float | str) or endings.kind_of(name) is not None:
             continue

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path, PurePath
 
 from treepack.errors import TreepackError
@@ -17,7 +18,7 @@ from treepack.files.input_files.inputs import displayed
 from treepack.files.input_files.records import Record
 from treepack.files.remote.address import is_address
 from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.fields.values import SIMILAR
+from treepack.ingest.readers.fields.values import SIMILAR, JsonObject
 from treepack.ingest.readers.format import Format
 from treepack.ingest.readers.kinds import has_fields
 from treepack.ingest.readers.recognition import is_episode, lists_of_objects
@@ -77,7 +78,7 @@ def with_suggestion(error: TreepackError, records: Sequence[Record], options: Re
 
 def _remedy(records: Sequence[Record], formats: Sequence[Format], known: Sequence[str], options: ReadOptions) -> str:
     record = records[0]
-    if (renamed := _misspelt(record, formats, known, options)) is not None:
+    if (renamed := _misspelt(records, formats, known, options)) is not None:
         return f"rename '{renamed[0]}' if it is '{renamed[1]}'; 'treepack formats' lists the formats and their fields"
     if (line := suggested_columns(records, options)) is not None:
         return f"if its fields mean this, add --columns {line}; 'treepack formats --record FILE' shows the fields"
@@ -98,26 +99,27 @@ def _remedy(records: Sequence[Record], formats: Sequence[Format], known: Sequenc
 
 
 def _misspelt(
-    record: Record, formats: Sequence[Format], known: Sequence[str], options: ReadOptions
+    records: Sequence[Record], formats: Sequence[Format], known: Sequence[str], options: ReadOptions
 ) -> tuple[str, str] | None:
-    """Return a field and its right name, if the record can be read with this name."""
-    known = [name for name in known if name not in record.value]
-    for field in record.value:
+    """Return a field and its right name, if the records can be read with this name."""
+    first = records[0].value
+    known = [name for name in known if name not in first]
+    for field in first:
         for name in difflib.get_close_matches(field, known, 3, SIMILAR):
-            value = {name if key == field else key: part for key, part in record.value.items()}
-            renamed = Record(record.source, record.path, value)
-            if (found := next((each for each in formats if each.matches(value)), None)) and _reads(
-                found, renamed, options
-            ):
+            renamed = [replace(each, value=_renamed(each.value, field, name), line=None) for each in records]
+            found = next((each for each in formats if each.matches(renamed[0].value)), None)
+            if found is not None and _reads(found, renamed, options):
                 return field, name
     return None
 
 
-def _reads(found: Format, record: Record, options: ReadOptions) -> bool:
-    if found.read is None:
-        return True
+def _renamed(value: JsonObject, old: str, new: str) -> JsonObject:
+    return {new if key == old else key: part for key, part in value.items()}
+
+
+def _reads(found: Format, records: Sequence[Record], options: ReadOptions) -> bool:
     try:
-        return any(isinstance(item, Trajectory) for item in found.read(record, options))
+        return any(isinstance(item, Trajectory) for item in found.trajectories(records, options))
     except TreepackError:
         return False
 

@@ -197,14 +197,17 @@ def _has_answers(values: JsonObject, talk: MappedConversation) -> bool:
 
 
 def _completion(values: JsonObject, given: Any, talk: MappedConversation) -> JsonObject:
-    """Return prompt and completion, both as text or both as messages."""
+    """Return prompt and completion, both as text or the prompt as messages.
+
+    A completion of text stays text beside messages, because it may be the response of an API as JSON text.
+    """
     answer = talk.answer(given)
     if answer is None:
         raise _wrong_kind(talk.source, "answer", given, "text or messages")
     prompt = _prompt(values, talk)
     if isinstance(prompt, str) and isinstance(answer, str) and "system_prompt" not in values:
         return {"prompt": prompt, "completion": answer}
-    prompt, answer = _as_talk(prompt, "user"), _as_talk(answer, "assistant")
+    prompt = _as_talk(prompt, "user")
     return {"prompt": [*_system(values, talk, prompt), *prompt], "completion": answer}
 
 
