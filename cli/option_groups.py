@@ -34,7 +34,7 @@ def option_group(name: str, options: Sequence[Option[Any]], make: Callable[..., 
         @option_group("search", [click.option("--effort"), click.option("--time-limit", type=float)], Search)
         def pack(search: Search) -> None: ...       search is Search(effort=..., time_limit=...)
 
-    `make` runs when the command is called, so it may import what the command needs.
+    `make` runs when the command is called, so it may import the modules that it needs.
     """
 
     def decorate(command: _F) -> _F:

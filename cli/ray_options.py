@@ -40,6 +40,6 @@ def ray_cluster(address: str, *, workers: int, unsuitable: Sequence[str] = ()) -
         refuse_given(["workers"], f"{{}} has no meaning with --ray {address}")
     from treepack.cluster.ray import connected_cluster
 
-    # Ray prints notes about workers that died to stdout, where the results of a command go.
+    # Ray prints notes about workers that died to stdout, among the results of a command.
     with contextlib.redirect_stdout(sys.stderr), connected_cluster(address, workers=workers) as scheduler:
         yield scheduler

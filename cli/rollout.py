@@ -130,7 +130,7 @@ def _check_engine(engine: EngineOptions) -> None:
     """Refuse a model for this process that cannot be loaded, before prompts are read and torch is imported.
 
     Raises:
-        TreepackError: there is no such model or device, or torch is not installed.
+        TreepackError: the model or device does not exist, or torch is not installed.
     """
     from treepack.model.accept.vocabulary import find_config
     from treepack.train.input_checks import require_torch

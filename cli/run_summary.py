@@ -106,7 +106,7 @@ def run_summary(run: TrainingRun, out: AnyPath, steps: list[StepMetrics]) -> dic
             record |= {"last held-out loss": evaluations[-1][0], "lowest held-out loss": f"{loss:.4f} at step {step}"}
         skipped = sum(bool(metrics.skipped_rows) for metrics in steps)
         record |= {"skipped steps": skipped} if skipped else {}
-    # Only a signal ends a run early without an error, and only after a step: `steps` has at least one.
+    # Only a signal ends a run early without an error, and only after a step, so `steps` is not empty.
     if not is_finished(out):
         record["stopped"] = f"after step {steps[-1].step} of {len(run.schedule)}; continue with --resume"
     return record

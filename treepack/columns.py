@@ -7,7 +7,7 @@ Schemas, tries, rows, batches, checks and `show` are loops over this table. To a
 field of its name to `trajectory.Tokens`, `pack.row.RowTerms` and `data.batch.TermTensors`; tests compare these fields
 with the table. The entry goes last, because files keep the order of their columns. Then use the column in a loss.
 
-Not in the table, because each has rules of its own: token ids and the structure of the tree, trained spans and their
+Not in the table, because they follow other rules: token ids and the structure of the tree, trained spans and their
 weights, the routes of experts (they are part of a node's identity), and the values of a critic at nodes.
 """
 
@@ -55,7 +55,7 @@ class Numbers:
         return np.broadcast_to(values, num)
 
     def join(self, parts: Sequence[Any]) -> NDArray[Any]:
-        """Concatenate `parts`, at least one, as `dtype`."""
+        """Concatenate `parts`, one or more, as `dtype`."""
         return np.concatenate(parts).astype(self.dtype, copy=False)
 
     def is_missing(self, values: Any) -> _Bools:
@@ -80,7 +80,7 @@ class Lists:
         return lists
 
     def join(self, parts: Sequence[Any]) -> RaggedArray:
-        """Concatenate `parts`, at least one."""
+        """Concatenate `parts`, one or more."""
         return join_lists(parts)
 
     def is_missing(self, values: Any) -> _Bools:
@@ -309,7 +309,7 @@ OF_TRAJECTORY = (
         makes_terms=True,
         remedy="give every rollout a reward and pack them again",
     ),
-    # The first trajectory of the row with the same rollout. If it is missing, each trajectory is a rollout of its own.
+    # The first trajectory of the row with the same rollout. If it is missing, each trajectory is a separate rollout.
     Column(
         name="rollout",
         kind=Numbers(np.int32),

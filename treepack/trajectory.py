@@ -237,7 +237,7 @@ def as_routes(rows: NDArray[Any], num_tokens: int, *, source: str, name: str) ->
 
 
 def check_experts(rows: NDArray[Any], *, source: str, name: str) -> int:
-    """Return the largest of recorded experts, integers of any shape; 0 if there is none.
+    """Return the largest of recorded experts, integers of any shape; 0 without one.
 
     Raises:
         TreepackError: it is above 32,767.

@@ -1,7 +1,7 @@
 """Tree attention through FlexAttention's FlashAttention-4 backend: the block lists of `flex`, another kernel.
 
 Same inputs and outputs as `flex`, in bfloat16 and float16 on Hopper and Blackwell, if flash-attn-4 is installed. That
-library takes block lists only in its own tile sizes: 128 keys, and 128 queries on Hopper or 256 on Blackwell, because
+library takes block lists only in fixed tile sizes: 128 keys, and 128 queries on Hopper or 256 on Blackwell, because
 there a thread block works on two tiles of queries at a time. For head dimensions above 128 its backward tiles are
 narrower than 128 keys, so it refuses these lists.
 

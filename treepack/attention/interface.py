@@ -137,13 +137,13 @@ def _attention_mask_of(
     If `allow_generation` permits a call without `subtree_end`, return the mask of sdpa.
 
     Raises:
-        TreepackError: if the caller passed an attention mask, or the model adds one of its own.
+        TreepackError: if the caller passed an attention mask, or the model adds one.
     """
     if is_plain_call(config):
         return plain_mask(*arguments, attention_mask=attention_mask, config=config, **options)
     if attention_mask is not None:
         raise BadCallError(f"attention: an attention_mask is given; {_MASK_GIVEN}", code=_ITS_OWN_MASK)
-    if options.get("use_vmap"):  # transformers sets it if the model's code adds a mask function of its own
+    if options.get("use_vmap"):  # transformers sets it if the model's code adds a separate mask function
         raise BadCallError(f"attention: {_ITS_OWN_MASK}; {_REMEDY}", code=_ITS_OWN_MASK)
     size = options.get("local_size")
     if size is None:

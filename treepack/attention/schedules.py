@@ -83,7 +83,7 @@ def prepare(
 class BatchSchedules:
     """The schedules of one batch of rows, one for each reach of a model's layers, made when they are first asked for.
 
-    A model gets the object as its argument `schedule`, and each layer finds its own schedule in it.
+    A model gets the object as its argument `schedule`, and each layer finds its schedule in it.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class BatchSchedules:
             TreepackError: if they are not.
         """
         end = subtree_end[None] if subtree_end.ndim == 1 else subtree_end
-        # Values on a GPU are not compared, because the comparison would wait for it in every layer.
+        # Values on a GPU are not compared, because every layer would wait for the comparison.
         on_cpu = end.device.type == self._end.device.type == "cpu"
         comparable = on_cpu and len(end) == len(self._end) and end is not self._end
         if end.shape[1] != self._end.shape[1] or (comparable and not torch.equal(end, self._end)):

@@ -7,7 +7,7 @@
 A call continues a trajectory if its prompt begins with the whole trajectory, token by token (`token_calls`) or message
 by message (`chat_calls`). If it continues several, it joins the longest one, so the calls of sub-agents may be
 interleaved. Each response is trained once, in the trajectory of its call: if two calls continue the same trajectory,
-the second becomes a trajectory of its own. A rollout of one trajectory keeps its name. If there are several, each is
+the second becomes a separate trajectory. A rollout of one trajectory keeps its name. If there are several, each is
 named after its first call, and all are in one group: the group of the record, or else a group derived from the first
 prompt.
 

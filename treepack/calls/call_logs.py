@@ -54,7 +54,7 @@ def path_since(
 ) -> tuple[list[Any], CallPrompt]:
     """Return the entries from the nearest of `prompts` above the entry `last` up to it, and this prompt.
 
-    Entries name the one before them as `parent`; a cycle ends where it closes.
+    Entries name the one before them as `parent`; a cycle ends at its first entry.
     """
     path: dict[str, Any] = {}
     while last is not None and last not in prompts and last in entries and last not in path:

@@ -42,7 +42,7 @@ class EventView:
         self._responses: set[str] = set()
 
     def add(self, event: Any, message: Message | None = None) -> None:
-        """Add an event by its id, and its message if it has one of its own."""
+        """Add an event by its id, and its message if it has one."""
         self._events.append(_ViewedEvent(event if isinstance(event, str | int) else None, message))
 
     def answer(self, event: Any, response: Message, *, name: str | None, history: Message | None = None) -> None:

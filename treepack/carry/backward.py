@@ -6,7 +6,7 @@
 
 sft and the objectives of single tokens run in one phase: each piece has its own part of the loss. Others, such as gspo
 and dpo, are about whole trajectories, so they run in two: first all log-probabilities (and values) without a graph, and
-the slope of the objective by each of them; then each piece runs backward with the slopes of its own tokens. The
+the slope of the objective by each of them; then each piece runs backward with the slopes of its tokens. The
 gradient is the same, by the chain rule; every token runs forward once more.
 """
 
@@ -53,7 +53,7 @@ class CarryOptions:
     chunk: int = CHUNK  # tokens whose logits are in memory at a time
     memory: CarryMemory | None = None  # one budget for all rows; None keeps carried tensors on the model's device
     # Makes the context in which each pass runs forward. Autocast remembers weights that it has cast, even in a pass
-    # without a graph, so each pass needs its own context.
+    # without a graph, so each pass needs a separate context.
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def __post_init__(self) -> None:

@@ -62,7 +62,7 @@ class PieceOutputs:
                 del self._pieces[each.begin]
 
     def location_of(self, size: int) -> _Location:
-        """Return where the outputs of the next piece stay, whose first layer has an output of `size` bytes."""
+        """Return the place of the outputs of the next piece, whose first layer has an output of `size` bytes."""
         budget, need = self.memory.budget, size * self._num_layers
         if budget.outputs is None or self._used("gpu") + need <= budget.outputs:
             return "gpu"

@@ -5,8 +5,8 @@
 One buffer of keys and one of values per layer hold the stack, and the piece that runs after it. A layer writes the
 keys and values of its tokens there and attends to all of them; nothing is concatenated. In the backward pass, the
 gradients of carried keys and values are added to sums in float32, or in float64 for float64. When their piece is
-popped, these sums are added to its own gradients. Each place of a sum has one owner at a time, and all additions have
-one order, so two runs agree in every bit.
+popped, these sums are added to the gradients of the piece. Each place of a sum has one owner at a time, and all
+additions have one order, so two runs agree in every bit.
 
 Layers beyond the budget of GPU memory wait in host memory (`offload`), with equal results in every bit.
 """

@@ -84,7 +84,7 @@ class SortedTerms:
         return cls(replace(chosen, index=torch.from_numpy(index[order]).to(terms.index)), parents[order])
 
     def of_piece(self, piece: PieceRow, targets: slice) -> TermTensors:
-        """Return the terms of a piece, whose `index` is into its own targets."""
+        """Return the terms of a piece, whose `index` is into the targets of the piece."""
         cut = select_terms(self.terms, span(self.parents, piece), scored=targets)
         return replace(cut, index=cut.index - targets.start)
 

@@ -1,4 +1,4 @@
-"""A share of the input of `build-trie --ray`: whole files, of which one task builds a trie in a place of its own.
+"""A share of the input of `build-trie --ray`: whole files, of which one task builds a trie in a separate place.
 
     cut_shares(files, bytes)                 --> Share, Share, TRIE, Share     in the order of the input
     build_share(share, job, earlier)         --> ShareRecord                   in a task
@@ -47,10 +47,10 @@ _Part = UnreadPart | FinishedPart | WholePart
 
 @dataclass(frozen=True, slots=True)
 class FileState:
-    """Bytes of a file as stored, and its version: the time of the last change, or what a store returns."""
+    """Bytes of a file as stored, and its version: the time of the last change, or the version that a store returns."""
 
     size: int
-    version: str | None  # None if there is no such file, which reading it reports
+    version: str | None  # None if the file does not exist, which reading it reports
 
 
 def state_of(path: str) -> FileState:

@@ -180,7 +180,7 @@ def read_shape(model: str) -> ModelShape:
     """Return the shape of a preset, a Hub name that ends in one (Qwen/Qwen3-8B-Base), a config.json or its folder.
 
     Raises:
-        TreepackError: there is no such model, a size is missing, or the cost of a layer is not known.
+        TreepackError: the model does not exist, a size is missing, or the cost of a layer is not known.
     """
     config, name = read_model_fields(model)
     return shape_of(config, name=name)
@@ -190,7 +190,7 @@ def read_model_fields(model: str) -> tuple[Config, str]:
     """Return the fields of a preset or of a config.json, see `read_shape`, and the name of the model.
 
     Raises:
-        TreepackError: there is no such model, or its config.json is not a JSON object.
+        TreepackError: the model does not exist, or its config.json is not a JSON object.
     """
     match = _VARIANT.match(model.rpartition("/")[2].lower())
     path = Path(model)
@@ -309,7 +309,7 @@ def feed_forward(config: Config, kinds: list[str], name: str) -> int:
     """Return the weights that a token uses in the feed-forward networks of all layers."""
     sparse = [is_sparse(config, layer) for layer in range(len(kinds))]
     if config.get("model_type") == "nemotron_h" or set(FEED_FORWARD).intersection(kinds):
-        # Layers have one part each, so a feed-forward network is a layer of its own.
+        # Layers have one part each, so a feed-forward network is a separate layer.
         sparse = [kind == "moe" for kind in kinds if kind in FEED_FORWARD]
     experts = sum(sparse)
     total = experts * _experts(config, name) if experts else 0

@@ -29,7 +29,7 @@ class RecurrentPart(NamedTuple):
     """The recurrent part of one layer.
 
     weights: multiplications for each token in its projections and the taps of its convolution.
-    products: products of a vector with the state for each token and head, 0 if there is no state.
+    products: products of a vector with the state for each token and head, 0 without a state.
     heads, key_size, value_size: H, K and V of the state.
     """
 
@@ -119,7 +119,7 @@ def _mamba(hidden: int, inner: int, heads: int, groups: int, taps: int, *, state
 
 
 def _short_convolution(config: Config, hidden: int, name: str) -> RecurrentPart:
-    # In: two gates and x. Out: y. There is no state.
+    # In: two gates and x. Out: y. No state.
     return RecurrentPart(4 * hidden * hidden + read_field(config, "conv_L_cache", name) * hidden)
 
 

@@ -172,7 +172,7 @@ class PackedDataset(Dataset[Batch]):
         """Return row `index` in the order of the files.
 
         Raises:
-            IndexError: if there is no such row.
+            IndexError: if the row does not exist.
             TreepackError: if the row cannot be read.
         """
         if not 0 <= index < len(self):

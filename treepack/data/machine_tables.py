@@ -28,7 +28,7 @@ _DIGEST = hashlib.sha256().digest_size
 
 @dataclass(frozen=True)
 class MachineTables:
-    """The tables of the directory whose manifest has the hash `key`, in `folder`; each process has its own if None."""
+    """The tables of the directory whose manifest has the hash `key`, in `folder`; one for each process if None."""
 
     folder: Path | None
     key: str
@@ -65,7 +65,7 @@ class MachineTables:
 
 
 def _read(path: Path) -> pa.Table | None:
-    """Return the table in a file, or None if there is none or it is damaged."""
+    """Return the table in a file; None if the file is missing or damaged."""
     try:
         with pa.memory_map(str(path)) as file:
             content = file.read_buffer()
@@ -89,7 +89,7 @@ def _write(path: Path, table: pa.Table) -> None:
     with pa.ipc.new_file(sink, table.schema) as writer:
         writer.write_table(table.combine_chunks())
     body = sink.getvalue()
-    # A name of its own, because a file system without locks lets two processes write the table.
+    # A new name, because a file system without locks lets two processes write the table.
     temporary = path.with_suffix(f".{secrets.token_hex(4)}.partial")
     try:
         with temporary.open("wb") as file:

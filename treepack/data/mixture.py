@@ -43,7 +43,7 @@ class MixedDataset:
     """
 
     def __init__(self, sources: Sequence[PackedDataset]) -> None:
-        """Join directories, at least one.
+        """Join directories, one or more.
 
         Raises:
             TreepackError: their tokenizers differ, or their loss weights cannot be compared.
@@ -81,7 +81,7 @@ class MixedDataset:
         """Return a row.
 
         Raises:
-            IndexError: if there is no such row.
+            IndexError: if the row does not exist.
             TreepackError: if the row cannot be read.
         """
         if not 0 <= index < len(self):

@@ -111,7 +111,7 @@ class FilledView(Sequence[NDArray[Any] | None]):
 
 
 def ragged_lists(chunk: pa.ListArray | pa.ListScalar) -> RaggedArray:
-    """Return the lists in all cells of a chunk, or in one cell, of a column of lists of numbers; without a copy."""
+    """Return the lists in every cell of a chunk, or in one cell, of a column of lists of numbers; without a copy."""
     inner = chunk.values
     return RaggedArray(inner.values.to_numpy(zero_copy_only=False), inner.offsets.to_numpy())
 

@@ -51,7 +51,7 @@ MANIFEST = "manifest.json"
 RUN = "run.json"  # written first by a training run; its train.json comes last
 
 _HIDDEN = re.compile(r"\..+\.(lock|shares|(partial|old)-[0-9a-f]{8}-[0-9a-f]{8})")
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # equal in all containers of a machine
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # equal in every container of a machine
 _STALE_SECONDS = 24 * 3600.0
 
 
@@ -283,7 +283,7 @@ def _hidden(out: Path, kind: str) -> Path:
 
 
 def _machine() -> str:
-    """Return a number of this machine since its last start, the same in all containers; random if unknown."""
+    """Return a number of this machine since its last start, the same in every container; random if unknown."""
     try:
         return hashlib.sha256(_BOOT_ID.read_bytes()).hexdigest()[:8]
     except OSError:

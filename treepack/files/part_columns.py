@@ -55,7 +55,7 @@ def with_types(table: pa.Table, expected: pa.Schema) -> pa.Table:
 
     Raises:
         pyarrow.ArrowException: a column of large lists does not fit into lists.
-        ValueError: a column has a null, also inside of its lists, where the format has none; naming the column.
+        ValueError: a column has a null, also inside of its lists, although the format forbids it; naming the column.
     """
     arrays, fields = [], []
     for column, own in zip(table.columns, table.schema, strict=True):

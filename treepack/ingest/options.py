@@ -63,7 +63,7 @@ class BuildOptions:
         False,
         "With --expand turns: a turn on several paths of a search tree becomes one sample for each path.",
     )
-    # "all" shares within a training step; "none" makes every trajectory a tree of its own, and no command offers it.
+    # "all" shares within a training step; "none" makes every trajectory a separate tree, and no command offers it.
     share: str = option("all", "Share prefixes between all trajectories, or only inside a group.", choices=SHARES)
     reward_key: str | None = option(None, "Key of the reward, if the reward is an object.")
     normalize_ids: bool = option(
@@ -156,7 +156,7 @@ class BuildOptions:
         return tools
 
     def column_map(self) -> column_map.ColumnMap | None:
-        """Return the map of `columns`, read from its file if it is a path; None if there is none.
+        """Return the map of `columns`, read from its file if it is a path; None without one.
 
         Raises:
             TreepackError: the file cannot be read, or the map is not valid.
@@ -164,7 +164,7 @@ class BuildOptions:
         return None if self.columns is None else column_map.column_map(self.columns)
 
     def template_file(self) -> TemplateFile | None:
-        """Return the chat template, read from its file; None if there is none.
+        """Return the chat template, read from its file; None without one.
 
         Raises:
             TreepackError: the file cannot be read or is not valid Jinja.

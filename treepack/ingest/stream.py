@@ -70,7 +70,7 @@ def options_and_job(options: BuildOptions, tokenizer: Any = None) -> tuple[ReadO
     """Return the options of reading records and the job of `ColumnsWork`; `tokenizer` is that of `options` if known.
 
     Raises:
-        TreepackError: there is no such tokenizer, or a file that `options` names cannot be read.
+        TreepackError: the tokenizer does not exist, or a file that `options` names cannot be read.
     """
     if tokenizer is None and options.tokenizer:
         tokenizer = read_tokenizer(options.tokenizer)

@@ -63,7 +63,7 @@ _METHODS = (
 
 
 class _TreeEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
-    """verl's engine for language models with rows of treepack; `strategy` is what verl calls its own."""
+    """verl's engine for language models with rows of treepack; `strategy` is the name that verl gives to its engine."""
 
     strategy: str
     ulysses_sequence_parallel_size: int

@@ -62,7 +62,7 @@ def check_program(program: str, owner: Any, names: Sequence[str], *, user: str) 
 
 
 def installed_version(program: str) -> str | None:
-    """Return the version of an installed package, None if there is none."""
+    """Return the version of an installed package, None without one."""
     try:
         return importlib.metadata.version(program)
     except importlib.metadata.PackageNotFoundError:

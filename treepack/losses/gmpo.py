@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def _clipped_logs(terms: TermNumbers, objective: Objective) -> Tensor:
-    """Return the log ratios, clipped where the advantage pushes them further away, [n]."""
+    """Return the log ratios, clipped if the advantage pushes them further away, [n]."""
     shift = terms.current - terms.old
     near = shift.clamp(-objective.clip_low, objective.clip_high)
     return shift.maximum(near).where(terms.advantage < 0, shift.minimum(near))

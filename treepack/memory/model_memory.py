@@ -103,7 +103,7 @@ def read_memory(model: str) -> ModelMemory | NoPieces:
     """Return the memory of a model, which is named as for `model_cost.read_shape`.
 
     Raises:
-        TreepackError: there is no such model, a size is missing, or the cost of a layer is not known.
+        TreepackError: the model does not exist, a size is missing, or the cost of a layer is not known.
     """
     config, name = read_model_fields(model)
     return memory_of(config, name=name)

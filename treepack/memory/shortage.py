@@ -54,7 +54,7 @@ def out_of_memory(
 
     Args:
         place: "in row 3 of 512 tokens".
-        remedy: what a user may do.
+        remedy: advice for the user.
         error: of torch or Python.
         plan: "with the smallest plan (..)", if there are plans.
         held: bytes that the computation had allocated before; 0 if they are not known.

@@ -39,7 +39,7 @@ def translate_errors(complaint: str, remedy: str) -> Iterator[None]:
 
 def one_line(error: Exception) -> str:
     """Return the message of `error` as one short line."""
-    # A model with a table of its own attention classes looks up our name in it: KeyError('treepack_reference').
+    # A model with a table of attention classes looks up our name in it: KeyError('treepack_reference').
     if isinstance(error, KeyError) and error.args and error.args[0] in IMPLEMENTATIONS.values():
         return NO_INTERFACE
     return shorten(str(error), _MAX_MESSAGE, placeholder=" ...") or type(error).__name__

@@ -6,7 +6,7 @@
     the same                    --write_files---> files in the directory of the saved model
 
 They are collected when a run opens, so that it cannot fail at the end because of them, and written after its last step.
-Nothing is serialised again: an older transformers reads `rope_theta` where its own version wrote it, and unknown fields
+Nothing is serialised again: an older transformers reads `rope_theta` where that version wrote it, and unknown fields
 stay.
 """
 

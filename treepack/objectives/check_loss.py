@@ -31,7 +31,7 @@ _Compute = Callable[[Tensor, slice], dict[str, Any]]
 
 
 def check_loss(objective: Objective) -> None:
-    """Refuse a loss that does not compute each term, or pair, from its own numbers.
+    """Refuse a loss that computes a term, or pair, from the numbers of others.
 
     Raises:
         TreepackError: a number depends on other terms or on chance, has a wrong shape or dtype, or has no gradient; or

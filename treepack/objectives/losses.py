@@ -1,7 +1,7 @@
 r"""Objectives over terms: losses for which one weight per token is not enough.
 
 A term is one (trajectory, trained token) pair. Log-probabilities are computed once per token of the tree. The terms of
-all trajectories through the token gather its value, each with its own advantage, old log-probability and weight:
+all trajectories through the token gather its value, each with a separate advantage, old log-probability and weight:
 
     0 - 1 - 2      tokens   1  2  3          a and b share token 1, which is
          \         a        1  2             computed once and has two terms

@@ -30,7 +30,7 @@ def preference_pairs(
         group: [K] integers.
         reward: [K]; a rollout with the reward NaN is in no pair.
         trained: bool [K]; a rollout without trained tokens is in no pair.
-        rollout: [K] integers, the first trajectory of the rollout of each; None if each is a rollout of its own.
+        rollout: [K] integers, the first trajectory of the rollout of each; None if each is a separate rollout.
     """
     if rollout is not None:
         # rollout [0, 0, 2], trained [F, T, F] -> [T, F, F]: only the first trajectory of a rollout is in pairs

@@ -1,4 +1,4 @@
-"""The numbers that the surrogate of a policy loss reads for each term, what it returns, and formulas that losses share.
+"""The numbers that the surrogate of a policy loss reads for each term, its result, and formulas that losses share.
 
     log-probabilities, advantages, numbers of whole trajectories --Loss.surrogate--> quantity, terms beyond the bounds
 
@@ -50,7 +50,7 @@ class TermNumbers:
 
 
 class Surrogate(NamedTuple):
-    """What a policy loss makes of n terms, [n] each."""
+    """The result of a policy loss for n terms, [n] each."""
 
     quantity: Tensor  # to maximise, float64: minus the loss, without kl and entropy
     low: Tensor | None = None  # bool: the term is bounded because its ratio is low; None for no term

@@ -31,7 +31,7 @@ from treepack.trie.nodes import paths
 
 @dataclass(frozen=True)
 class OnlineBatch:
-    """The rows of a batch, and where the values of their tokens go.
+    """The rows of a batch, and the places of the values of their tokens.
 
     Attributes:
         rows: the rows, by falling number of tokens. `trajectory_ids` are the indices of the sequences, as text.

@@ -4,7 +4,7 @@
     shared      0      2        2        0          shared   0        2        0
 
 A sequence that is a prefix of the next one costs nothing in its row, so only the others, the leaves, are planned. A
-leaf that is longer than the capacity gets a row of its own.
+leaf that is longer than the capacity gets a separate row.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class SortedForest:
 
     `order` int64 [num_sorted] are the sequences that are not empty, sorted by their tokens. `shared` int64 [num_sorted]
     are the tokens that each shares with the one before, and `lengths` int64 [num_sorted] its tokens. `routes` are the
-    recorded experts of `tokens`, None if there are none.
+    recorded experts of `tokens`, None without any.
     """
 
     tokens: Int32
@@ -94,7 +94,8 @@ def plan_forest(forest: SortedForest, options: OnlineOptions, capacity: int) -> 
     is_leaf = np.append(forest.shared[1:] < forest.lengths[:-1], True)
     leaves = np.flatnonzero(is_leaf)
     leaf_of = np.cumsum(is_leaf) - is_leaf
-    # Two leaves share what the first sequence after the earlier leaf shares with it: shared[[0, 2, 3]] -> [0, 2, 0].
+    # Two leaves share the tokens that the first sequence after the earlier leaf shares with it.
+    # shared[[0, 2, 3]] -> [0, 2, 0]
     shared = forest.shared[np.append(0, leaves[:-1] + 1)]
     row_of, num_rows = _plan_leaves(forest, leaves, shared, options, capacity)
     rows = row_of[leaf_of]

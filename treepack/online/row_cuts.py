@@ -24,7 +24,7 @@ from treepack.data.row_parts import RowPart, neighbours_within, restrict_row
 class RowShare:
     """A row with some sequences of a larger row: its value `chosen[k]` is the value `places[k]` of the larger row.
 
-    `chosen` and `places` are int64 [m] on the device of the row; `count` is the number of its own values.
+    `chosen` and `places` are int64 [m] on the device of the row; `count` is the number of its values.
     """
 
     row: Batch
@@ -45,7 +45,7 @@ def whole_row(row: Batch) -> RowShare:
 
 
 def row_shares(row: Batch, limit: int) -> list[RowShare]:
-    """Return rows of at most `limit` tokens, each with at least one sequence; one row if nothing can be cut."""
+    """Return rows of at most `limit` tokens, each with one sequence or more; one row if nothing can be cut."""
     if row.num_tokens <= limit:
         return [whole_row(row)]
     device, row = row.input_ids.device, row.to("cpu")

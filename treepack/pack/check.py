@@ -1,6 +1,6 @@
 """Check packed rows: every invariant of each row, the totals, and that no trajectory is lost.
 
-    check_row        one row against the definition, from its own columns alone
+    check_row        one row against the definition, from its columns alone
     check_packed     all rows; with a trie, also that each trajectory comes back exactly once with its loss weights
 
 It shares no code with the functions that made the rows, except the definition of loss weights. `expected` compares rows
@@ -85,7 +85,7 @@ def _expect(row: Row, column: str, good: np.ndarray) -> None:
 
 
 def _nearest(row: Row) -> Int64:
-    """Return for each token the nearest token before it whose subtree contains it, -1 if there is none.
+    """Return for each token the nearest token before it whose subtree contains it, -1 without one.
 
     It is the token just before, or an ancestor of that token, because subtrees nest.
     """

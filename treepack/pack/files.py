@@ -101,7 +101,7 @@ def write_rows(
     Args:
         rows: in the order of the directory; there may be none. Their `row_id` is counted from `first_row` on.
         output: the directory.
-        columns: the result of `packed_columns`, the same in all tasks.
+        columns: the result of `packed_columns`, the same in every task.
         first_row: number of rows before them in the directory.
         first_part: number of their first part. `num_parts` counts the parts that they need.
 

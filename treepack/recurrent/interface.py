@@ -63,7 +63,7 @@ def gated_delta_rule(
 ) -> tuple[Tensor, None]:
     """Compute `torch_chunk_gated_delta_rule` on trees: [B, T, Hk, K], [B, T, H, V] in, [B, T, H, V] out.
 
-    `g` is [B, T, H], or [B, T, H, K] in KDA. There is no final state.
+    `g` is [B, T, H], or [B, T, H, K] in KDA. No final state is returned.
     """
     run = _tree_functions(options, "gated delta rule" if g.ndim == 3 else "Kimi delta attention", value)
     scale = query.shape[-1] ** -0.5

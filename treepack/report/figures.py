@@ -138,7 +138,7 @@ def measure(
         capacities: capacities at which ERR is compared; default: powers of two that every trajectory fits.
         method: method of the plans, as in `plan_rows`; "auto" means "contiguous" for many trajectories.
         search: effort of the method; low by default.
-        memory: of the model; without it there is no sentence about memory.
+        memory: of the model; without it the sentence about memory is left out.
         progress: called with the trees planned so far.
     """
     trie, packed, search = subject.trie, subject.packed, search or SearchOptions("low")

@@ -135,7 +135,7 @@ def group_tree(trie: Trie, paths: NodePaths, members: Int64, group: Int64) -> Gr
         paths=NodePaths.of(up, paths.path_length[node]),
         node=node,
         up=up,
-        # Trajectories below a node end at keys from its own up to the end of its subtree: first = [0, 0, 0, 1, 2, 3],
+        # Trajectories below a node end at keys from its key up to the end of its subtree: first = [0, 0, 0, 1, 2, 3],
         # last = [3, 2, 1, 2, 3, 4].
         first=np.searchsorted(key[order], keys),
         last=np.searchsorted(key[order], key_group * size + trie.node_end[node]),

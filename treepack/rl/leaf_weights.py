@@ -209,7 +209,7 @@ def _add_continuations(trie: Trie, group: Int64, recorded: _RecordedWeights, wei
     """Give continuations their part of `weights` [2, n], in place, parents before their continuations.
 
     Raises:
-        TreepackError: a continuation differs from its parent in group or tokens, or is its own parent.
+        TreepackError: a continuation differs from its parent in group or tokens, or is its parent too.
     """
     if not recorded.parents:
         return
@@ -313,7 +313,7 @@ def _own_segments(trie: Trie, members: Int64) -> list[list[tuple[int, Any]]]:
     """Return the first token and the identity of each recorded segment of the `members`.
 
     Two rollouts have a segment in common if they have the segments before it in common, and its identity is equal: its
-    id, and the place of its last token in the trie. The last segment of a rollout is its own. Without recorded
+    id, and the place of its last token in the trie. The last segment of a rollout is never shared. Without recorded
     segments, it starts at the first trained token.
     """
     segments, first = recorded_segments(trie, members), first_trained(trie, members).tolist()

@@ -27,12 +27,12 @@ LOST_PARTS = "rollouts that lost some of their samples"
 def rollout_codes(table: pa.Table) -> Int64 | None:
     """Return a number for each row of a trajectory table, equal for the samples of one rollout; int64 [num_rows].
 
-    It is None if every row is a rollout of its own.
+    It is None if every row is a separate rollout.
     """
     if "rollout_id" not in table.column_names or table["rollout_id"].null_count == table.num_rows:
         return None
     # One number for id and source: ids q q r of sources 1 2 1 -> pairs (0, 0) (0, 1) (1, 0) -> 0 1 2. A row without a
-    # rollout_id gets a number of its own, after all others.
+    # rollout_id gets a separate number, after all others.
     is_sample = table["rollout_id"].is_valid().to_numpy()
     codes = np.arange(table.num_rows) + table.num_rows * table.num_rows
     rows = table.select(["rollout_id", "source"]).filter(pa.array(is_sample))

@@ -99,7 +99,7 @@ def _origins(
 
 
 def _even_cuts(trie: Trie, paths: NodePaths, members: Int64, group: Int64, *, size: int) -> tuple[Int64, Int64]:
-    """Cut every `size` tokens, starting at the first trained token of the rollout where the path starts."""
+    """Cut every `size` tokens, starting at the first trained token of the rollout at the start of the path."""
     first = first_trained(trie, members)
     firsts = np.arange(len(members)), first
     origin = _origins(trie, paths, members, group, first=first, cuts=firsts).origin

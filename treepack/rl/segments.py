@@ -8,7 +8,7 @@
         1 2 3  | 6 6                c
 
 Two trajectories share a segment if their tokens are equal up to the end of it and they have the same cuts so far. The
-last segment of a trajectory is a leaf of its own, even if another trajectory has the same tokens, because it
+last segment of a trajectory is a separate leaf, even if another trajectory has the same tokens, because it
 was sampled twice. If the sampler recorded ids of the segments, a shared segment must also have the same id, so that two
 samples of the same tokens are two nodes. A group whose trajectories have one cut each, after the prompt, is a star.
 """

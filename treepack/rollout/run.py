@@ -2,7 +2,7 @@
 
     queries, engine, options --sample_rollouts--> rollouts.jsonl, RolloutSummary
 
-Every query has a coroutine of its own. Its tree is appended to the file in the moment in which it is complete, so an
+Every query has a separate coroutine. Its tree is appended to the file in the moment in which it is complete, so an
 interrupt, a failure of a different query or a killed process loses no finished tree.
 """
 

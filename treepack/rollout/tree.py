@@ -34,7 +34,7 @@ FINISHED_WELL = frozenset({ANSWER, STOPPED})
 
 @dataclass(eq=False, slots=True, repr=False)
 class TreeNode:
-    """One segment: the tokens that an engine added in one request, and what the environment appended after them.
+    """One segment: the tokens that an engine added in one request, and the tokens that the environment appended.
 
     `start` is the number of tokens on the path before it, `number` its position in the order of sampling, 0 at the
     root, which is the prompt. `turn` int32 are the tokens of the policy's turn that is not finished yet, up to

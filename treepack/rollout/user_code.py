@@ -97,7 +97,7 @@ async def uninterrupted(work: Coroutine[Any, Any, _Result]) -> _Result:
     except asyncio.CancelledError:
         await asyncio.wait([task])
         if not task.cancelled():
-            task.exception()  # marks it as seen; the cancellation is what the caller gets
+            task.exception()  # marks it as seen; the caller gets the cancellation
         raise
 
 

@@ -4,7 +4,7 @@
     rank 1   tokens 4 .. 7, heads a b c d   <--exchange--   tokens 0 .. 7, heads c d
 
 The backward pass of one direction is the other one. Two further functions join values of a loss. After them, every rank
-computes the same loss; in the backward pass each rank keeps the part of its own values, so gradients of parameters are
+computes the same loss; in the backward pass each rank keeps the part of its values, so gradients of parameters are
 sums over the ranks.
 
     gather_values   [m] of this rank at their places of n --> [n] of all ranks
@@ -62,7 +62,7 @@ def _exchange(x: Tensor, tokens: list[int], heads: list[int], group: Any, gather
 
 
 def exchange(x: Tensor, tokens: list[int], heads: list[int], group: Any, *, gathers_tokens: bool) -> Tensor:
-    """Return all tokens of this rank's heads [T, h, ...], of its own tokens with all heads [t, H, ...]; or back.
+    """Return all tokens of this rank's heads [T, h, ...], of its tokens with all heads [t, H, ...]; or back.
 
     Args:
         x: the own tokens, or the own heads.

@@ -2,7 +2,7 @@
 
     share_rows(causal, group)          from now on the ranks of the process group share every row of the model
     group.share(num_tokens)            --> TokenShare: which tokens this rank computes
-    share.cut(column)                  the own tokens of a column: what the model gets
+    share.cut(column)                  the own tokens of a column: the input of the model
     share.heads_of, tokens_of          around attention: all tokens of a part of the heads, and back
     share.recurrent(functions)         the same around the functions of recurrent layers
     share.own_targets, whole, total    around the output layer: values about targets belong to the rank of their parent
@@ -74,7 +74,7 @@ def share_rows(causal: Any, group: Any) -> None:
 
 
 def sequence_of(causal: Any) -> SequenceGroup | None:
-    """Return the ranks that compute the rows of a model together; None if each rank computes its own rows."""
+    """Return the ranks that compute the rows of a model together; None if each rank computes other rows."""
     group: SequenceGroup | None = getattr(causal, _GROUP, None)
     return group
 

@@ -93,7 +93,7 @@ class ChatTemplate:
     def turns(self, chat: Chat, *, tools: Tools, source: str) -> RenderedChat:
         """Render each assistant turn of `chat` that has a non-zero weight and generated text, as the last message.
 
-        Each turn is rendered with all messages before it. Renderings share what the template repeats unchanged
+        Each turn is rendered with all messages before it. Renderings share the text that the template repeats unchanged
         (`RenderedHistory`), so this is O(length of the conversation) for most templates, and O(turns * length)
         for the others.
 

@@ -115,7 +115,7 @@ def _replace_ids(message: dict[str, Any], names: _Names) -> dict[str, Any]:
 
 
 def _in_values(value: Any, names: _Names) -> Any:
-    """Replace the ids in all text of `value`, except in the names of fields."""
+    """Replace the ids in the texts of `value`, except in the names of fields."""
     if isinstance(value, str):
         return names.text(value)
     if isinstance(value, dict):

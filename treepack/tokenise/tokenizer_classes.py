@@ -77,7 +77,7 @@ def class_of(
 
     Args:
         config: tokenizer_config.json.
-        model_config: config.json, or None if there is none.
+        model_config: config.json, or None.
         has_byte_level: returns True if tokenizer.json contains the name of a step on bytes.
     """
     model = "" if model_config is None else model_config.get("model_type")

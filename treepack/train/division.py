@@ -1,4 +1,4 @@
-"""The machine that computes each row, so that a machine downloads its own rows and not all of them.
+"""The machine that computes each row, so that a machine downloads its rows and not all of them.
 
     rows of a directory --blocks (data.blocks)--> block of each row --machines--> machines of each block
 

@@ -234,7 +234,7 @@ def _expert_mesh(device: torch.device, options: TrainOptions) -> Any:
 def whole_weights(loaded: LoadedModel) -> Iterator[None]:
     """Keep the whole weights on every rank during the block, whose passes then wait for no other rank.
 
-    Ranks may run different numbers of forward and backward passes in the block. Each rank adds up its own gradients,
+    Ranks may run different numbers of forward and backward passes in the block. Each rank adds up its gradients,
     until the last backward pass of the block runs inside `summing_gradients` on all ranks. Needs memory for the whole
     weights, and for their gradients if there is a backward pass. Every rank must enter and leave the block. Nothing
     happens for a model that is not sharded.

@@ -196,7 +196,7 @@ class Report:
         self.ranks, self.device, self.names = run.ranks, run.loaded.device, sum_names(run.options.objective)
         # rows [7, 2, 5] -> {7: 0, 2: 1, 5: 2}; a mixture may have a row twice, and its losses are added
         self.places = {row: place for place, row in enumerate(rows)}
-        # Each rank fills the entries of its own rows and leaves 0 elsewhere, so the sum over ranks has every loss.
+        # Each rank fills the entries of its rows and leaves 0 elsewhere, so the sum over ranks has every loss.
         self.losses = torch.zeros(len(rows), dtype=torch.float64, device=self.device)
         self.sums = torch.zeros(len(self.names), dtype=torch.float64, device=self.device)
         self.counts = {"tokens_flat": 0, "tokens_forward": 0, "tokens_backward": 0}
@@ -294,7 +294,7 @@ def _accumulate(run: TrainingRun, batch: Batch, rows: Pass, part: LossPart, repo
 
 def _loss_parts(run: TrainingRun, rows: list[int]) -> Callable[[Pass], LossPart]:
     """Return a function that gives a pass over rows of a step its part of the loss: of sft and 0 for padding."""
-    # Of the rows of all ranks. FSDP sums gradients over ranks and never averages, so no rank divides by its own rows.
+    # Of the rows of all ranks. FSDP sums gradients over ranks and never averages, so no rank divides by its rows.
     denominator = _total_weight(run, rows)
     factors, objective = dict(zip(rows, run.factors(rows), strict=True)), run.options.objective
 

@@ -181,7 +181,7 @@ def paths(ends: Int32 | Int64, starts: Int64, depth: Int64) -> Iterator[Int64]:
 
     `ends` must be in ascending order. `starts` [nodes + 1] are the offsets of the nodes' tokens and `depth` [nodes] the
     tokens before each on its path. One array contains the current path. In depth-first order, a node that is entered
-    only replaces positions at its own depths and deeper ones, which belong to branches that are finished.
+    only replaces positions at its depths and deeper ones, which belong to branches that are finished.
     """
     # Nodes [a b], [c d], [e], [x] of the header, ends [1, 2, 3] -> [0 1 2 3], [0 1 2 3 4], [0 1 5].
     path = np.zeros(int((depth + np.diff(starts)).max(initial=0)), np.int64)

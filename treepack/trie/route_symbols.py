@@ -5,7 +5,7 @@
                                                                   '---- c d
 
 Two trajectories of one prefix may have been sampled with other experts for it: engines compute the prefix in other
-batches. A trie that splits there gives each trajectory its own routes, so training is exact. Sharing is cheaper: the
+batches. A trie that splits there keeps the routes of each trajectory, so training is exact. Sharing is cheaper: the
 first trajectory with recorded experts, in the order of the trie, gives a token its routes, and the others are counted.
 
 Rows of routes are equal if each layer has the same set of experts; their order changes no result but rounding. A row

@@ -82,7 +82,7 @@ def members(trie: Trie, group_id: str, *, where: str) -> list[int]:
     """Return the indices of the trajectories of a group.
 
     Raises:
-        TreepackError: there is no such group; the error lists the nearest ones.
+        TreepackError: the group does not exist; the error lists the nearest ones.
     """
     names = trie.trajectories["group_id"].to_pylist()
     indices = [i for i, name in enumerate(names) if name == group_id]
@@ -156,7 +156,7 @@ def read_row(directory: Path, manifest: Manifest, number: int) -> Row:
     """Return row `number` of a packed directory; read only the row group that contains it.
 
     Raises:
-        TreepackError: there is no such row; the error gives the range of rows.
+        TreepackError: the row does not exist; the error gives the range of rows.
     """
     total = manifest["totals"]["num_rows"]
     if not 0 <= number < total:

@@ -57,7 +57,7 @@ def group_view(trie: Trie, group_id: str, *, where: str) -> ForestView:
     """Return the tree of one group alone; prefixes that it shares with other groups are not counted as overlap.
 
     Raises:
-        TreepackError: there is no such group.
+        TreepackError: the group does not exist.
     """
     members = selection.members(trie, group_id, where=where)
     tree = build_trie(trajectories_of(selection.subset(trie, members)), share=trie.share)

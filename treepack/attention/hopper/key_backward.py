@@ -5,7 +5,7 @@ the first. Blocks with very many queries are divided into shares (`key_shares`),
 adds up their sums. With windows or chunks the queries are a list of tiles instead of a range, and no block is divided.
 The blocks of one branch end together, so programs that start together read the same queries from the L2 cache. Scores
 are transposed (keys down, queries across), which makes P and dS operands in registers. The log-sum-exp is the initial
-value of the scores' accumulator, and delta that of dP's accumulator, so neither takes registers of its own.
+value of the scores' accumulator, and delta that of dP's accumulator, so neither takes more registers.
 
 Same inputs and outputs as `portable_backward`.
 """
@@ -107,7 +107,7 @@ class _KeyWork(NamedTuple):
 
 @gluon.jit
 def _place(pointers, work, step, QUERIES: gl.constexpr, GROUP: gl.constexpr, WINDOWED: gl.constexpr):
-    """Return the first query of a step, and where the step is in the range of queries or places."""
+    """Return the first query of a step, and the place of the step in the range of queries or places."""
     # GROUP 2, QUERIES 64, last 512: step 0 1 2 3 4 ... -> query 448 448 384 384 320 ..., head 0 1 0 1 0 ...
     # WINDOWED, tiles 0 64 448, last 3: -> place 2 2 1 1 0 0, query 448 448 64 64 0 0
     if WINDOWED:

@@ -60,13 +60,13 @@ class ApiExchange:
 
     @property
     def name(self) -> str:
-        """Name of the exchange if it is a rollout of its own."""
+        """Name of the exchange if it is a separate rollout."""
         name = self.record.value.get("custom_id") or self.response.get("id")
         return name if isinstance(name, str) else self.record.label
 
 
 def body(value: Any) -> JsonObject:
-    """Return the request or response in `value`, wrapped in "body" or not; empty if there is none."""
+    """Return the request or response in `value`, wrapped in "body" or not; empty without one."""
     # {"status_code": 200, "body": {"id": ..}} -> {"id": ..}, and {"id": ..} -> {"id": ..}
     inner = value.get("body") if isinstance(value, dict) else None
     unwrapped = inner if isinstance(inner, dict) else value

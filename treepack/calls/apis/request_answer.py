@@ -101,7 +101,7 @@ def dialogue(value: Message, source: str) -> ChatDialogue:
 def answer_messages(answer: Any, source: str = "") -> list[Any] | None:
     """Return an answer as messages: a text, messages, or the response of an API; None if it is something else.
 
-    JSON text of messages or of a response is parsed; any other JSON is what the model wrote.
+    JSON text of messages or of a response is parsed; any other JSON is text of the model.
     """
     if isinstance(answer, list) and len(answer) == 1 and isinstance(answer[0], str):
         answer = answer[0]
@@ -165,7 +165,7 @@ def _answers(value: Message, messages: list[Any], source: str) -> dict[str, list
     for name in ANSWER_FIELDS:
         if is_empty(value.get(name)):
             continue
-        # An `answer` next to a whole conversation is what a task expects, such as a number.
+        # An `answer` next to a whole conversation is the answer that a task expects, such as a number.
         if name == "answer" and messages and _role(messages[-1]) == "assistant":
             continue
         answer = answer_messages(value[name], source)
@@ -241,7 +241,7 @@ def _prompt(prompt: Any, messages: list[Any], answers: Message, source: str) -> 
 
 
 def _is_rendering(text: Any, messages: list[Any]) -> bool:
-    """Return whether `text` is what a template makes of `messages`: it contains each of their texts."""
+    """Return whether `text` is a rendering of `messages`: it contains each of their texts."""
     whole = text if isinstance(text, str) else "\n".join(map(str, text)) if isinstance(text, list) else ""
     return bool(whole) and all(_text(message).strip() in whole for message in messages)
 

@@ -87,7 +87,7 @@ def opened_path(path: str) -> str:
     """Return the path by which an input is opened: a copy of an object that is read now; other paths are unchanged.
 
     Raises:
-        TreepackError: there is no such object, or the store cannot be reached.
+        TreepackError: the object does not exist, or the store cannot be reached.
     """
     if not is_address(path):
         return path

@@ -162,7 +162,7 @@ def _check_local_output(path: Path, option: str) -> None:
         ) from error
     try:
         path.stat()
-    except OSError as error:  # mostly, because there is no such file yet
+    except OSError as error:  # mostly, because the file does not exist yet
         if error.errno not in (errno.ELOOP, errno.ENAMETOOLONG):
             return
         raise TreepackError(f"{path}: cannot be written ({error.strerror}); choose another {option}") from error

@@ -285,7 +285,7 @@ def wait_for_lock(file: Path) -> None:
     """Wait until no process or thread holds the lock of `file`.
 
     Raises:
-        FileNotFoundError: there is no such file.
+        FileNotFoundError: the file does not exist.
     """
     descriptor = os.open(file, os.O_RDWR)
     with suppress(OSError):  # a file system without locks

@@ -94,7 +94,7 @@ def refuse_missing(name: str, *, kind: str, files: tuple[str, ...]) -> None:
     """Refuse a name that is a path of this machine without a `kind` ("model", "tokenizer"); asks no hub.
 
     Raises:
-        TreepackError: there is no such path, or it is a folder without any of `files`.
+        TreepackError: the path does not exist, or it is a folder without any of `files`.
     """
     path = Path(name)
     if path.is_dir() and not any((path / file).exists() for file in files):

@@ -6,7 +6,7 @@
 
     locate(path) -> DirectoryLocation --> bytes of a file, sizes, streams, Parquet files
 
-Each client of a remote filesystem raises its own exceptions; here every exception becomes one sentence. `manifest` and
+Each client of a remote filesystem raises other exceptions; here every exception becomes one sentence. `manifest` and
 `dataset` give the files their meaning; `object_store` writes.
 """
 
@@ -52,7 +52,7 @@ class DirectoryLocation:
         return f"{self.name.rstrip('/')}/{name}"
 
     def read(self, name: str) -> bytes | None:
-        """Return the bytes of a file, or None if there is no such file.
+        """Return the bytes of a file, or None if the file does not exist.
 
         Raises:
             TreepackError: the file exists and cannot be read.
@@ -69,7 +69,7 @@ class DirectoryLocation:
             raise self._read_error(name, error) from error
 
     def size(self, name: str) -> int | None:
-        """Return the size of a file in bytes, or None if there is no such file.
+        """Return the size of a file in bytes, or None if the file does not exist.
 
         Raises:
             TreepackError: the filesystem does not answer.
@@ -99,7 +99,7 @@ class DirectoryLocation:
         return {entry.base_name: entry.size for entry in entries if entry.type == fs.FileType.File}
 
     def open_stream(self, name: str) -> pa.NativeFile:
-        """Open a file to read it once from the start; the filesystem raises its own errors."""
+        """Open a file to read it once from the start; the filesystem raises its errors."""
         if self.remote is not None:
             store = object_store.client(self.remote)
             file = store.open(self._path(name), "rb", block_size=_AHEAD_BYTES, cache_type="readahead")

@@ -9,7 +9,7 @@ one sentence here.
 A write may have a condition, so that of two writers one wins and the other gets `ExistsError`:
 
     expected=ANY        replace whatever is there
-    expected=None       only if there is no such object      If-None-Match: *  of S3, ifGenerationMatch=0 of GCS
+    expected=None       only if the object does not exist      If-None-Match: *  of S3, ifGenerationMatch=0 of GCS
     expected="v1"       only if its version is still "v1"    If-Match of S3; elsewhere compared just before
 """
 
@@ -77,7 +77,7 @@ class ObjectInfo:
 
 
 def read_object(path: RemotePath) -> bytes | None:
-    """Return the bytes of an object, or None if there is none.
+    """Return the bytes of an object, or None.
 
     Raises:
         TreepackError: the store cannot be reached, or denies the access.
@@ -89,14 +89,14 @@ def read_range(path: RemotePath, offset: int, size: int) -> bytes:
     """Return `size` bytes of an object from byte `offset` on, fewer at its end.
 
     Raises:
-        MissingError: there is no such object.
+        MissingError: the object does not exist.
         TreepackError: see `read_object`.
     """
     return _call(path, lambda store: bytes(store.cat_file(path.path, start=offset, end=offset + size)))
 
 
 def info(path: RemotePath) -> ObjectInfo | None:
-    """Return the size and the version of an object, or None if there is none.
+    """Return the size and the version of an object, or None.
 
     Raises:
         TreepackError: see `read_object`.
@@ -141,7 +141,7 @@ def download(path: RemotePath, local: Path) -> None:
     """Write the bytes of an object to the file `local`, which is not whole if this fails.
 
     Raises:
-        MissingError: there is no such object.
+        MissingError: the object does not exist.
         TreepackError: see `read_object`; or the disk is full.
     """
     try:
@@ -224,7 +224,7 @@ def _write(path: RemotePath, expected: str | None, send: Callable[[Any, dict[str
     writer = secrets.token_hex(8)
     how: dict[str, Any] = {"mode": "overwrite" if expected is not None else "create"}
     if path.scheme in ("s3", "gs"):
-        # A request whose answer was lost is sent again, and then refused because of its own object.
+        # A request whose answer was lost is sent again, and then refused because of the object that it wrote.
         how["Metadata" if path.scheme == "s3" else "metadata"] = {_WRITER: writer}
     if path.scheme == "s3" and expected not in (None, ANY):
         how["IfMatch"] = expected
@@ -258,7 +258,7 @@ def _writer_of(path: RemotePath) -> str | None:
 
 
 def _found(path: RemotePath, function: Callable[[Any], _T], *, verb: str = "read") -> _T | None:
-    """Return `function` of the client, or None if there is no such object.
+    """Return `function` of the client, or None if the object does not exist.
 
     Raises:
         TreepackError: another error; or the bucket does not exist.
@@ -273,7 +273,7 @@ def _call(path: RemotePath, function: Callable[[Any], _T], *, verb: str = "read"
     """Return `function` of the client.
 
     Raises:
-        MissingError: there is no such object.
+        MissingError: the object does not exist.
         ExistsError: the condition of a write is not met.
         TreepackError: one sentence about the exception of the client.
     """

@@ -23,7 +23,7 @@ def range_reader(path: str) -> Iterator[Read]:
 
     Raises:
         OSError: a file of this machine cannot be opened or read.
-        TreepackError: there is no such object, or the store fails.
+        TreepackError: the object does not exist, or the store fails.
     """
     target = as_path(path)
     if not isinstance(target, Path):

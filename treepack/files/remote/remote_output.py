@@ -132,7 +132,7 @@ def is_own_prefix(out: RemotePath, state: _OutputState) -> bool:
 
 def holds_record(prefix: RemotePath) -> bool:
     """Return True if treepack wrote an output at `prefix`, which is not listed; False if it cannot be read."""
-    with suppress(TreepackError):  # an account may have no access above its own prefix
+    with suppress(TreepackError):  # an account may have no access above its prefix
         return any(_is_own_record(object_store.read_object(prefix / name)) for name in _RECORDS)
     return False
 

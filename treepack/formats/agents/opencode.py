@@ -58,7 +58,7 @@ PART_OF_SESSION = "message or part of a message, which is read with its session"
 # What opencode sends in place of parts without text.
 COMPACTION, SUBTASK = "What did we do so far?", "The following tool was executed by the user"
 ABORTED, TOO_LONG = "MessageAbortedError", "MessageOutputLengthError"
-# Files whose text opencode sends in a text part of its own.
+# Files whose text opencode sends in a separate text part.
 _TEXT_FILES = ("text/", "application/x-directory")
 # Parts that are not messages of the model, but mark the start or end of a step, or the state before it.
 _MARKS = frozenset({"step-start", "step-finish", "compaction", "subtask"})

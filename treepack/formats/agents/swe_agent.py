@@ -6,7 +6,7 @@
 
 A step of version 1.1 or later contains the exact prompt of its call, as `query`. The history does not: history
 processors shorten old turns, and a refused reply is answered and then dropped. So the prompts are read if there are
-any, and the `history` only if there are none. In version 1.0, the `messages` of a step include its reply, so its prompt
+any, and otherwise the `history`. In version 1.0, the `messages` of a step include its reply, so its prompt
 is the `messages` of the step before; if the reply was refused, the `messages` do not include it.
 
 Demonstrations are not trained, nor is the text of the program in the model's name when it gives up.
@@ -153,7 +153,7 @@ def _is_reply(item: JsonObject, step: JsonObject) -> bool:
 def _prompt(steps: list[JsonObject], number: int, source: str) -> list[JsonObject] | None:
     """Return the prompt of the call of a step: [] if the program made the step, None if the file lacks the prompt."""
     step = steps[number]
-    # The program marks its own steps with the query [{}].
+    # The program marks its steps with the query [{}].
     if "query" in step:
         query = objects_at(step, "query", source)
         return [] if query == [{}] else query

@@ -28,7 +28,7 @@ from treepack.formats.kit import (
 )
 from treepack.ingest.readers.messages.content_blocks import split_blocks
 
-# A response, in a field of its own or, as some proxies log it, in the "body" of that field.
+# A response, in a separate field or, as some proxies log it, in the "body" of that field.
 
 
 def _read_anthropic_messages(records: Iterator[Record], options: ReadOptions) -> Outcomes:

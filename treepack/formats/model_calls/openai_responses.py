@@ -140,7 +140,7 @@ def _add(
 ) -> _Messages:
     """Add the call of `exchange` to `rollout`, and return all messages up to its end, without instructions.
 
-    `question` are the messages of its own input, and `earlier` the messages of the calls that it continues.
+    `question` are the messages of its input, and `earlier` the messages of the calls that it continues.
     """
     request, response = exchange.request, exchange.response
     instructions = request.get("instructions") or response.get("instructions")

@@ -55,7 +55,7 @@ def _read_art(record: Record, options: ReadOptions) -> Outcomes:
             named = {"trajectory_id": f"{record.label}/{index}", "group_id": record.source}
             yield from _read_trajectory(record, member, named, options)
         return
-    # A row of a log has no id of its own.
+    # A row of a log has no id.
     named = {"trajectory_id": record.label}
     if value.get("group_index") is not None:
         named["group_id"] = f"{record.path}/{value['group_index']}"  # group_index starts at 0 in every file

@@ -3,7 +3,7 @@
     rollouts/step_12/train_rollouts.jsonl   run/global_step_12/0.jsonl     out/step=12/part-0.parquet     step 12
     dumps/rollouts_step_12.jsonl            run/iter_12/rollouts.jsonl     rollout_data/12.jsonl of verl
 
-Trainers write the rollouts of each step into a folder or a file of its own, and number tasks from 0 in each. Without
+Trainers write the rollouts of each step into a folder or a separate file, and number tasks from 0 in each. Without
 the step, a group would mix the rollouts of several policies. The file name counts before the folders, and the innermost
 folder before the others. Only the path counts that the caller gave, or that a search found below it.
 """

@@ -43,7 +43,7 @@ _ANSWERS = (
     "generated said solution solutions prediction predictions rollout rollouts sample samples assistant bot a"
 ).split()
 _LISTS, _OF_TURNS = {*_ANSWERS, *"candidates choices tries attempts".split()}, "turn step action role from".split()
-# No answers: thoughts, facts, references, and what a tool or a user said.
+# No answers: thoughts, facts, references, and texts of a tool or a user.
 _NO_ANSWERS = _PROMPTS | set(
     "scratchpad reasoning thinking thought thoughts language format type hash sha url path canonical reference gold "
     "expected tool tools observation id system user human customer environment env directory dir folder file name key "

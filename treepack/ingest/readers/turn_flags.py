@@ -1,4 +1,4 @@
-"""Flags of turns: values beside what the model wrote that may choose the trained turns, in records of any format.
+"""Flags of turns: values beside the text of the model that may choose the trained turns, in records of any format.
 
     {"steps": [{"said": "Seven.", "learnable": true}, {"said": "Nine.", "learnable": false}]}
     TurnFlags      no reader uses 'learnable', true beside a trained text and false beside another one: refused

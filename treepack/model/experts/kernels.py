@@ -293,7 +293,7 @@ def _combine_kernel(x, places, out, size, num_pairs, NUM: tl.constexpr, BLOCK: t
 
 
 class LowRankTerm(NamedTuple):
-    """What an adapter adds to a product: low [S, R] times b [E, N, R] or [E, R, N], R a multiple of 16."""
+    """The term that an adapter adds to a product: low [S, R] times b [E, N, R] or [E, R, N], R a multiple of 16."""
 
     low: Tensor
     b: Tensor

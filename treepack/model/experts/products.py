@@ -1,4 +1,4 @@
-"""Grouped products in torch: each expert multiplies its own block of rows.
+"""Grouped products in torch: each expert multiplies its block of rows.
 
     multiply  x [S, K], w [E, K, N] -> [S, N]       out[s] = x[s] @ w[expert of s]
     outer     a [S, M], b [S, N]    -> [E, M, N]    out[e] = sum over the rows s of e of a[s] outer b[s]

@@ -151,7 +151,7 @@ def _find_routers(causal: Any, source: str) -> list[nn.Module]:
     """Return the routers of a model whose configuration has a coefficient for the loss.
 
     Raises:
-        TreepackError: if there are none.
+        TreepackError: if the model has no router.
     """
     config = causal.config.get_text_config()
     recorded = (getattr(causal.base_model, "_can_record_outputs", None) or {}).get("router_logits")

@@ -29,7 +29,7 @@ from treepack.errors import TreepackError
 from treepack.model.head.logit_map import LogitMap, OutputLayer
 
 # Maximum relative difference between the logits that a model and its `LogitMap` make of known numbers, if the
-# model computes them in float32 or float64. In bfloat16 and float16 its own rounding is larger.
+# model computes them in float32 or float64. In bfloat16 and float16 the rounding of the model is larger.
 _MAP_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 _LARGEST = 200.0  # of the known numbers: far beyond every cap in use, which are 15 to 50
 _SMALL = 2.0**-20  # tanh(x) is x at this distance from 0, to 1e-12
@@ -88,7 +88,7 @@ def head_replaced(
     Args:
         causal: a causal language model of transformers.
         compute: gets the hidden states [B * T, D] and the output layer.
-        known: whether the layer returns `_known_logits` for the last token, instead of its own.
+        known: whether the layer returns `_known_logits` for the last token, instead of its logits.
 
     Raises:
         TreepackError: if the output layer is not a plain linear layer, does not run once, or is not whole when it runs.

@@ -115,5 +115,5 @@ def _place_terms(
 
 
 def _at(values: Tensor, places: Tensor) -> Tensor:
-    """Return values[places], zeros if there are no values."""
+    """Return values[places], zeros without values."""
     return values.index_select(0, places) if len(values) else values.new_zeros(len(places))

@@ -1,6 +1,6 @@
 """The value head of a critic: a linear layer from a hidden state to the value of that state.
 
-    directory of a model --read_value_head--> its weights, None if there are none
+    directory of a model --read_value_head--> its weights, None without any
     causal model --add_value_head--> the same with a module `value_head`, and its first weights
     model with a head, without_value_head(...)   the model that transformers, PEFT and safetensors save
     head weights --write_value_head--> DIR/value_head.safetensors, beside the weights of the model
@@ -8,7 +8,7 @@
 The hidden state at a token gives the value after this token: the expected rest of the return in the state that begins
 there. The head reads the same states as the output layer. It computes in float32 outside of autocast, or in float64 if
 the states are float64. It is a module of the causal model, so the optimiser, checkpoints and FSDP treat it like the
-other weights; but it is saved in a file of its own, and the model loads by `from_pretrained` without a warning.
+other weights; but it is saved in a separate file, and the model loads by `from_pretrained` without a warning.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def without_value_head(causal: Any) -> Iterator[None]:
 
 
 def whole_value_head(causal: Any) -> dict[str, Tensor] | None:
-    """Return the weights of the head on the CPU, None if there is none; all ranks of a sharded model must call this."""
+    """Return the weights of the head on the CPU, None without one; all ranks of a sharded model must call this."""
     from torch.distributed.tensor import DTensor
 
     head = value_head_of(causal)

@@ -44,7 +44,7 @@ def best_final_rows(
 ) -> Int64:
     """Return the final row of each trajectory, int64 [trajectories], made of `items` or of other rows of single trees.
 
-    `items` are the rows of `auto` for each tree; any rows have at least `lower_bound` tokens together. `finish` turns
+    `items` are the rows of `auto` for each tree; any rows have `lower_bound` tokens or more together. `finish` turns
     rows of single trees into final rows, and `multiple_of` divides their number in each step. If no plan can be better,
     nothing else is tried. O(nodes log nodes) and first fit, and at most six calls of `finish`.
 
@@ -59,7 +59,7 @@ def best_final_rows(
         return best
 
     def others() -> Iterator[Int64]:
-        # Exchanging the rows of single trees can only save rows, so it is left out if there are none to save.
+        # Exchanging the rows of single trees can only save rows, so it is left out if no row can be saved.
         yield from _alternatives(trie, forest, limits, items, mixed=not has_fewest_rows)
         if cost[0] > lower_bound:
             greedy = online.greedy_online_within(trie, limits, max_tokens=cost[0])

@@ -275,7 +275,7 @@ def _renumber_by_cost(trie: Trie, row_of: Int64, token_pairs: int) -> Int64:
 
 
 def bound_of_slice(trie: Trie, plan: Plan, num_chain: int) -> int:
-    """Return a lower bound on the tokens of a slice in all rows of any plan of the whole trie, without its chain.
+    """Return a lower bound on the tokens of a slice in the rows of any plan of the whole trie, without its chain.
 
     The first `num_chain` nodes of `trie`, the chain, belong to another slice, which counts their tokens. The rows of
     the whole trie, reduced to the trajectories of this slice, are rows of this slice; so the bounds of all slices add

@@ -63,8 +63,8 @@ class PlanTree:
     @property
     def shared(self) -> Int64:
         """Tokens that each leaf shares with the leaf before it, 0 for the first; [num_leaves]."""
-        # The node after leaf k - 1 is a child of the node where the paths to leaves k - 1 and k part, so its depth is
-        # the shared length. Leaves at nodes [1, 3, 4] look at nodes [2, 4] -> [0, depth[2], depth[4]].
+        # The node after leaf k - 1 is the first one on the path to leaf k that leaf k - 1 does not share, so its depth
+        # is the shared length. Leaves at nodes [1, 3, 4] look at nodes [2, 4] -> [0, depth[2], depth[4]].
         return np.concatenate([[0], self.depth[self.leaf[:-1] + 1]]).astype(np.int64)
 
     @property
@@ -154,7 +154,7 @@ class PlanForest:
 def shapes_of_trees(trie: Trie, *, split_ends: bool = False) -> PlanForest:
     """Return the shapes of all trees of `trie`. O(nodes + trajectories), vectorised.
 
-    With `split_ends` every trajectory gets a leaf of its own. The leaf has no tokens if another trajectory passes
+    With `split_ends` every trajectory gets a separate leaf. The leaf has no tokens if another trajectory passes
     through the same end or ends there too. Limits on loss terms need this, because then duplicates and prefixes of
     other trajectories are no longer free.
     """

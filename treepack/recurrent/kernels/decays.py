@@ -5,7 +5,7 @@
 
     two chunks of 3 and 2 tokens:  g -1 -2 -4 | -8 -1   ->   a -1 -3 -7 | -8 -9
 
-Each chunk has sums of its own, so that small sums of a late chunk are not differences of large ones.
+Each chunk starts its sums again, so that small sums of a late chunk are not differences of large ones.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The page of a run as a process of its own: `python -m treepack.report.live RUN`.
+"""The page of a run as a separate process: `python -m treepack.report.live RUN`.
 
 It writes the address of the page as its first line to stdout, and ends when its stdin ends: with the process that
 started it, however that ends. A resumed run has the address of its page before, if no other program has taken it.

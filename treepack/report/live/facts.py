@@ -210,7 +210,7 @@ def _short(value: float) -> str:
 
 
 def _plan(record: dict[str, Any], finished: dict[str, Any]) -> Iterator[_Line]:
-    """Yield what the run has chosen first, then its data, model and options; names and values."""
+    """Yield the choices of the run first, then its data, model and options; names and values."""
     if isinstance(record.get("chosen"), dict):
         for name, chosen in _flat(record["chosen"], "chosen: "):
             yield [name, _CHOICES.get(chosen, chosen)]

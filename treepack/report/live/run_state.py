@@ -4,7 +4,7 @@
     train.json                      finished
     .RUN.lock, held by a process    running
     .RUN.lock, held by none         died: a process that ends in order removes its lock
-    neither                         stopped, after SIGTERM or an error; waiting, if there is no step yet
+    neither                         stopped, after SIGTERM or an error; waiting, before the first step
 
 The view must not keep a trainer from its lock. A probe takes a shared lock for an instant and only if that can succeed,
 so a lock that was free once is not probed again until a process has written its name into it.
@@ -80,7 +80,7 @@ class RunFolder:
             self.record = _read_run_file(self.path / RUN) or self.record
 
     def finished(self) -> dict[str, Any] | None:
-        """Return train.json of a finished run; empty if it is damaged, None if there is none."""
+        """Return train.json of a finished run; empty if it is damaged, None without one."""
         try:
             return _read_run_file(self.path / FINISHED)
         except TreepackError:

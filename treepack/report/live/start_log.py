@@ -30,7 +30,7 @@ def start_file(out: Path) -> Path:
 class StartLog(logging.Handler):
     """The file with the lines of the logger `treepack`, until `end` or the end of the block.
 
-    Without a place for the file, as in a folder that cannot be written, there are no lines.
+    Without a place for the file, as in a folder that cannot be written, no lines are written.
     """
 
     def __init__(self, out: Path) -> None:
@@ -65,7 +65,7 @@ class StartLog(logging.Handler):
     def _write(self, kind: str, text: str) -> None:
         if self._descriptor is not None:
             line = json.dumps({"time": time.time(), kind: text}) + "\n"
-            with suppress(OSError):  # a full disk: the command reports it where it matters
+            with suppress(OSError):  # a full disk: the command reports it if it matters
                 os.write(self._descriptor, line.encode())
 
     def __enter__(self) -> Self:

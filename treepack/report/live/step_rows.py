@@ -98,7 +98,7 @@ def open_run_rows(record: dict[str, Any], folder: Path) -> ScheduledRows:
     Args:
         record: its run.json.
         folder: its directory; relative paths of packed directories are looked up in the current one, in the folders
-            above it, and in the one where the training started.
+            above it, and in the one from which the training started.
 
     Raises:
         TreepackError: the rows cannot be found, are different rows, or their order is not known.

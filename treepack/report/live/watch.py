@@ -170,7 +170,7 @@ class RunWatch:
         """Return the explorer of the steps up to `step` as JSON; by default the last step that is done.
 
         Raises:
-            TreepackError: the rows of the steps are not known, there is no such step, or a row cannot be read.
+            TreepackError: the rows of the steps are not known, the step does not exist, or a row cannot be read.
         """
         with self._changed:
             rows, texts, cached = self.rows, self.texts, self._cached

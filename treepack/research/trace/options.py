@@ -18,7 +18,7 @@ class BudgetExperiment:
     Of `candidates` prompts, uniform allocation rolls out `selected` at random (None: half of them, or as many as can
     have two rollouts each). `budget` is M and `expand` is N. A prediction is the true chance of success, limited to
     0.01 .. 0.99, with normal noise on its log-odds. The noise has the standard deviation `root_noise` or
-    `prefix_noise`, and each prompt and prefix has its own draw.
+    `prefix_noise`, and each prompt and prefix has a separate draw.
     """
 
     candidates: int = option(512, "Prompts to choose from in a step.")

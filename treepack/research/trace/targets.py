@@ -65,7 +65,7 @@ def anchors(trie: Trie, *, segment: str = "turn") -> TurnPrefixes:
     turn = np.arange(len(tree.owner)) - begin[tree.owner]
     followed = np.append(tree.owner[1:] == tree.owner[:-1], False)
     at = np.flatnonzero((turn > 0) & followed)
-    # A prefix ends where the next segment starts, so that start is its number of tokens.
+    # A prefix ends before the next segment, so that start is its number of tokens.
     return TurnPrefixes(tree, group, tree.owner[at], turn[at], tree.start[at + 1], tree.node[at])
 
 
@@ -113,7 +113,7 @@ class _EffectiveRatio(NamedTuple):
     """Share of rollouts below anchors with both outcomes (`of_rollouts`, equation 20), and share of such anchors.
 
     Leaf weights count in `of_rollouts`; every anchor counts once in `of_anchors`, and any leaf may give it its second
-    outcome. Both are 0 if there is no anchor.
+    outcome. Both are 0 without an anchor.
     """
 
     of_rollouts: float

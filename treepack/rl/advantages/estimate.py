@@ -145,7 +145,7 @@ def _along_paths(
     owner, position = _trained_tokens(trie, kept)
     costs = np.zeros(len(owner))
     if shaped.costs is not None:
-        # A token has its own cost, so the reward at the end must not have them.
+        # A token has a separate cost, so the reward at the end must not have them.
         every = _trained_tokens(trie, np.arange(trie.num_trajectories))[0]
         costs = shaped.costs[np.isin(every, kept)]
         rollout = rollouts.of_trajectory[kept]
@@ -173,7 +173,7 @@ def _along_paths(
         value[tokens], after, reward[final], offsets, costs=costs[tokens], gamma=options.gamma, lam=options.lam
     )
     columns = {"returns": advantage + value}
-    if options.values == "column":  # without a critic there are no old values to stay near to
+    if options.values == "column":  # without a critic no old values exist to stay near to
         columns["old_values"] = value
     if not all(np.isfinite(column).all() for column in columns.values()):
         raise TreepackError("values of the critic are so large that the returns overflow; inspect the critic")

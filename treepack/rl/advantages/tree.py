@@ -130,12 +130,12 @@ def tree_grpo_segments(
 ) -> Float64:
     """Same as `tree_grpo`, but with a first term per segment, among the trajectories through its parent.
 
-    So every segment is compared with the other samples from the place where it branched off. A root is compared with
+    So every segment is compared with the other samples from its branching on. A root is compared with
     nothing.
     """
     _, averages, spread = _reward_statistics(tree, reward, weights)
     apart = np.zeros(len(tree.owner))
-    # Parent of the node where the chain of only children starts, -1 for a root and for a chain that starts at a root.
+    # Parent of the first node of the chain of only children, -1 for a root and for a chain that starts at a root.
     branch = tree.parent[chain_heads(tree)[tree.node]]
     later = np.flatnonzero(branch >= 0)
     parent = branch[later]

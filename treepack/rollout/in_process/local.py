@@ -95,7 +95,7 @@ def default_stop_tokens(name: str | Path) -> tuple[int, ...]:
 
 
 class LocalEngine:
-    """Samples from a model in memory, in a thread of its own.
+    """Samples from a model in memory, in a separate thread.
 
     The engine runs a twin of the model: the same parameters, in place, under transformers' attention and without
     dropout. So the model itself may be trained with another attention between the calls. After its weights have
@@ -242,7 +242,7 @@ class LocalEngine:
         errors = [result.error for result in results if result is not None and result.error is not None]
         if errors:
             raise EngineError(f"transformers' continuous batching failed ({errors[0]}); start the engine again")
-        # The other continuations found what the first one computed, which no cache saved.
+        # The other continuations found the results of the first one, which no cache saved.
         num_cached = num_prompt - min(num_prompt, self._choice.continuations[names[0]].num_computed)
         segments = []
         for result, name in zip(results, names, strict=True):
@@ -295,7 +295,7 @@ class LocalEngine:
         self._choice = TokenChoice(self._sampling)
         device = self._model.device
         if device.type == "cuda":
-            # The manager computes on a stream of its own, which does not wait for the stream that writes the weights.
+            # The manager computes on a separate stream, which does not wait for the stream that writes the weights.
             torch.cuda.synchronize(device)
         try:
             manager = self._model.init_continuous_batching(generation, manager_settings(self._options, device.type))

@@ -36,7 +36,7 @@ class LocalOptions:
     # Tokens whose keys and values fit in the cache, of all requests together. None takes `memory_share` of the GPU, or
     # `_CPU_CACHE_TOKENS`.
     cache_tokens: int | None = None
-    memory_share: float = 0.8  # share of the free memory of the GPU for the cache and what the manager needs beside it
+    memory_share: float = 0.8  # share of the free memory of the GPU for the cache and the other needs of the manager
 
     def __post_init__(self) -> None:
         """Refuse values that make no sense, naming the option."""

@@ -3,7 +3,7 @@
     logits [R, V] --temperature, top_k, top_p--> log-probabilities --uniform number of each request--> tokens [R]
 
 The manager of transformers draws from one generator for the whole batch, so its tokens depend on the other requests.
-Here every continuation has its own uniform numbers, one for each token, and takes the token at that quantile:
+Here every continuation has separate uniform numbers, one for each token, and takes the token at that quantile:
 
     probabilities [0.2, 0.5, 0.3] -> cumulative [0.2, 0.7, 1.0], number 0.65 -> token 1
 

@@ -61,7 +61,7 @@ class ServerDialect:
     All readers raise one of `UNREADABLE` if the answer has another form. `first` returns the log-probabilities of the
     likely first tokens, if the request has `alternatives`. `num_prompt` returns the number of prompt tokens that the
     server counted, None if it is not reported. `routes` returns the experts of each of the `segments` as the server has
-    encoded them, None if there are none.
+    encoded them, None without any.
     """
 
     name: str
@@ -74,7 +74,7 @@ class ServerDialect:
 
 
 def _sampling_fields(wish: SamplingRequest) -> _Json:
-    """Return the fields that the three APIs share. All are explicit, because a server has defaults of its own."""
+    """Return the fields that the three APIs share. All are explicit, because servers have other defaults."""
     sampling = wish.sampling
     fields: _Json = {
         "temperature": sampling.temperature,
@@ -251,7 +251,7 @@ def _sglang_first(answer: Any) -> dict[int, float]:
     return {entry[1]: entry[0] for entry in likely}
 
 
-# In the order of the attempts. SGLang has /v1/completions too, so its own API is tried before it.
+# In the order of the attempts. SGLang has /v1/completions too, so SGLang's API is tried before it.
 _VLLM = (_vllm_num_prompt, _vllm_routes)
 DIALECTS = (
     ServerDialect("vLLM", "/inference/v1/generate", _generate_body, _generate_segments, _generate_first, *_VLLM),

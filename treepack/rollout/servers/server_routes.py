@@ -3,7 +3,7 @@
     vLLM      --enable-return-routed-experts                                   base64 of a .npy file
     SGLang    --enable-return-routed-experts, and return_routed_experts        base64 of int32, without a shape
 
-Row i has the experts of token i of prompt and continuation, [layers, k]. There is no row for the last sampled token,
+Row i has the experts of token i of prompt and continuation, [layers, k]. The last sampled token has no row,
 because no forward pass has computed it yet. The fields belong to vLLM 0.33 and SGLang 0.5.23.
 """
 

@@ -279,7 +279,7 @@ def _columns(trees: list[Tree], *, with_rewards: bool) -> dict[str, Any]:
 
 
 class _LoopThread:
-    """An event loop in a thread of its own: TRL's loop is not asynchronous, and a notebook has a loop already.
+    """An event loop in a separate thread: TRL's loop is not asynchronous, and a notebook has a loop already.
 
     It is the same loop for all calls, because connections belong to the loop that opened them.
     """
@@ -289,7 +289,7 @@ class _LoopThread:
         threading.Thread(target=self._loop.run_forever, name="treepack-rollouts", daemon=True).start()
 
     def run(self, coroutine: Coroutine[Any, Any, _Result]) -> _Result:
-        """Return the result of `coroutine`, and cancel it if the wait for it is interrupted."""
+        """Return the result of `coroutine`, and cancel it if the wait is interrupted."""
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
             return future.result()

@@ -231,7 +231,7 @@ class _VerlEngine:
         if self.is_repeatable:
             # Then verl passes the id on to the server, where ids of requests under way must differ.
             params[self._seed_name], request_id = seed, f"det-{seed}"
-        # The servers remove entries of the parameters, so every request gets its own.
+        # The servers remove entries of the parameters, so every request gets a copy.
         output = await self.manager.generate(request_id=request_id, prompt_ids=ids.tolist(), sampling_params=params)
         tokens = np.array(output.token_ids, np.int32)
         logprobs = np.array(output.log_probs, np.float32) if output.log_probs else None

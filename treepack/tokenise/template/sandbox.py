@@ -3,11 +3,11 @@
     compiled(text).render([plain_message(each) for each in messages], tools=..., prompt=True, variables={...})
 
 A template is foreign code, so it runs in jinja2's sandbox and sees plain JSON values only: other objects have methods
-that the sandbox does not check. What a template sees besides jinja2's own names:
+that the sandbox does not check. Names that a template sees besides jinja2's own names:
 
     raise_exception, strftime_now, dict, namespace     functions
     tojson                                             a filter without HTML escapes, non-ASCII text as it is
-    {% break %}, {% continue %}, {% generation %}      statements; the last one marks what the model generates
+    {% break %}, {% continue %}, {% generation %}      statements; the last one marks the text of the model
 
 The tests compare every rendering with the installed transformers.
 """

@@ -48,7 +48,7 @@ def no_stop_note(template: str) -> str:
 
 
 def _end_of_text(printed: str, turn: Message, ends: tuple[str, ...]) -> int:
-    """Return the number of characters of `printed`, the text of a turn, up to the end of what the model wrote."""
+    """Return the number of characters of `printed`, the text of a turn, up to the end of the model's text."""
     for text in _last_texts(turn):
         for form in text_forms(text):
             if (index := printed.rfind(form)) >= 0:
@@ -72,7 +72,7 @@ def after_prefill(answer: TurnAnswer, turn: Message, prefill: int, source: str) 
         for form, begun in zip(text_forms(whole), text_forms(content[stripped:prefill]), strict=True):
             if (index := printed.rfind(form)) >= 0:
                 return start + index + len(begun)
-    # A thought in the content, which a template prints in its own form; the generation prompt may contain its tag.
+    # A thought in the content, which a template prints in another form; the generation prompt may contain its tag.
     head = content[:prefill].strip()
     first = max(0, start - prefill)
     if (index := answer.text.slice(first, end).find(head)) >= 0:
@@ -105,7 +105,7 @@ class StopTokens:
         self._markers: dict[tuple[str, bool], str] = {}  # by the next role and whether the turn has calls
 
     def without_end(self, answer: TurnAnswer, turn: Message) -> TurnAnswer:
-        """Return `answer` without what the template prints after the last text of `turn`, a cut answer."""
+        """Return `answer` without the text that the template prints after the last text of `turn`, a cut answer."""
         start, stop = answer.spans[0][0], answer.spans[-1][1]
         end = start + _end_of_text(answer.text.slice(start, stop), turn, self._ends)
         return replace(answer, spans=tuple((a, min(b, end)) for a, b in answer.spans if a < end))
@@ -121,7 +121,7 @@ class StopTokens:
     def marker(self, turn: Message, following: Message | None) -> str:
         """Return the marker that the template prints directly after `turn`, before the message `following` if any.
 
-        It is "" if the turn ends with a token of its own, or if the template prints no such marker there.
+        It is "" if the turn ends with a separate token, or if the template prints no such marker there.
         """
         if GENERATION_MARK.search(self._forms.setting.template):
             return ""  # the marks decide which text is trained
@@ -134,7 +134,7 @@ class StopTokens:
 
     def _probe(self, role: str, has_calls: bool) -> str:
         if role == "assistant":
-            return ""  # its own header ends no turn
+            return ""  # the header of the turn ends no turn
         setting = self._forms.setting
         turn: dict[str, Any] = {"role": "assistant", "content": PROBE_CONTENT}
         calls = calls_of([PROBE_TEXT])

@@ -1,8 +1,8 @@
 """Stand-ins for the messages, the namespaces and the variable `loop` of a tracked template.
 
-Each reports to an `IterationReads` what an iteration depends on: the number of messages, and values from before the
-loop. Uses that cannot be reported raise `UntrackedTemplate`, and then the template is rendered without tracking. `same`
-compares the values of a variable in two renderings.
+Each reports to an `IterationReads` the values that an iteration depends on: the number of messages, and values from
+before the loop. Uses that cannot be reported raise `UntrackedTemplate`, and then the template is rendered without
+tracking. `same` compares the values of a variable in two renderings.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ class Checkpoints:
             raise TreepackError(f"keep is {keep}; expected at least 1 checkpoint")
         self._target, self._keep = as_target(place), keep
         self._best: int | None = None
-        # A group of its own: the collectives of the thread must not mix with the collectives of training, which run at
+        # A separate group: the collectives of the thread must not mix with the collectives of training, which run at
         # the same time. gloo, because the copies are on the CPU.
         self._ranks = all_ranks(new_group=True)
         try:
@@ -187,7 +187,7 @@ def _described(function: Callable[[], _T]) -> _T:
 def latest(
     place: Path | CheckpointTarget, *, step: int | None = None
 ) -> tuple[SavedCheckpoint | None, tuple[str, ...]]:
-    """Return the newest whole checkpoint, or None if there is none, and a note on each newer damaged one.
+    """Return the newest whole checkpoint, or None, and a note on each newer damaged one.
 
     The size and hash of every file are compared with checkpoint.json; each rank reads a part of the files.
 

@@ -3,7 +3,7 @@
     for each step:  clear on the first rank; put on every rank; commit on the first rank, which completes the checkpoint
 
     LocalTarget    DIRECTORY/.step-00000010.partial-*    written by all ranks; `commit` renames it to step-00000010
-    StoreTarget    PREFIX/step-00000010/...              every rank uploads its files from a folder of its own, and
+    StoreTarget    PREFIX/step-00000010/...              every rank uploads its files from a separate folder, and
                    PREFIX/step-00000010/checkpoint.json  last, only if absent: without it the step is not used
 
 So ranks on several machines without a shared disk write one checkpoint to a store. A store that does not answer is

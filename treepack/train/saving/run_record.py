@@ -73,7 +73,7 @@ def is_finished(out: AnyPath) -> bool:
 
 
 def finished_record(out: AnyPath) -> dict[str, Any]:
-    """Return train.json of the complete model in `out`, {} if there is none.
+    """Return train.json of the complete model in `out`, {} without one.
 
     Raises:
         TreepackError: it is damaged.

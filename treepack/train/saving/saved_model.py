@@ -1,4 +1,4 @@
-"""The model that a training run writes: in the format of its source, with a value head in a file of its own.
+"""The model that a training run writes: in the format of its source, with a value head in a separate file.
 
 run, weights --save_model--> model.safetensors or adapter_model.safetensors, and the files of `run.files`
 value_head.safetensors, if the model is a critic
@@ -68,7 +68,7 @@ def save_model(
         raise OSError(first_line(error)) from error
     if value_head is not None:
         write_value_head(value_head, directory)
-    write_files(run.files, directory)  # last: the configuration of an adapter that trains on is its own
+    write_files(run.files, directory)  # last: the configuration of an adapter that trains on is not the base's
 
 
 def _merge(run: TrainingRun, directory: Path, base: str) -> Any:

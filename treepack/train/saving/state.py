@@ -229,7 +229,7 @@ def _options_of_groups(
 
 
 def _same_kinds(group: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
-    """Return True if both have the same names, with numbers where the other has numbers."""
+    """Return True if both have the same names, with numbers in the same places."""
 
     def kind(value: Any) -> Any:
         if isinstance(value, list | tuple):

@@ -80,7 +80,7 @@ def open_run(
     options, data = choose_old_logprobs(options, data, evaluated)
     check_stored_use(model, options, compute.device)
     # A machine that has opened the data before waits here for one that has not, by gloo, which waits 30 minutes. The
-    # first collective of NCCL would wait 10 minutes. Each rank may name its own device.
+    # first collective of NCCL would wait 10 minutes. Ranks may name different devices.
     same = {name: value for name, value in options.as_record().items() if name != "device"}
     ranks.require_same({**same, **package_entry(options), "data": files_sha256(data.dataset.manifest["files"])})
     if meter is None and compute.device.type == "cuda":

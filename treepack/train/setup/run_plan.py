@@ -6,7 +6,7 @@ A plan is whole rows or rows in pieces, a number of recomputed layers, the token
 candidates are few: all of them are made, and the fastest one that fits is taken. Smaller chunks of logits cost a few
 percent, which no probe measures, so they are tried only if nothing fits without them. Host memory for the inputs of
 layers is tried only if no whole row fits without it; its copies count as far as the passes are too short to hide them.
-Host memory for the moments of AdamW costs two copies a step, so it is taken where that leaves memory for a faster plan,
+Host memory for the moments of AdamW costs two copies a step, so it is taken if that leaves memory for a faster plan,
 or for any.
 
     seconds of a token = max(seconds with n recomputed layers and attention, seconds to start a pass / its tokens)

@@ -103,7 +103,7 @@ class TensorBoardLog:
             raise TreepackError(f"TensorBoard cannot be used ({error}); {install_hint('tensorboard')}") from error
         self._directory = directory
         with _disk_errors(directory):
-            # Each process writes a file of its own. purge_step hides the steps that a resumed run computes again.
+            # Each process writes a separate file. purge_step hides the steps that a resumed run computes again.
             self._writer = SummaryWriter(directory, purge_step=None if keep_until is None else keep_until + 1)
 
     def write(self, record: Mapping[str, Any]) -> None:

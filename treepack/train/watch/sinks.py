@@ -103,7 +103,7 @@ class Sinks:
                 self._leave_out(name, error)
 
     def close(self) -> None:
-        """Finish the run in all trackers."""
+        """Finish the run in every tracker."""
         while self._sinks:
             name, sink = self._sinks.popitem()
             try:
@@ -195,7 +195,7 @@ class _Trackio:
 
 
 class RunPage:
-    """The page of `treepack report --watch`, in a process of its own that reads the files of the run.
+    """The page of `treepack report --watch`, in a separate process that reads the files of the run.
 
     A server inside this process would compete with training for the interpreter. The process ends when its stdin ends:
     with `close`, or with this process.

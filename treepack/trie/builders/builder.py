@@ -229,7 +229,7 @@ def _worker(job: _WorkerJob) -> _Worker:
 
 
 def _spare_pandas() -> None:
-    """Let pyarrow conclude that there is no pandas, which it would import at the first array, for 0.3 s.
+    """Let pyarrow conclude that pandas is missing, which it would import at the first array, for 0.3 s.
 
     An entry None in `sys.modules` is not enough: pyarrow takes it for the module. So the first import is refused.
     """

@@ -3,8 +3,8 @@
     inputs, options --earlier_tries--> {path: manifest}       refused if one build could not have made them
     trie directory --store_trie--> StoredRun, its log         in any process with a spool
 
-The result is that of one build of all rollouts, so a directory keeps what the files of a trie lack: the ids that were
-read (`schema.RENAMED`), the log of reading and the hashes of the input files (`ReadingEntry`).
+The result is that of one build of all rollouts, so a directory keeps facts that the files of a trie lack: the ids
+that were read (`schema.RENAMED`), the log of reading and the hashes of the input files (`ReadingEntry`).
 """
 
 from __future__ import annotations
@@ -192,5 +192,5 @@ def entry_of(tries: Mapping[str, Manifest], name: str) -> Any:
 
 
 def reading_entry(log: ReadLog, digest: InputHash) -> ReadingEntry:
-    """Return what a later build reads of the reading of a trie."""
+    """Return the facts about the reading of a trie that a later build needs."""
     return {"log": log.as_record(), "files": sorted(sha256 for _, sha256 in digest.files)}

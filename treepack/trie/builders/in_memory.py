@@ -7,11 +7,11 @@
 
 Sequences are sorted lexicographically as big-endian bytes. Then the common prefixes of neighbours determine the trie:
 the tokens that a sequence does not share with the sequence before it are stored once. Sorted order is depth-first
-order. The stored tokens are cut into nodes at each point where a later sequence branches off. There is no object per
+order. The stored tokens are cut into nodes at each branching of a later sequence. There is no object per
 token, and there are O(1) Python steps per branch.
 
 A tree never contains several training steps, nor several groups under `share="group"`. Under `share="none"` every
-trajectory is a tree of its own, as if sequences were trained one by one. The result does not depend on input order.
+trajectory is a separate tree, as if sequences were trained one by one. The result does not depend on input order.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ class TrieFooters:
         node_start: first node of each row group of nodes, and the number of nodes; int64 [groups + 1].
         token_start: the same for tokens, int64 [groups + 1].
         trajectory_start: first trajectory of each row group of trajectories, and their number; int64 [groups + 1].
-        first_end: node where the first trajectory of each row group ends, int64 [groups].
+        first_end: the last node of the first trajectory of each row group, int64 [groups].
         longest: tokens of the longest trajectory.
         columns: columns of the trajectories.
         known: the columns that may be null and have a value, and "weight" if any weight is not 1.

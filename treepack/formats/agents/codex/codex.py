@@ -117,7 +117,7 @@ def _calls_of_file(rows: list[Record], turns: dict[str, str] | None = None) -> C
     """Return the calls of a session that are in no other file of `turns`."""
     path, meta = rows[0].path, rows[0].value["payload"]
     log = CallLog(turns, path)
-    # A fork names its session, and a copied history begins with the `session_meta` of its own session.
+    # A fork names its session, and a copied history begins with the `session_meta` of that session.
     metas = [object_or_empty(row.value.get("payload")) for row in rows if row.value.get("type") == "session_meta"]
     sessions = {str(each[name]) for each in metas for name in ("id", "forked_from_id") if each.get(name)}
     for stretch in _stretches(rows, log):
@@ -170,7 +170,7 @@ def _rolled_back(items: list[Item], num_turns: Any, source: str) -> list[Item]:
     """Return `items` before the last `num_turns` messages of the user."""
     if type(num_turns) is not int or num_turns < 0:
         raise TreepackError(f"{source}: num_turns is {shown(num_turns)}; expected the number of turns")
-    # u a u b, one turn -> u a. Codex writes its own context as messages of the user too, in tags: it is not a turn.
+    # u a u b, one turn -> u a. Codex writes its context as messages of the user too, in tags: it is not a turn.
     turns = [index for index, item in enumerate(items) if _is_turn(item)]
     return items if num_turns == 0 or not turns else items[: turns[max(len(turns) - num_turns, 0)]]
 

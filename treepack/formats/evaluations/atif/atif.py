@@ -18,7 +18,7 @@ The files of a trial are one rollout, and so are a trajectory and its embedded a
 sub-agents count once in the group of their task (`trial_files`). A continuation contains the steps that it continues as
 copied steps. The `result.json` of a trial contains the task, the name of the trial and the reward of all files in its
 folder. It may contain token ids as `agent_result.rollout_details`, which are read if `trajectory.json` has none. Each
-step of a trial of several steps has an instruction and a reward of its own, so it is a rollout of the group
+step of a trial of several steps has a separate instruction and reward, so it is a rollout of the group
 `<task>/<step>`.
 """
 

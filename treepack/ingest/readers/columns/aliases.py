@@ -59,7 +59,7 @@ _PARTS = (
     "role=author,content=content",
 )
 FIELDS = (*"prompt response responses instruction question problem answer solution query".split(), *CONTAINERS)
-# Names of fields that may be what the model wrote. A record with two of them is ambiguous.
+# Names of fields that may be the answer of the model. A record with two of them is ambiguous.
 _ANSWERS = frozenset(
     "response responses completion completions output outputs generation generations answer raw_output".split()
 )

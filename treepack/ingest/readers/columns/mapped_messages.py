@@ -62,7 +62,7 @@ class MappedConversation:
         return parsed if is_texts or self.is_talk(parsed) else value
 
     def has_answers(self, messages: list[JsonObject]) -> bool:
-        """Return True if each of `messages`, under a name such as `responses`, is an answer of its own."""
+        """Return True if each of `messages`, under a name such as `responses`, is a separate answer."""
         return self._has_plural() and all(each.get("role") == "assistant" for each in messages)
 
     def _has_plural(self) -> bool:
@@ -101,7 +101,7 @@ class MappedConversation:
                 raise TreepackError(f"{where} has the field {name} beside the column of {WHERE}; map or ignore it")
         if "role" in fields or "role" in rest:
             fields["role"] = self._role(fields.get("role", rest.get("role")), where)
-        # Trajectories of SWE-agent on the hub have the text of the system message in a field of its own.
+        # Trajectories of SWE-agent on the hub have the text of the system message in a separate field.
         if fields.get("role") == "system" and not fields.get("content") and isinstance(rest.get("system_prompt"), str):
             fields["content"] = rest.pop("system_prompt")
         return rest | fields

@@ -1,4 +1,4 @@
-"""Find what a reader did not use of a record, so that nothing of a record vanishes in silence.
+"""Find the fields of a record that a reader did not use, so that nothing of a record vanishes in silence.
 
     {"id": 7, "steps": [{"text": "Hi there", "cost": 2}], "note": "be brief"}
     used of the format: "id", "steps.text"; texts of its trajectories: "Hi there"   -->   "steps.cost", "note"
@@ -189,7 +189,7 @@ def unsaid(fields: Iterable[tuple[str, str | None, bool]], said: TrajectoryTexts
 
 
 def is_prose(text: str) -> bool:
-    """Return whether `text` is more than a word: a name or a type is used by what the reader does, and not copied."""
+    """Return whether `text` is more than a word: a name or a type decides what happens, and is not copied."""
     return len(text) > _MAX_WORD or text[:1] in ("{", "[") or any(map(str.isspace, text.strip()))
 
 

@@ -26,12 +26,12 @@ _RESERVED = frozenset(
 
 
 def tools_of(value: JsonObject) -> Any:
-    """Return the tool schemas of a record under the first of `TOOLS` that is not empty, None if there are none."""
+    """Return the tool schemas of a record under the first of `TOOLS` that is not empty, None without any."""
     return next((value[name] for name in sorted(TOOLS, reverse=True) if not is_empty(value.get(name))), None)
 
 
 def normalise_tools(tools: Any, *, source: str) -> list[JsonObject] | None:
-    """Return tool schemas in the nested form, from a list, an object by name, or JSON text; None if there are none.
+    """Return tool schemas in the nested form, from a list, an object by name, or JSON text; None without any.
 
     Raises:
         TreepackError: `tools` is something else.

@@ -90,7 +90,7 @@ class NormalMessages:
 
 
 def has_media(record: JsonObject) -> bool:
-    """Return True if `record` has images, videos or sounds in a field of its own; messages then have placeholders."""
+    """Return True if `record` has images, videos or sounds in a separate field; messages then have placeholders."""
     # An empty list is not media: exporters write the field for every record of a mixed data set.
     values = (record.get(name) for name in MEDIA)
     # So do tables, with null or with a list as text.

@@ -61,7 +61,7 @@ def reasoning_of(message: JsonObject, where: str) -> tuple[str | None, frozenset
 
 
 def _thought(content: str) -> str | None:
-    """Return the reasoning at the beginning of a content between tags, None if there is none."""
+    """Return the reasoning at the beginning of a content between tags, None without one."""
     match = _THOUGHT.match(content)
     return None if match is None else match.group(1).strip()
 

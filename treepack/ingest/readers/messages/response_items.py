@@ -89,7 +89,7 @@ def _usable(items: list[Item], notes: dict[str, None]) -> Iterator[Item]:
             notes[f"item of type {quoted(kind)} not used"] = None
             continue
         yield item
-        # A server ran the tool, so the result is in the same item: it becomes an item of its own.
+        # A server ran the tool, so the result is in the same item: it becomes a separate item.
         if kind == "mcp_call":
             result = item.get("output") or item.get("error")
             yield {"type": "function_call_output", "call_id": item.get("id"), "output": result}
@@ -122,7 +122,7 @@ def _turn(group: list[Item], source: str, notes: dict[str, None], *, summaries: 
                 notes[SUMMARY_NOTE] = None
             if item.get("encrypted_content") and not content and not summary:
                 notes[ENCRYPTED_NOTE] = None
-            # A summary is not what the model generated, so it must not be trained as reasoning.
+            # The model did not generate a summary, so it must not be trained as reasoning.
             reasoning.append(content or (summary if summaries else ""))
         elif rank == TEXT:
             message["content"] = _content(item.get("content"), source)

@@ -4,7 +4,7 @@
     '{"name": "add", "arguments": {"a": 2}}'             --calls_of_text-->  [{"name": "add", "arguments": {"a": 2}}]
     a prompt and two answers to it                       --read_pair-->  "<id>/chosen" of reward 1, "<id>/rejected" of 0
 
-Each pair is a group of its own, named after its place in the file, so that only the two answers of a pair are compared.
+Each pair is a separate group, named after its place in the file, so that only the two answers of a pair are compared.
 """
 
 from __future__ import annotations

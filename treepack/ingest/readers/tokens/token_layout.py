@@ -57,7 +57,7 @@ def find_layout(fields: tf.Fields, record: Record, *, num_tokens: int, num_promp
         ((name, values),) = fields[tf.PROMPT_MASK].items()
         flags = tf.mask_values(values, source=source, name=name)
         ones, last = _run_of_ones(flags, num_prompt, source, name)
-        # A batch pads prompts on the left: [0, 0, 1, 1], so the run of ones must end where the prompt ends.
+        # A batch pads prompts on the left: [0, 0, 1, 1], so the run of ones must end with the prompt.
         if last not in (0, num_prompt) or (tf.ATTENTION in fields and 0 < ones != start):
             raise TreepackError(f"{source}: {name} is not zeros then ones; expected the padding left of the prompt")
         start = ones or start
@@ -81,7 +81,7 @@ def find_layout(fields: tf.Fields, record: Record, *, num_tokens: int, num_promp
 
 
 def _run_of_ones(flags: Mask, expected: int, source: str, name: str) -> tuple[int, int]:
-    """Return the start and the end of the only run of ones; (0, 0) if there are no ones."""
+    """Return the start and the end of the only run of ones; (0, 0) without ones."""
     if len(flags) != expected:
         raise TreepackError(f"{source}: {name} has {len(flags)} values; expected {expected}, one per token")
     # [0, 1, 1, 0] -> (1, 3)

@@ -131,7 +131,7 @@ def read_valid_tokens(record: Record, options: ReadOptions) -> Outcomes:
 def _kept_sets(
     fields: dict[str, Any], ids: Int32, mask: Mask, layout: FieldLayout, *, vocab_size: int | None
 ) -> RaggedArray | None:
-    """Return the kept sets of the trained tokens; None if there are none."""
+    """Return the kept sets of the trained tokens; None without any."""
     found = read_sets(fields, layout.source)
     if found is None:
         return None

@@ -50,7 +50,7 @@ def count_up(
             shortest_below = min(shortest_below, shortest[child])
             sizes[children], copies[children] = shortest[child], times[child]
             children += 1
-            child = end[child]  # the next child begins where the subtree of this one ends
+            child = end[child]  # the next child begins after the subtree of this one
         if children:
             left = capacity - stop[node]
             if below and left:

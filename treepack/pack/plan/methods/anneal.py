@@ -249,7 +249,7 @@ def _tear(shape: _AnnealShape, rows: _AnnealedRows, removed: Int64, was_in: Int6
     The leaves are written to `removed`, and their rows to `was_in`.
     """
     # Leaves low .. high - 1 have been visited: a start leaf, then neighbours on either side. Each new row on the way
-    # loses a string of its own leaves that contains the visited leaf, until enough rows are torn.
+    # loses a string of leaves that contains the visited leaf, until enough rows are torn.
     num = len(shape.leaf)
     low = int(state.next() * num)
     high, at, count = low + 1, low, 0
@@ -290,7 +290,7 @@ def _tear(shape: _AnnealShape, rows: _AnnealedRows, removed: Int64, was_in: Int6
 def _best_row(shape: _AnnealShape, rows: _AnnealedRows, caps: Int64, k: int, state: _RandomState) -> int:
     """Return the row to which leaf k adds the minimum of tokens, and of these rows the fullest.
 
-    If no row of the tree has room, return an empty row, and -1 if there is none.
+    If no row of the tree has room, return an empty row, and -1 without one.
     """
     # From the leaf up: a row that passes through a deeper node shares more with the leaf.
     end = shape.leaf[k]

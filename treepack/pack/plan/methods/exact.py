@@ -2,7 +2,7 @@
 
     best quick plan --> narrow runs --> runs with rising targets --> run for a better plan: none, so the best is proven
 
-One run of the program (`traversals.py`) finds the best plan within a target of tokens, or proves that there is none.
+One run of the program (`traversals.py`) finds the best plan within a target of tokens, or proves that none exists.
 Bounds (`completion.py`) drop every partial plan that cannot stay within the target, so a low target makes a run cheap.
 
 1. Quick methods give a first plan, and the bound of the whole tree a first target. Often they are equal.
@@ -56,7 +56,7 @@ def exact(tree: PlanTree, limits: RowLimits, search: SearchOptions) -> TreeSolut
     shape = SubtreeShape.of(tree, limits.capacity)
     bounds = CompletionBounds(shape, best.tokens, best.rows)
     proof = _ExactProof(tree, shape, best, bounds.bound(), PlacementBudget.of(search))
-    # argmax finds the first True: [F, F, F, T, T] -> at least 3 rows.
+    # argmax finds the first True: [F, F, F, T, T] -> 3 rows or more.
     min_rows = int(np.argmax(bounds.lifted[0] < IMPOSSIBLE))
     if (proof.lower, min_rows) != (best.tokens, best.rows):
         with contextlib.suppress(OutOfWorkError):

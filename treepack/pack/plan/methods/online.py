@@ -3,7 +3,7 @@
     greedy-online   each trajectory, in order of arrival, to the first row whose union with it fits
     sequence        each trajectory alone, longest first, to the first row that has room for all of it
 
-Both plan all trees at once, so no rows are left to merge. In their forests every trajectory is a leaf of its own
+Both plan all trees at once, so no rows are left to merge. In their forests every trajectory is a separate leaf
 (`shapes_of_trees(trie, split_ends=True)`). `first_fit.py` is the loop.
 """
 

@@ -1,6 +1,6 @@
 """The last step of the multi-path program as bin packing by CP-SAT, for roots with too many states to enumerate.
 
-Above the root there are no nodes, so only the number of rows matters, not the room left in them. Choose one state of
+No node is above the root, so only the number of rows matters, not the room left in them. Choose one state of
 every child, and put all traversals of the chosen states into rows, so that the states and the
 rows together have the minimum number of tokens. Two traversals of the same child are never in the same row, because
 they would be one traversal.
@@ -35,7 +35,7 @@ class PlanTarget:
 class _TraversalPacking:
     """The chosen state of each child with the row of each of its traversals, and the work of finding it.
 
-    `chosen` is None if there is no packing within the target, or if CP-SAT found none and `proven` is False. If
+    `chosen` is None without a packing within the target, or if CP-SAT found none and `proven` is False. If
     `proven` is True, a packing is the best one.
     """
 
