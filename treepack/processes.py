@@ -79,10 +79,10 @@ def _call(work: Callable[[_Task], _Result], task: _Task) -> _Result:
     return work(task)
 
 
-def batched(items: Iterable[_Task], size: int = 16) -> Iterator[list[_Task]]:
-    """Yield `items` in lists of `size`; the last list may be shorter."""
+def batched(items: Iterable[_Task]) -> Iterator[list[_Task]]:
+    """Yield `items` in lists of 16; the last list may be shorter."""
     rest = iter(items)
-    while batch := list(islice(rest, size)):
+    while batch := list(islice(rest, 16)):
         yield batch
 
 

@@ -314,13 +314,11 @@ def row_logprobs(
     tokens: Tensor,
     *,
     temperature: Tensor | float = 1.0,
-    kept: RaggedTensor | None = None,
-    with_entropies: bool = True,
     chunk: int = CHUNK,
 ) -> tuple[Tensor, Tensor]:
     """Return log-probabilities and entropies [n] of the row's `tokens`, int64 [n]; see `token_loss.tree_logprobs`."""
-    reads = ScoreRequest(entropies=with_entropies)
-    runner = WholeRows(loaded, chunk)
-    logprobs, entropies, *_ = runner.scores(batch, tokens, reads, temperature=temperature, kept=kept)
+    reads = ScoreRequest(entropies=True)
+    logprobs, entropies, *_ = WholeRows(loaded, chunk).scores(batch, tokens, reads, temperature=temperature)
     assert logprobs is not None
-    return logprobs, torch.full_like(logprobs, torch.nan) if entropies is None else entropies
+    assert entropies is not None
+    return logprobs, entropies

@@ -269,11 +269,11 @@ def _default_capacities(trie: Trie) -> list[int]:
     return capacities
 
 
-def nice_edges(values: Int64, bins: int = _BINS) -> Int64:
-    """Return about `bins` equal ranges of whole numbers that cover `values`; 1, 2 or 5 times a power of ten wide."""
+def nice_edges(values: Int64) -> Int64:
+    """Return about `_BINS` equal ranges of whole numbers that cover `values`; 1, 2 or 5 times a power of ten wide."""
     low, high = int(values.min()), int(values.max())
     # values 130 .. 1,000, 24 bins: at least 36.3 wide -> power 10 -> width 50 -> edges 100, 150, ..., 1050
-    min_width = max(1.0, (high - low + 1) / bins)
+    min_width = max(1.0, (high - low + 1) / _BINS)
     power = 10 ** math.floor(math.log10(min_width))
     width = next(width for factor in (1, 2, 5, 10) if (width := factor * power) >= min_width)
     start = low // width * width

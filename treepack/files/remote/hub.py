@@ -60,8 +60,8 @@ def snapshot(name: str, files: Sequence[str], *, download: bool = True) -> Path 
     return folders.pop() if len(folders) == 1 else None  # two if the model changed between two files
 
 
-def download_snapshot(name: str, files: tuple[str, ...], *, kind: str) -> Path:
-    """Return the folder of the hub's cache with those `files` of a `kind` ("model", "tokenizer") that exist.
+def download_snapshot(name: str, files: tuple[str, ...]) -> Path:
+    """Return the folder of the hub's cache with those `files` of a model that exist.
 
     Raises:
         TreepackError: the hub cannot be reached, or has none of this name for this user.
@@ -69,9 +69,9 @@ def download_snapshot(name: str, files: tuple[str, ...], *, kind: str) -> Path:
     try:
         folder = snapshot(name, files)
     except Exception as error:
-        raise load_fault(name, error, kind=kind) from error
+        raise load_fault(name, error, kind="model") from error
     if folder is None:
-        raise load_fault(name, OSError(f"it has no {' or '.join(files)}"), kind=kind)
+        raise load_fault(name, OSError(f"it has no {' or '.join(files)}"), kind="model")
     return folder
 
 

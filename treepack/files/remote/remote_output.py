@@ -279,12 +279,9 @@ def _finish(out: RemotePath, folder: Path, state: _OutputState) -> None:
         winner = set(_parts_of_content(object_store.read_object(out / record) or b""))
         object_store.delete(out / name for name in parts if name not in winner)
         raise _lost(out) from error
-    new = {record, *others, *parts}
     # Only objects from before the record: later ones belong to a writer that observed the new record.
-    stale = _remains(out, present) | state.remains
-    if state.records:
-        stale |= set(state.objects)
-    object_store.delete(out / name for name in sorted(stale - new) if name in present)
+    stale = (_remains(out, present) | state.remains | set(state.objects if state.records else ())) - parts.keys()
+    object_store.delete(out / name for name in sorted(stale.difference(names)) if name in present)
 
 
 def _parts_of_content(content: bytes) -> dict[str, int]:

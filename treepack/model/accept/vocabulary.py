@@ -77,7 +77,7 @@ def _find(source: str) -> Path | None:
     refuse_missing(source, kind="model", files=files)
     if source.endswith(".json"):
         return Path(source)
-    return snapshot(source, (), download=False) or download_snapshot(source, files, kind="model")
+    return snapshot(source, (), download=False) or download_snapshot(source, files)
 
 
 def _read_fields(path: Path) -> dict[str, Any]:

@@ -163,7 +163,7 @@ def _check_columns(location: DirectoryLocation, parts: Mapping[str, Sequence[_Pa
         raise TreepackError(
             f"{location}: has recorded routes, which cannot be packed in slices; pack it without --ray and --partitions"
         )
-    names = schema.trajectory_columns(of_trajectories).names
+    names: list[str] = schema.trajectory_columns(of_trajectories).names
     for expected, pairs in zip((schema.node_columns(of_nodes).names, names), parts.values(), strict=True):
         for entry, footer in pairs:
             if (own := footer.schema.to_arrow_schema().names) != expected:
