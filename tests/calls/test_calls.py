@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from support.read_rollouts import tokenize
 from treepack.calls.chat_calls import ChatCall, join_chats, read_chats
-from treepack.calls.rollout_names import EMPTY_NOTE, SPLIT_NOTE
+from treepack.calls.rollout_names import EMPTY_NOTE
 from treepack.calls.token_calls import TokenCall, join_calls, read_calls
 from treepack.errors import TreepackError
 from treepack.files.input_files.records import Record
@@ -51,23 +51,6 @@ def chat_of(item: Trajectory) -> tuple[list[Any], list[float]]:
     return [message["content"] for message in item.content.messages], item.content.message_weights
 
 
-def test_calls_that_continue_each_other_are_one_trajectory_and_others_are_named_after_their_first_call() -> None:
-    first = TokenCall([1, 2], [3, 4], {"rollout_log_probs": [-0.5, -0.25]})
-    second = TokenCall([1, 2, 3, 4, 9], [5], {"rollout_log_probs": [-1.0]})
-    (whole,) = of_calls(first, second)
-    assert (whole.trajectory_id, whole.group_id, whole.reward, whole.notes) == ("run-7", "task", 0.5, ())
-    assert tokens_of(whole).tokens.tolist() == [1, 2, 3, 4, 9, 5]
-    assert trained(whole) == [3, 4, 5]
-    logprobs = tokens_of(whole).sampling_logprob
-    assert logprobs is not None
-    assert logprobs.tolist() == [-0.5, -0.25, -1.0]
-    joined, other = of_calls(first, second, TokenCall([7, 8], [6]))
-    assert [joined.trajectory_id, other.trajectory_id] == ["run-7/turn-1", "run-7/turn-3"]
-    assert (joined.group_id, other.reward) == ("task", 0.5)
-    assert (joined.notes, other.notes) == ((SPLIT_NOTE,), ())
-    assert tokens_of(other).sampling_logprob is None
-
-
 def test_a_call_joins_the_longest_trajectory_that_it_continues_however_they_interleave() -> None:
     trajectories = of_calls(
         TokenCall([1], [2]),
@@ -77,14 +60,6 @@ def test_a_call_joins_the_longest_trajectory_that_it_continues_however_they_inte
         TokenCall([8, 9, 7], [7]),
     )
     assert [trained(item) for item in trajectories] == [[2, 4, 6], [9, 7]]
-
-
-def test_of_two_calls_that_continue_the_same_one_the_second_trains_its_own_response_only() -> None:
-    trajectories = of_calls(TokenCall([1], [2]), TokenCall([1, 2, 3], [4]), TokenCall([1, 2, 3], [5]))
-    assert [(item.trajectory_id, tokens_of(item).tokens.tolist(), trained(item)) for item in trajectories] == [
-        ("run-7/turn-1", [1, 2, 3, 4], [2, 4]),
-        ("run-7/turn-3", [1, 2, 3, 5], [5]),
-    ]
 
 
 @given(
@@ -102,20 +77,6 @@ def test_every_response_is_trained_once_behind_its_own_prompt(pairs: list[tuple[
             assert part.fields["input_ids"][:end].tolist() == prompt + response
             expected[len(prompt) : end] = 1
         assert part.fields["loss_mask"].tolist() == expected.tolist()
-
-
-def test_values_may_be_given_for_the_response_its_trained_tokens_or_all_alike() -> None:
-    mask = [1, 0, 1]
-    for values in ([-1.0, float("nan"), -2.0], [-1.0, -2.0], [-1.0, None, -2.0]):
-        (item,) = of_calls(TokenCall([1], [2, 3, 4], {"loss_mask": mask, "rollout_log_probs": values}))
-        assert trained(item) == [2, 4]
-        logprobs = tokens_of(item).sampling_logprob
-        assert logprobs is not None
-        assert logprobs.tolist() == [-1.0, -2.0]
-    (item,) = of_calls(TokenCall([1], [2], {"advantages": 2}), TokenCall([1, 2], [3, 4], {"advantages": -1.0}))[:1]
-    advantages = tokens_of(item).advantage
-    assert advantages is not None
-    assert advantages.tolist() == [2.0, -1.0, -1.0]
 
 
 def test_values_that_only_some_joined_calls_have_are_left_out_and_noted() -> None:
@@ -150,17 +111,6 @@ def test_a_call_that_contradicts_itself_is_refused(call: TokenCall, said: str) -
     with pytest.raises(TreepackError) as caught:
         of_calls(call)
     assert str(caught.value) == said
-
-
-def test_conversations_are_joined_where_the_messages_of_one_begin_with_those_of_another() -> None:
-    trajectories = of_chats(
-        ChatCall([USER], [ONE]),
-        ChatCall([USER, ONE, TOOL], [TWO]),
-        ChatCall([USER, TWO], [ONE]),
-    )
-    assert [item.trajectory_id for item in trajectories] == ["run-7/turn-1", "run-7/turn-3"]
-    assert chat_of(trajectories[0]) == (["Hi", "one", "42", "two"], [0.0, 1.0, 0.0, 1.0])
-    assert chat_of(trajectories[1]) == (["Hi", "two", "one"], [0.0, 0.0, 1.0])
 
 
 def test_conversations_under_other_tools_are_not_joined() -> None:

@@ -11,7 +11,6 @@ import pytest
 from support.read_rollouts import read_trajectories
 from support.readings import only, read_as
 from treepack.errors import TreepackError
-from treepack.ingest.readers.messages.response_items import SUMMARY_NOTE
 from treepack.ingest.readers.registry import formats_by_name
 from treepack.trajectory import Chat, Skipped, Tokens, Trajectory
 
@@ -46,29 +45,10 @@ def outline(items: list[Any]) -> list[tuple[str, str | None, float | None, list[
     return done
 
 
-def test_calls_of_a_session_are_one_rollout_with_the_last_reward() -> None:
-    trajectories = read_as(
-        "openai-chat",
-        exchange([ASK], said("5"), session_id="s", group_id="g", reward=0.0),
-        exchange([ASK], said("6"), session_id="t", group_id="g", reward=0.0),
-        exchange([ASK, said("5"), MORE], said("Yes."), session_id="s", group_id="g", reward=1.0),
-    )
-    assert outline(trajectories) == [
-        ("s", "g", 1.0, [("2 + 3?", 0.0), ("5", 1.0), ("Sure?", 0.0), ("Yes.", 1.0)]),
-        ("t", "g", 0.0, [("2 + 3?", 0.0), ("6", 1.0)]),
-    ]
-
-
 def test_an_empty_session_joins_no_calls() -> None:
     calls = [exchange([ASK], said("5")), exchange([ASK, said("5"), MORE], said("Yes."))]
     nameless = [call | {"session_id": ""} for call in calls]
     assert outline(read_as("openai-chat", *nameless)) == outline(read_as("openai-chat", *calls))
-
-
-def test_a_session_is_found_in_the_metadata_of_the_request_too() -> None:
-    value = exchange([ASK], said("5"))
-    value["request"]["metadata"] = {"session_id": "s"}
-    assert [name for name, *_ in outline(read_as("openai-chat", value))] == ["s"]
 
 
 def test_choices_of_one_request_are_a_group() -> None:
@@ -180,33 +160,6 @@ def test_a_response_is_asked_with_all_that_its_predecessor_was() -> None:
     assert outline(trajectories) == [("r1", None, 1.0, texts)]
 
 
-def test_a_second_successor_is_a_rollout_of_the_same_group_that_trains_only_what_is_new() -> None:
-    trajectories = read_as(
-        "openai-responses",
-        response("r1", "2 + 3?", "5"),
-        response("r2", "Sure?", "Yes.", previous_response_id="r1", reward=1),
-        response("r3", "Sure?", "No.", previous_response_id="r1", reward=0),
-        response("r4", "Why?", "Because.", previous_response_id="r3", reward=0.5),
-    )
-    start = ("2 + 3?", 0.0)
-    assert outline(trajectories) == [
-        ("r1", "r1", 1.0, [start, ("5", 1.0), ("Sure?", 0.0), ("Yes.", 1.0)]),
-        ("r3", "r1", 0.5, [start, ("5", 0.0), ("Sure?", 0.0), ("No.", 1.0), ("Why?", 0.0), ("Because.", 1.0)]),
-    ]
-
-
-def test_instructions_are_not_carried_over() -> None:
-    trajectories = read_as(
-        "openai-responses",
-        response("r1", "2 + 3?", "5", instructions="Count."),
-        response("r2", "Sure?", "Yes.", previous_response_id="r1"),
-    )
-    assert [(name, texts) for name, _, _, texts in outline(trajectories)] == [
-        ("r1/turn-1", [("Count.", 0.0), ("2 + 3?", 0.0), ("5", 1.0)]),
-        ("r1/turn-2", [("2 + 3?", 0.0), ("5", 0.0), ("Sure?", 0.0), ("Yes.", 1.0)]),
-    ]
-
-
 def test_a_conversation_goes_on_and_a_session_repeats_its_messages() -> None:
     conversation = [
         response("r1", "2 + 3?", "5", conversation={"id": "v"}),
@@ -256,16 +209,6 @@ def test_a_response_that_is_logged_without_its_input_is_skipped() -> None:
     assert read_as("openai-responses", alone) == [Skipped("r.jsonl:1", "response without its input")]
 
 
-def test_a_response_without_its_predecessor_is_skipped_and_a_summary_is_noted_once() -> None:
-    lost = response("r9", "Sure?", "Yes.", previous_response_id="r8")
-    first, second = response("r1", "2 + 3?", "5"), response("r2", "Sure?", "Yes.", previous_response_id="r1")
-    for value in (first, second):
-        value["output"].insert(0, {"type": "reasoning", "summary": [{"type": "summary_text", "text": "Adding."}]})
-    skipped, trajectory = read_as("openai-responses", lost, first, second)
-    assert skipped == Skipped("r.jsonl:1", "response whose previous_response_id is not in the file")
-    assert trajectory.notes == (SUMMARY_NOTE,)
-
-
 @pytest.mark.parametrize(
     ("reader", "asks", "answers"), [("openai-chat", "messages", "choices"), ("openai-responses", "input", "output")]
 )
@@ -279,25 +222,6 @@ def test_half_a_pair_is_refused(reader: str, asks: str, answers: str) -> None:
 def anthropic(messages: list[Any], *blocks: dict[str, Any], **more: Any) -> dict[str, Any]:
     answer = {"id": "msg_1", "type": "message", "role": "assistant", "content": list(blocks)}
     return {"request": {"system": "S", "messages": messages}, "response": answer, **more}
-
-
-def test_calls_of_anthropics_api_in_one_session_are_one_conversation() -> None:
-    use = {"type": "tool_use", "id": "t", "name": "add", "input": {"x": 2}}
-    result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": "5"}]}
-    second = [ASK, {"role": "assistant", "content": [use]}, result]
-    first = anthropic([ASK], use, session_id="s")
-    (item,) = read_as(
-        "anthropic-messages", first, anthropic(second, {"type": "text", "text": "5"}, session_id="s", reward=1)
-    )
-    assert (item.trajectory_id, item.reward) == ("s", 1.0)
-    assert [message["role"] for message in item.content.messages] == [
-        "system",
-        "user",
-        "assistant",
-        "tool",
-        "assistant",
-    ]
-    assert item.content.message_weights == [0.0, 0.0, 1.0, 0.0, 1.0]
 
 
 def test_a_call_of_anthropics_api_without_a_session_is_named_after_its_response() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import sys
 from pathlib import Path
@@ -18,7 +17,7 @@ from support.readings import Items, only, read_as, trajectories
 from support.token_rollouts import back
 from treepack.errors import TreepackError
 from treepack.files.input_files.yaml_files import read_yaml
-from treepack.trajectory import Chat, Skipped, Tokens, Trajectory
+from treepack.trajectory import Chat, Skipped, Trajectory
 
 GROUP = json.loads((ROLLOUTS / "art.jsonl").read_text())
 USER, ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
@@ -59,14 +58,6 @@ def test_ids_of_completions_are_found_in_the_names_of_their_tokens() -> None:
     assert [back(item) for item in found] == [back(item) for item in read(GROUP)]
 
 
-def test_without_prompts_as_token_ids_choices_are_trained_as_messages() -> None:
-    found = read(without(GROUP, "prompt_token_ids", "logprobs"))
-    assert [chat.message_weights for chat in chats(found)] == [[0, 0, 1, 0, 1], [0, 1], [0, 0, 1]]
-    assert chats(found)[0].messages[2]["tool_calls"][0]["function"]["name"] == "add"
-    assert chats(found)[0].tools is not None
-    assert chats(found)[1].tools is None
-
-
 def test_an_assistant_message_that_is_no_choice_is_not_trained() -> None:
     (trajectory,) = read({"messages_and_choices": [USER, ANSWER, USER, {"message": ANSWER}], "reward": 1.0})
     assert chats([trajectory])[0].message_weights == [0.0, 0.0, 0.0, 1.0]
@@ -102,18 +93,6 @@ def test_rows_of_parquet_train_what_they_mark_as_trainable(tmp_path: Path, more:
     assert chat.message_weights == [0.0, 1.0]
     assert chat.messages[1]["tool_calls"][0]["function"]["name"] == "f"
     assert chat.tools == [{"type": "function", "function": {"name": "f"}}]
-
-
-def test_yaml_is_read_where_it_is_named_and_like_the_json_that_holds_the_same(tmp_path: Path) -> None:
-    yaml = pytest.importorskip("yaml")
-    path = tmp_path / "0007.yaml"
-    path.write_text(yaml.dump([copy.deepcopy(GROUP)]))
-    yaml_items = [item for item in read_trajectories([path]) if isinstance(item, Trajectory)]
-    assert all(isinstance(item.content, Tokens) for item in yaml_items)
-    assert [back(item) for item in yaml_items] == [back(item) for item in read(GROUP)]
-    (tmp_path / "other.jsonl").write_text(json.dumps(GROUP))
-    skipped = [item for item in read_trajectories([tmp_path]) if isinstance(item, Skipped)]
-    assert [item.reason for item in skipped] == ["file extension .yaml not read"]
 
 
 def test_yaml_that_holds_code_or_cannot_be_read_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,13 +96,6 @@ def test_a_copied_context_that_replaces_the_old_one_is_the_prompt_of_a_continuat
     assert (trajectory.trajectory_id, trajectory.notes) == ("s", ())
 
 
-@pytest.mark.parametrize("change", [event(), event("more", boundary="append"), event([{"type": "image"}])])
-def test_steps_after_a_context_that_is_not_known_are_not_trained(change: dict[str, Any]) -> None:
-    ((trajectory, chat),) = chats(read_atif(user_step("Q"), agent_step("A"), change, agent_step("B")))
-    assert turns(chat) == [("user", "Q", 0.0), ("assistant", "A", 1.0)]
-    assert len(trajectory.notes) == 1
-
-
 def test_atif_steps_without_token_ids_are_a_conversation() -> None:
     call = {"tool_call_id": "c", "function_name": "ls", "arguments": {"all": True}}
     results = {"results": [{"source_call_id": "c", "content": "x"}, {"content": "y"}]}
@@ -215,16 +208,6 @@ def rollouts(items: Iterable[Trajectory | Skipped]) -> dict[str, list[str]]:
     for item in sorted(trajectories, key=lambda item: item.rollout_part or 0):
         found.setdefault(f"{item.source}: {item.rollout_id}", []).append(item.trajectory_id)
     return found
-
-
-def test_the_files_of_a_trial_are_one_rollout_in_the_order_of_sampling(tmp_path: Path) -> None:
-    kinds = ("answers", "questions", "summary")
-    inner = ["cont-10", "cont-1", "cont-2", *(f"summarization-{k}-{kind}" for k in (2, 1) for kind in kinds), "other"]
-    folder = trial(tmp_path / "t1", {}, "agent/trajectory.json", *(f"agent/trajectory.{name}.json" for name in inner))
-    first, second = ([f"summarization-{k}-{kind}" for kind in reversed(kinds)] for k in (1, 2))
-    order = ["", *first, "cont-1", *second, "cont-2", "cont-10", "other"]
-    names = ["/".join(filter(None, ("task__1", name))) for name in order]
-    assert rollouts(read_trajectories([folder])) == {f"{folder}: task__1": names}
 
 
 def test_a_trial_of_one_file_is_a_rollout_without_parts(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from treepack.files.input_files.records import Record
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.reading import detect_format
 from treepack.ingest.readers.registry import formats_by_name
-from treepack.trajectory import Chat, PromptCompletion, Skipped, Trajectory
+from treepack.trajectory import Chat, Skipped, Trajectory
 
 USER = {"role": "user", "content": "Hi"}
 ASSISTANT = {"role": "assistant", "content": "Hello"}
@@ -50,22 +50,6 @@ def test_every_assistant_message_is_trained_and_no_other() -> None:
     assert chat_content.message_weights == [0.0, 0.0, 1.0, 0.0, 1.0]
 
 
-def test_messages_carry_their_own_weight() -> None:
-    extras: list[dict[str, Any]] = [
-        {"loss": False},
-        {"trainable": False},
-        {"weight": 0.5},
-        {"loss": True, "weight": 2},
-        {"loss": None},
-        {"weight": 0.5, "loss_scale": 3},
-    ]
-    chat_content = content({"messages": [USER, *(ASSISTANT | extra for extra in extras)]})
-    assert chat_content.message_weights == [0.0, 0.0, 0.0, 0.5, 2.0, 1.0, 1.5]
-    assert all(message.keys() == ASSISTANT.keys() for message in chat_content.messages)
-    marked = read({"messages": [USER | {"loss": True}, ASSISTANT]})
-    assert marked.notes == ("role 'user' marked as trained, not trained",)
-
-
 @pytest.mark.parametrize(
     ("marks", "weight"),
     [
@@ -91,15 +75,6 @@ def test_marks_of_all_dialects_decide_the_weight_of_a_turn(marks: dict[str, Any]
     assert (chat_of(item).message_weights, item.notes) == ([0.0, weight, 1.0], ())
 
 
-@pytest.mark.parametrize(("end", "train"), [(2, True), (4, False)])
-def test_a_turn_that_is_trained_in_part_is_not_trained_and_counted(end: int, train: bool) -> None:
-    first = {"begin_offset": 0, "end_offset": 1, "train": True}
-    parts = [first, {"begin_offset": 2, "end_offset": end, "train": train}]
-    item = read({"messages": [USER, ASSISTANT | {"train_detail": parts}, ASSISTANT]})
-    assert chat_of(item).message_weights == [0.0, 0.0, 1.0]
-    assert item.notes == ("turn with a train_detail that trains a part of it, not trained",)
-
-
 @pytest.mark.parametrize("nothing", [None, "", " \n", "null", "{}", '""', [], "[]"])
 def test_a_call_without_arguments_has_an_empty_object(nothing: Any) -> None:
     for call in ({"name": "f", "arguments": nothing}, {"function": {"name": "f", "arguments": nothing}}):
@@ -119,16 +94,6 @@ def test_a_record_with_images_is_skipped() -> None:
     value = {"messages": [USER, ASSISTANT], "images": ["1.jpg"]}
     items = list(read_chat(Record("r.jsonl:1", "r.jsonl", value), ReadOptions()))
     assert items == [Skipped("r.jsonl:1", "images, audio and video are not read")]
-
-
-def test_only_the_completion_of_a_prompt_is_trained() -> None:
-    chat_content = content({"prompt": [USER, ASSISTANT, USER], "completion": [ASSISTANT, USER, ASSISTANT]})
-    assert chat_content.message_weights == [0.0, 0.0, 0.0, 1.0, 0.0, 1.0]
-
-
-def test_a_prompt_and_completion_of_text_stay_text() -> None:
-    trajectory = read({"prompt": "a", "completion": "b", "reward": 1, "tools": []})
-    assert (trajectory.content, trajectory.reward) == (PromptCompletion("a", "b"), 1.0)
 
 
 @pytest.mark.parametrize(
@@ -345,18 +310,6 @@ def test_a_bad_record_is_refused_in_one_sentence(value: dict[str, Any], expected
 )
 def test_the_format_is_told_from_the_fields(value: dict[str, Any], name: str) -> None:
     assert detect_format(Record("r:1", "r", value)) == name
-
-
-@pytest.mark.parametrize("name", ["messages", "prompt"])
-def test_a_conversation_with_an_image_is_skipped_and_the_file_is_read_on(name: str, tmp_path: Any) -> None:
-    image = USER | {"content": [{"type": "text", "text": "Look."}, {"type": "image_url", "image_url": {"url": "x"}}]}
-    seen = {name: [image, ASSISTANT]} if name == "messages" else {name: [image], "completion": [ASSISTANT]}
-    path = tmp_path / "r.jsonl"
-    path.write_text(json.dumps(seen) + "\n" + json.dumps({"messages": [USER, ASSISTANT]}))
-    skipped, trajectory = read_trajectories([path])
-    assert isinstance(skipped, Skipped)
-    assert skipped.reason == "images, audio and video are not read"
-    assert isinstance(trajectory, Trajectory)
 
 
 def test_an_unknown_record_or_format_is_refused(tmp_path: Any) -> None:

@@ -11,15 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from support.paths import ROLLOUTS
 from support.read_rollouts import read_trajectories
-from support.readings import Items, chat_of, chats, read_whole, reasons, said_in, turns
+from support.readings import Items, chats, read_whole, reasons, said_in, turns
 from treepack.calls import stream_lines
 from treepack.calls.call_logs import NO_CALL, ORDER_NOTE
 from treepack.calls.copied_turns import COPIED_NOTE
 from treepack.errors import TreepackError
 from treepack.formats.agents import claude_code
-from treepack.ingest.readers.messages.content_blocks import MEDIA_REASON
 from treepack.trajectory import MAX_INSIDE, Skipped, Trajectory
 
 Line = dict[str, Any]
@@ -115,35 +113,6 @@ def test_every_turn_is_trained_once_after_its_own_prompt(program: Program) -> No
     assert sorted(trained) == sorted(program.prompts)
 
 
-def test_the_sample_is_read_as_it_was_sent() -> None:
-    items = list(read_trajectories([ROLLOUTS / "claude-code" / "session.jsonl"]))
-    (first, opening), (_, compacted) = chats(items)
-    assert turns(opening) == [
-        ("user", "Which files are there?", 0.0),
-        ("assistant", "", 1.0),
-        ("tool", "ls: b: no such folder", 0.0),
-        ("tool", "x.py", 0.0),
-        ("user", "And in c?", 0.0),
-        ("assistant", "Only a/x.py.", 1.0),
-        ("user", "Remove it.", 0.0),
-        ("assistant", "Are you sure?", 1.0),
-    ]
-    assert opening.messages[1]["reasoning_content"] == "I list both folders."
-    assert [call["id"] for call in opening.messages[1]["tool_calls"]] == ["toolu_a", "toolu_b"]
-    assert [words for _, words, _ in turns(compacted)] == [
-        "Summary: a/x.py was found.",
-        "Remove it.",
-        "Are you sure?",
-        "<command-name>/cost</command-name>",
-        "No response requested.",
-        "Yes.",
-        "Removed.",
-    ]
-    assert compacted.message_weights == [0.0] * 6 + [1.0]
-    assert claude_code.CONTEXT_NOTE in first.notes
-    assert first.metadata == {"cwd": "/work", "version": "2.1.0", "model": "claude-x"}
-
-
 def test_a_forked_session_has_the_kept_messages_once() -> None:
     segment = {"headUuid": "m1", "anchorUuid": "s", "tailUuid": "m1"}
     lines = [
@@ -154,11 +123,6 @@ def test_a_forked_session_has_the_kept_messages_once() -> None:
         block("m2", "u", "m2", text("B")),
     ]
     assert said_in(read(lines)) == {"S": "z A q B"}
-
-
-def test_a_sub_agent_is_named_after_its_session() -> None:
-    lines = [entry("u", None, content="q", agentId="a1", isSidechain=True), block("m", "u", "m", text("A"))]
-    assert said_in(read(lines)) == {"S/a1": "q A"}
 
 
 def lines_of_agent(agent: str) -> list[Line]:
@@ -193,14 +157,6 @@ def test_a_sub_agent_that_its_session_does_not_name_is_a_rollout_of_its_own(tmp_
     write(tmp_path / "agent-a2.jsonl", lines_of_agent("a2"))
     found = [item for item in read_trajectories([tmp_path]) if isinstance(item, Trajectory)]
     assert [(item.trajectory_id, item.rollout_id) for item in found] == [("S", None), ("S/a2", None)]
-
-
-def test_a_sidechain_in_the_file_of_its_session_is_a_part_of_the_rollout() -> None:
-    lines = [entry("u", None, content="q"), block("m", "u", "m", text("B"))]
-    side = [entry("v", None, content="search", isSidechain=True), block("n", "v", "n", text("A"))]
-    found = [item for item in read([*lines, *side]) if isinstance(item, Trajectory)]
-    assert [(item.trajectory_id, item.rollout_id) for item in found] == [("S/turn-1", "S"), ("S/turn-2", "S")]
-    assert len({item.group_id for item in found}) == 1
 
 
 def test_an_interrupted_turn_is_context_but_not_trained() -> None:
@@ -241,20 +197,6 @@ def test_a_message_whose_model_is_not_text_is_left_out_and_counted(model: Any) -
 def test_a_line_of_the_model_without_its_message_or_its_parent_is_refused(line: Line) -> None:
     with pytest.raises(TreepackError, match=r"r\.jsonl:2: a line of the model lacks message\.id or parentUuid"):
         read([entry("u", None, content="q"), line])
-
-
-def test_a_call_after_an_image_is_left_out_and_counted() -> None:
-    image = {"type": "image", "source": {"type": "base64", "data": ""}}
-    lines = [
-        entry("u", None, content="q"),
-        block("m1", "u", "m1", text("A")),
-        entry("v", "m1", content=[image]),
-        block("m2", "v", "m2", text("B")),
-    ]
-    items = read(lines)
-    assert said_in(items) == {"S": "q A"}
-    assert f"call not used: {MEDIA_REASON}" in chats(items)[0][0].notes
-    assert reasons(read([entry("u", None, content=[image]), *lines[1:2]])) == [f"call not used: {MEDIA_REASON}"]
 
 
 def test_a_file_without_a_turn_is_skipped() -> None:
@@ -299,45 +241,6 @@ BOUNDARY = {"type": "system", "subtype": "compact_boundary", "session_id": "S"}
 def told(*lines: Line) -> list[list[tuple[str, float]]]:
     """Texts and weights of each conversation of a stream, in the order of the file."""
     return [[(str(words), weight) for _, words, weight in turns(chat)] for _, chat in chats(read([INIT, *lines]))]
-
-
-def test_a_stream_is_one_conversation_whose_final_result_is_not_trained_again() -> None:
-    talk = told(
-        streamed("user", "u"),
-        {"type": "stream_event", "session_id": "S", "event": {"type": "content_block_delta"}},
-        streamed("assistant", [text("A")], id="m1"),
-        streamed("assistant", [call("c")], id="m1"),
-        streamed("user", [result("c")]),
-        streamed("assistant", [text("B")], id="m2"),
-        {"type": "result", "subtype": "success", "is_error": False, "result": "B", "session_id": "S"},
-        streamed("user", "v"),
-        streamed("assistant", [text("C")], id="m3"),
-    )
-    assert talk == [[("u", 0.0), ("A", 1.0), ("result c", 0.0), ("B", 1.0), ("v", 0.0), ("C", 1.0)]]
-
-
-def test_runs_of_one_file_are_rollouts_of_their_own() -> None:
-    lines = [
-        streamed(kind, said, session=name, id=name)
-        for name in ("S", "T")
-        for kind, said in (("user", f"u {name}"), ("assistant", [text(f"A {name}")]))
-    ]
-    names = {item.trajectory_id for item in read([INIT, *lines]) if isinstance(item, Trajectory)}
-    assert names == {"S", "T"}
-    assert told(*lines) == [[(f"u {name}", 0.0), (f"A {name}", 1.0)] for name in ("S", "T")]
-
-
-def test_a_sub_agent_in_a_stream_is_a_conversation_of_its_own_if_its_texts_are_there() -> None:
-    main = [streamed("user", "u"), streamed("assistant", [call("c")], id="m1")]
-    inner = [streamed("user", [text("v")], agent="c"), streamed("assistant", [call("d")], agent="c", id="m2")]
-    inner += [streamed("user", [result("d")], agent="c")]
-    end = [streamed("user", [result("c")]), streamed("assistant", [text("B")], id="m4")]
-    outer = [("u", 0.0), ("", 1.0), ("result c", 0.0), ("B", 1.0)]
-    assert told(*main, *inner, *end) == [outer]
-    (item,) = (each for each in read([INIT, *main, *inner, *end]) if isinstance(each, Trajectory))
-    assert stream_lines.NO_TEXTS in item.notes
-    said = [streamed("assistant", [text("A")], agent="c", id="m3")]
-    assert told(*main, *inner, *said, *end) == [outer, [("v", 0.0), ("", 1.0), ("result d", 0.0), ("A", 1.0)]]
 
 
 @pytest.mark.parametrize(
@@ -418,31 +321,6 @@ def said(line: str, parent: str, name: str, *parts: Any, **more: Any) -> Line:
     }
 
 
-THERE = ["There are", "There are seven", "There are seven bolts."]
-
-
-@pytest.mark.parametrize("parents", [["u", "a0", "a1"], ["u", "u", "u"]], ids=["chain", "siblings"])
-def test_snapshots_of_a_stream_are_one_answer(parents: list[str]) -> None:
-    lines = [said(f"a{i}", parents[i], "m1", text(words)) for i, words in enumerate(THERE)]
-    (item,) = read([entry("u", None, content="Bolts?"), *lines, entry("v", "a2", content="And?")])
-    assert [message["content"] for message in chat_of(item).messages] == ["Bolts?", "There are seven bolts."]
-
-
-def test_snapshots_of_two_messages_may_alternate() -> None:
-    one = [said(f"a{i}", "u", "m1", text(words)) for i, words in enumerate(THERE)]
-    two = [said(f"b{i}", "v", "m2", text(words)) for i, words in enumerate(["No", "No nuts."])]
-    lines = [
-        entry("u", None, content="Bolts?"),
-        one[0],
-        entry("v", None, content="Nuts?"),
-        two[0],
-        one[1],
-        two[1],
-        one[2],
-    ]
-    assert [chat.messages[-1]["content"] for _, chat in chats(read(lines))] == ["There are seven bolts.", "No nuts."]
-
-
 @pytest.mark.parametrize(
     ("lines", "expected"),
     [
@@ -505,17 +383,6 @@ def test_a_turn_of_several_files_is_trained_once(tmp_path: Path, names: tuple[st
     trained = [words for _, chat in chats(items) for _, words, weight in turns(chat) if weight]
     assert sorted(trained) == ["Nine.", "None.", "Seven."]
     assert sum(item.notes.count(COPIED_NOTE) for item in items if isinstance(item, Trajectory)) == 1
-
-
-def test_a_stream_of_runs_trains_the_lines_that_a_later_run_repeats_once(tmp_path: Path) -> None:
-    one = [streamed("user", "u", uuid="a"), streamed("assistant", [text("A")], id="m1", uuid="b")]
-    new = [streamed("user", "v", uuid="c"), streamed("assistant", [text("B")], id="m2", uuid="d")]
-    lines = [*one, *(line | {"session_id": "R"} for line in [*one, *new])]
-    (tmp_path / "r.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert [turns(chat) for _, chat in chats(list(read_trajectories([tmp_path])))] == [
-        [("user", "u", 0.0), ("assistant", "A", 1.0)],
-        [("user", "u", 0.0), ("assistant", "A", 0.0), ("user", "v", 0.0), ("assistant", "B", 1.0)],
-    ]
 
 
 def test_a_session_of_copied_turns_only_is_skipped_with_this_reason(tmp_path: Path) -> None:

@@ -33,10 +33,6 @@ def say(text: str, **more: Any) -> Message:
     return {"role": role, "content": [{"type": "text", "text": text}], "ts": 1} | more
 
 
-def test_a_task_is_named_after_its_folder_and_trains_every_answer() -> None:
-    assert said_in(read(say("q"), say("A"), say("r"), say("B"))) == {"17": "q A r B"}
-
-
 def test_a_summary_replaces_the_messages_that_name_it() -> None:
     old = {"condenseParent": "k"}
     summary = say("z", isSummary=True, condenseId="k")
@@ -72,25 +68,6 @@ def test_what_the_program_broke_off_or_wrote_is_context(turn: Message, note: str
     items = read(say("q"), turn, say("r"), say("B"))
     assert said_in(items)["17"] == f"q {turn['content'][0]['text'].lower()} r B"
     assert note in notes_of(items)
-
-
-@pytest.mark.parametrize(
-    "more",
-    [
-        {"reasoning_content": "Hm."},
-        {
-            "reasoning_details": [
-                {"type": "reasoning.text", "text": "Hm."},
-                {"type": "reasoning.encrypted", "data": "x"},
-            ]
-        },
-        {"content": [{"type": "reasoning", "text": "Hm."}, {"type": "text", "text": "A"}]},
-        {"content": [{"type": "thinking", "thinking": "Hm."}, {"type": "text", "text": "A"}]},
-    ],
-)
-def test_reasoning_is_read_in_every_form(more: Message) -> None:
-    ((_, content),) = chats(read(say("q"), say("A", **more)))
-    assert (content.messages[1]["content"], content.messages[1]["reasoning_content"]) == ("A", "Hm.")
 
 
 def test_encrypted_reasoning_is_noted_and_calls_after_an_image_are_left_out() -> None:

@@ -9,12 +9,9 @@ from typing import Any
 
 import pytest
 
-from support.paths import ROLLOUTS
 from support.read_rollouts import read_trajectories
 from support.readings import Items, chats, read_whole, reasons, said_in, turns
-from treepack.calls.call_logs import NO_CALL
 from treepack.errors import TreepackError
-from treepack.formats.agents.codex import codex
 from treepack.ingest.readers.messages.content_blocks import MEDIA_REASON
 from treepack.ingest.readers.messages.response_items import ENCRYPTED_NOTE
 from treepack.trajectory import MAX_INSIDE, Chat, Trajectory
@@ -53,50 +50,6 @@ def compacted(*items: Line, **more: Any) -> Line:
     return line("compacted", message="z", replacement_history=list(items) or None, **more)
 
 
-def test_the_sample_is_read_as_it_was_sent() -> None:
-    items = list(read_trajectories([ROLLOUTS / "codex"]))
-    (first, opening), (_, again), (_, back) = chats(items)
-    assert turns(opening) == [
-        ("system", "You are a coding agent.\n\nSandbox: none.", 0.0),
-        ("user", "<environment_context>\n<cwd>/work</cwd>\n</environment_context>", 0.0),
-        ("user", "Which files are there?", 0.0),
-        ("assistant", "", 1.0),
-        ("tool", "a.py\n", 0.0),
-        ("assistant", "", 1.0),
-        ("tool", "Done", 0.0),
-        ("assistant", "One file, patched.", 1.0),
-    ]
-    assert opening.messages[3]["reasoning_content"] == "I list them."
-    assert [words for _, words, _ in turns(again)[2:]] == [
-        "Summary: one file.",
-        "And now?",
-        "",
-        "a.py",
-        "Still one.",
-        "Delete it.",
-        "Deleted.",
-    ]
-    shell = again.messages[4]["tool_calls"][0]["function"]
-    assert shell == {"name": "local_shell", "arguments": '{"type": "exec", "command": ["ls", "-l"]}'}
-    assert turns(back)[-4:] == [
-        ("tool", "a.py", 0.0),
-        ("assistant", "Still one.", 0.0),
-        ("user", "Where?", 0.0),
-        ("assistant", "In /work.", 1.0),
-    ]
-    assert {codex.CONTEXT_NOTE, codex.SUMMARY_NOTE} <= set(first.notes)
-    assert first.metadata == {"cwd": "/work", "version": "0.100.0", "model": "gpt-x"}
-
-
-def test_a_session_that_only_grows_is_one_trajectory() -> None:
-    assert letters(*talk("qAbB")) == {"S": "qAbB"}
-
-
-def test_a_compaction_starts_a_trajectory_from_its_history() -> None:
-    lines = [*talk("qA"), compacted(message("user", "q"), message("user", "z")), *talk("bB")]
-    assert letters(*lines) == {"S/turn-1": "qA", "S/turn-2": "qzbB"}
-
-
 def test_a_compaction_without_a_history_keeps_the_messages_of_the_user() -> None:
     assert letters(*talk("qA"), compacted(), *talk("bB")) == {"S/turn-1": "qA", "S/turn-2": "qzbB"}
 
@@ -119,11 +72,6 @@ def test_a_session_of_an_early_version_has_the_items_on_its_lines(tmp_path: Path
     assert not [note for note in item.notes if "content" in note or "role" in note]
 
 
-def test_turns_that_the_user_takes_back_are_trained_once_and_not_in_later_prompts() -> None:
-    back = line("event_msg", type="thread_rolled_back", num_turns=1)
-    assert letters(*talk("qAbB"), back, *talk("cC")) == {"S/turn-1": "qAbB", "S/turn-3": "qacC"}
-
-
 def test_context_of_codex_is_no_turn_of_the_user() -> None:
     context = item(**message("user", "<cwd/>"))
     back = line("event_msg", type="thread_rolled_back", num_turns=1)
@@ -144,10 +92,6 @@ def test_a_call_after_an_image_is_left_out_and_counted() -> None:
     assert [turns(content)[-1][1] for _, content in chats(items)] == ["A"]
     assert f"call not used: {MEDIA_REASON}" in chats(items)[0][0].notes
     assert reasons(read(image, *talk("B"))) == [f"call not used: {MEDIA_REASON}"]
-
-
-def test_a_session_without_a_turn_is_skipped() -> None:
-    assert reasons(read(*talk("q"))) == [NO_CALL]
 
 
 def shell(**action: Any) -> Line:

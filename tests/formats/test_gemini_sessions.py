@@ -86,26 +86,6 @@ def test_every_answer_of_qwen_code_is_trained_once_after_its_own_path(
     assert sorted(trained) == sorted(prompts)
 
 
-def test_a_thought_a_call_and_its_result_are_read() -> None:
-    parts = [
-        {"text": "Hm.", "thought": True},
-        {"text": "I look."},
-        {"functionCall": {"id": "c", "name": "f", "args": {}}},
-    ]
-    result = [{"functionResponse": {"id": "c", "name": "f", "response": {"output": "7"}}}]
-    items = read_qwen(
-        entry("q", None),
-        entry("A", "q", message={"role": "model", "parts": parts}),
-        entry("r", "A", type="tool_result", message={"role": "user", "parts": result}),
-        entry("B", "r"),
-    )
-    ((_, chat),) = chats(items)
-    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": {}}}
-    answer = {"role": "assistant", "content": "I look.", "reasoning_content": "Hm.", "tool_calls": [call]}
-    assert chat.messages[1:3] == [answer, {"role": "tool", "content": "7", "name": "f", "tool_call_id": "c"}]
-    assert chat.message_weights == [0.0, 1.0, 0.0, 1.0]
-
-
 @pytest.mark.parametrize("parent", ["q", "A"])
 @pytest.mark.parametrize("is_before", [True, False])
 def test_a_session_of_qwen_code_whose_answer_passes_over_a_result_is_skipped(parent: str, is_before: bool) -> None:
@@ -140,16 +120,6 @@ def test_lines_of_one_uuid_are_one_message_and_repeated_lines_add_nothing() -> N
 def test_lines_of_qwen_code_without_ids_follow_each_other() -> None:
     lines = [{key: value for key, value in entry(name, None).items() if "uuid" not in key.lower()} for name in "qArB"]
     assert said_in(read_qwen(*lines)) == {"S": "q A r B"}
-
-
-def test_a_sub_agent_of_qwen_code_belongs_to_its_session_and_may_have_a_launch() -> None:
-    tools = [{"name": "f", "parametersJsonSchema": {"type": "object"}}]
-    launch = payload("0", None, qwen_code.BOOTSTRAP, history=[content("user", "q")], systemInstruction="s", tools=tools)
-    items = read_qwen(launch | {"agentId": "x"}, entry("A", "0", agentId="x"))
-    ((item, chat),) = chats(items)
-    assert said_in(items) == {"S/x": "s q A"}
-    assert (item.rollout_id, item.notes) == ("S", ())
-    assert chat.tools == [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
 
 
 def test_calls_after_an_image_are_left_out() -> None:
@@ -272,11 +242,6 @@ def test_both_names_of_calls_and_results_are_read_and_other_fields_are_noted(cal
 def test_a_part_text_or_mark_of_another_type_is_refused(part: Any, fault: str) -> None:
     with pytest.raises(TreepackError, match=re.escape(fault)):
         messages_of_content({"role": "model", "parts": [part]}, where="r.jsonl:1")
-
-
-def test_parts_as_json_text_are_refused() -> None:
-    with pytest.raises(TreepackError, match="expected a list of objects"):
-        messages_of_content({"role": "model", "parts": '[{"text": "x"}]'}, where="r.jsonl:1")
 
 
 def test_messages_of_gemini_cli_that_are_not_read_are_noted() -> None:

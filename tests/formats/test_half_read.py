@@ -133,21 +133,6 @@ def test_a_mark_of_what_is_trained_refuses_the_record(mark: dict[str, Any]) -> N
     assert "which can contain a mask or a label" in read({"messages": SAID} | mark).refusal
 
 
-@pytest.mark.parametrize(
-    "part",
-    [
-        {"type": "thinking", "thinking": "Count."},
-        {"type": "thinking", "text": "Count."},
-        {"type": "thinking", "thinking": [{"type": "text", "text": "Count."}]},
-        {"type": "reasoning", "summary": [{"type": "summary_text", "text": "Count."}]},
-        {"type": "thought", "text": "Count."},
-    ],
-)
-def test_parts_of_reasoning_are_the_reasoning_of_the_turn(part: dict[str, Any]) -> None:
-    (content,) = chats({"messages": [*ASKED, {"role": "assistant", "content": [part, {"type": "text", "text": "7"}]}]})
-    assert (content.messages[-1]["content"], content.messages[-1]["reasoning_content"]) == ("7", "Count.")
-
-
 def test_reasoning_that_is_encrypted_is_none_and_reasoning_in_the_content_is_not_doubled() -> None:
     hidden = {"reasoning_details": [{"type": "reasoning.encrypted", "data": "x"}]}
     (content,) = chats({"messages": [*ASKED, SAID[1] | hidden]})
@@ -179,23 +164,6 @@ def test_schemas_of_other_apis_have_the_usual_form(tool: dict[str, Any]) -> None
     assert content.tools == [{"type": "function", "function": {"name": "f", "parameters": SCHEMA}}]
 
 
-@pytest.mark.parametrize(
-    "end",
-    [
-        {"was_truncated": True},
-        {"finish_reasons": ["length"]},
-        {"status": "incomplete"},
-        {"completion_finish_reason": "length"},
-        {"metadata": {"is_truncated": 1}},
-        {"response_metadata": {"stop_reason": "max_tokens"}},
-    ],
-)
-def test_the_end_of_an_answer_is_read_under_each_name(end: dict[str, Any]) -> None:
-    for value in ({"messages": [*ASKED, SAID[1] | end]}, {"messages": SAID} | end):
-        (content,) = chats(value)
-        assert content.message_cuts == [False, True], value
-
-
 def test_ends_of_several_answers_belong_to_one_each() -> None:
     reading = read({"prompt": "Bolts?", "responses": ["Sev", "Eight."], "finish_reasons": ["length", "stop"]})
     assert [item.is_truncated for item in reading.items if isinstance(item, Trajectory)] == [True, False]
@@ -219,19 +187,6 @@ def test_a_record_without_an_answer_is_skipped_and_not_the_file(value: dict[str,
 
 def test_columns_of_messages_are_messages() -> None:
     assert trained({"messages": {"role": ["user", "assistant"], "content": ["Bolts?", "Seven."]}}) == ["Seven."]
-
-
-@pytest.mark.parametrize("names", [["accuracy"], ["accuracy", "format"], [{"name": "accuracy", "weight": 0.5}]])
-@pytest.mark.parametrize("field", ["rewards", "reward"])
-def test_names_of_reward_functions_are_no_reward(names: list[Any], field: str) -> None:
-    reading = read({"messages": SAID, field: names})
-    (item,) = reading.items
-    assert isinstance(item, Trajectory)
-    assert item.reward is None
-    assert field in item.metadata or any(field in note for note in item.notes)
-    (scored,) = read({"messages": SAID, field: names, "score": 0.5}).items
-    assert isinstance(scored, Trajectory)
-    assert scored.reward == 0.5
 
 
 @pytest.mark.parametrize("bad", [["nan"], ["accuracy", 1.0], [None], ["N/A"], [{"name": "accuracy", "score": "x"}]])

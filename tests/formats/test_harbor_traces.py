@@ -50,10 +50,6 @@ def test_a_trial_of_which_only_the_last_call_was_exported_trains_all_of_its_answ
     assert [tool["function"]["name"] for tool in chat_of(last).tools or []] == ["keys"]
 
 
-def test_a_sub_agent_is_a_trajectory_of_its_own_which_does_not_train_what_it_was_told() -> None:
-    assert trained(read(SAMPLE)["hello-world__b2/context-summarization-summary"]) == [3]
-
-
 def test_a_trial_and_its_sub_agents_are_one_rollout_with_one_reward() -> None:
     found = [item for name, item in read(SAMPLE).items() if name.startswith("hello-world__b2")]
     assert [(item.rollout_id, item.reward) for item in found] == [("hello-world__b2", 0.0)] * 3

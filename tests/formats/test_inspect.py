@@ -47,26 +47,6 @@ def read(*samples: dict[str, Any], reward_key: str | None = None) -> list[Trajec
 ASKED, SAID = message("user", "q"), message("assistant", "A")
 
 
-def test_the_sample_is_read_as_the_model_saw_it() -> None:
-    items = list(read_trajectories([ROLLOUTS / "inspect"]))
-    (first, content), (second, _) = chats(items)
-    assert (first.trajectory_id, first.group_id, first.reward) == ("sums/s1/1", "sums/s1", 1.0)
-    assert (second.trajectory_id, second.group_id, second.reward) == ("sums/s1/2", "sums/s1", 0.0)
-    assert turns(content) == [
-        ("system", "You are a careful calculator.", 0.0),
-        ("user", "1 + 1?", 0.0),
-        ("assistant", "2", 0.0),
-        ("user", "2 + 2?", 0.0),
-        ("assistant", "Let me see.", 1.0),
-        ("tool", "4", 0.0),
-        ("assistant", "4", 1.0),
-    ]
-    assert content.messages[4]["reasoning_content"] == "I add."
-    called = content.messages[4]["tool_calls"]
-    assert called == [{"id": "call_1", "type": "function", "function": {"name": "add", "arguments": {"x": 2, "y": 2}}}]
-    assert [tool["function"]["name"] for tool in content.tools or []] == ["add"]
-
-
 def test_calls_that_continue_each_other_are_joined_and_a_shortened_history_starts_a_trajectory() -> None:
     more = message("user", "r")
     grown = call(message("assistant", "B"), ASKED, SAID, more)
@@ -113,14 +93,6 @@ def test_what_cannot_be_trained_is_skipped_with_its_group() -> None:
     assert reasons(items) == [f"call not used: {MEDIA_REASON}", inspect.NO_CALL]
     assert {item.group_id for item in items} == {"sums/s"}
     assert reasons(read()) == ["log without samples"]
-
-
-@pytest.mark.parametrize(
-    ("value", "reward"), [("C", 1.0), ("I", 0.0), ("P", 0.5), (0.25, 0.25), (True, 1.0), ("other", None), ([1], None)]
-)
-def test_a_score_is_the_reward(value: Any, reward: float | None) -> None:
-    ((trajectory, _),) = chats(read(sample(call(SAID, ASKED), scores={"match": {"value": value}})))
-    assert trajectory.reward == reward
 
 
 def test_the_reward_key_selects_one_of_several_scores() -> None:

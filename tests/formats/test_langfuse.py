@@ -37,11 +37,6 @@ def noted(*values: dict[str, Any]) -> set[str]:
     return set(notes_of(read_whole("langfuse", *values)))
 
 
-def test_a_trace_with_the_name_of_a_trace_in_it_is_no_observation() -> None:
-    _, content = only_chat(read({"id": "t", "traceId": "t", "observations": [generation(1, "2 + 3?", "5")]}))
-    assert content.messages[-1]["content"] == "5"
-
-
 @pytest.mark.parametrize(
     ("value", "sentence"),
     [
@@ -123,25 +118,6 @@ def test_a_tool_call_may_be_logged_in_many_forms(answer: Any) -> None:
     _, content = only_chat(read(generation(1, [ASK], answer)))
     (call,) = content.messages[-1]["tool_calls"]
     assert (call["function"]["name"], call["function"]["arguments"]) in [("f", {}), ("f", "{}")]
-
-
-def test_gemini_logs_thoughts_and_results_as_parts() -> None:
-    contents = [
-        {"role": "user", "parts": [{"text": "2 + 3?"}]},
-        {
-            "role": "model",
-            "parts": [{"text": "Add.", "thought": True}, {"function_call": {"name": "f", "args": {"a": 2}}}],
-        },
-        {"role": "user", "parts": [{"function_response": {"name": "f", "response": {"sum": 5}}}]},
-    ]
-    config = {"system_instruction": "Count.", "tools": [{"function_declarations": [{"name": "f"}]}], "temperature": 0.5}
-    answer = {"candidates": [{"content": {"parts": [{"text": "5"}], "role": "model"}, "finish_reason": "STOP"}]}
-    _, content = only_chat(read(generation(1, {"contents": contents, "config": config}, answer)))
-    assert [each["role"] for each in content.messages] == ["system", "user", "assistant", "tool", "assistant"]
-    assert content.messages[2]["reasoning_content"] == "Add."
-    assert content.messages[3]["content"] == '{"sum": 5}'
-    assert content.tools == [{"type": "function", "function": {"name": "f"}}]
-    assert content.message_temperatures == [None, None, None, None, 0.5]
 
 
 def test_schemas_and_tool_names_that_langchain_logs_as_messages_are_understood() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from support.readings import chat_of, read_as, reasons, tokens_of, trajectories
+from support.readings import read_as, reasons, tokens_of, trajectories
 from treepack.errors import TreepackError
 from treepack.trajectory import Chat, Trajectory
 
@@ -47,24 +47,9 @@ def outline(item: Trajectory) -> list[tuple[str, str]]:
     return [(message["role"], message["content"]) for message in item.content.messages]
 
 
-def test_calls_of_a_session_are_joined_in_the_order_of_their_start() -> None:
-    later = payload([ASK, FIVE, ASK], {"role": "assistant", "content": "Yes."}, start=9.0, trace_id="s")
-    (item,) = trajectories(read(later, payload([ASK], FIVE, trace_id="s")))
-    assert outline(item) == [("user", "2 + 3?"), ("assistant", "5"), ("user", "2 + 3?"), ("assistant", "Yes.")]
-    assert chat_of(item).message_weights == [0.0, 1.0, 0.0, 1.0]
-    assert item.trajectory_id == "s"
-
-
 def test_choices_of_one_call_are_a_group() -> None:
     items = trajectories(read(payload([ASK], FIVE, FIVE | {"content": "6"})))
     assert [(item.trajectory_id, item.group_id) for item in items] == [("c/choice-0", "c"), ("c/choice-1", "c")]
-
-
-def test_tools_and_temperature_are_settings_of_the_call_and_a_reward_is_kept() -> None:
-    settings = {"temperature": 0.5, "tools": [{"type": "function", "function": {"name": "f"}}]}
-    (item,) = trajectories(read(payload([ASK], FIVE, model_parameters=settings, reward=0.5, verdict=[1])))
-    assert (chat_of(item).tools, chat_of(item).message_temperatures) == (settings["tools"], [None, 0.5])
-    assert (item.reward, item.notes) == (0.5, ("field 'verdict' not used",))
 
 
 def test_a_row_of_the_spend_logs_has_its_request_as_text() -> None:

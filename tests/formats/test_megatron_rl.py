@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
 
-from support.paths import ROLLOUTS
-from support.readings import Items, read_as, tokens_of, trajectories
+from support.readings import Items, read_as, trajectories
 from support.token_rollouts import back
 from treepack.errors import TreepackError
 from treepack.formats.trainers.megatron_rl import LAST_NOTE
 from treepack.trajectory import Skipped, Trajectory
 
-SAMPLE = ROLLOUTS / "megatron-rl.jsonl"
 TURN: dict[str, Any] = {"trajectory": [[1, 2, 3, 4]], "generation_mask": [[False, False, True, True]], "reward": 1.0}
 
 
@@ -24,20 +21,6 @@ def items(value: dict[str, Any]) -> Items:
 
 def read(value: dict[str, Any]) -> list[Trajectory]:
     return trajectories(items(value))
-
-
-def test_turns_that_continue_each_other_are_joined() -> None:
-    first, second = read(json.loads(SAMPLE.read_text()))
-    ids = [151644, 872, 198, 17, 151645, 198, 50, 51, 2, 8, 9, 52, 2]
-    assert back(first) == (ids, [6, 7, 8, 11, 12], [-0.5, -0.25, -0.125, -1.0, -0.0625], 1.0)
-    assert back(second) == ([*ids[:6], 50, 53, 2], [6, 7, 8], [-0.5, -2.0, -0.125], 0.0)
-    assert [(item.trajectory_id, item.group_id) for item in (first, second)] == [
-        ("r.jsonl:1/0", "gen-000001/0"),
-        ("r.jsonl:1/1", "gen-000001/0"),
-    ]
-    content = tokens_of(first)
-    assert content.advantage is not None
-    assert content.advantage.tolist() == [0.5] * 5
 
 
 def test_flat_lists_of_earlier_versions_are_one_turn() -> None:

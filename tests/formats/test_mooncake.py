@@ -7,7 +7,6 @@ from itertools import combinations, takewhile
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -62,19 +61,6 @@ def test_requests_share_the_blocks_whose_hashes_are_equal_and_nothing_else(
         blocks = num_common(a["hash_ids"], b["hash_ids"])
         expected = min(blocks * size, a["input_length"], b["input_length"])
         assert num_common(sequences[one], sequences[other]) == expected
-
-
-def test_the_output_is_trained_behind_an_input_of_its_length() -> None:
-    content = read(1, request(1100, 52, [46, 47, 2353]))
-    assert (len(content.tokens), content.starts.tolist(), content.ends.tolist()) == (1152, [1100], [1152])
-    assert np.unique(content.tokens[:1100]).tolist() == [46, 47, 2353]
-    assert len(np.unique(content.tokens[1100:])) == 1
-    assert content.tokens[-1] not in (46, 47, 2353)
-
-
-def test_a_last_block_that_is_left_out_is_shared_with_no_one() -> None:
-    one, other = (read(number, request(1100, 5, [46, 47])).tokens for number in (1, 2))
-    assert num_common(one, other) == 1024
 
 
 def test_a_request_without_output_is_skipped() -> None:

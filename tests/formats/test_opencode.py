@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 
-from support.paths import ROLLOUTS
-from support.read_rollouts import read_trajectories
-from support.readings import Items, chats, notes_of, read_whole, reasons, said_in
+from support.readings import Items, chats, notes_of, read_whole, said_in
 from treepack.errors import TreepackError
 from treepack.formats.agents import opencode
 from treepack.ingest.readers.messages.content_blocks import MEDIA_REASON
@@ -56,11 +54,6 @@ def test_each_step_is_a_message_with_its_calls_and_their_results_follow() -> Non
     assert answer["reasoning_content"] == "Hm."
     assert [call["id"] for call in answer["tool_calls"]] == ["c", "d"]
     assert [each.get("tool_call_id") for each in content.messages[2:4]] == ["c", "d"]
-
-
-def test_without_marks_of_steps_a_text_after_a_tool_is_the_next_call() -> None:
-    items = read(message("q"), message("A", text("A"), tool("c", output="r"), text("B")))
-    assert said_in(items) == {"S": "q A r B"}
 
 
 def test_a_compaction_replaces_the_history_and_keeps_its_tail() -> None:
@@ -113,16 +106,6 @@ def test_calls_after_an_image_are_left_out_and_calls_without_a_result_noted() ->
 def test_a_session_of_a_sub_agent_belongs_to_its_parent() -> None:
     ((item, _),) = chats(read(message("q"), message("A"), parentID="P"))
     assert (item.trajectory_id, item.rollout_id) == ("S", "P")
-
-
-def test_fields_of_messages_that_are_not_known_are_noted() -> None:
-    assert "field 'info.mood' not used" in notes_of(read(message("q"), message("A", mood="m")))
-
-
-def test_the_storage_is_read_with_its_sessions() -> None:
-    items = list(read_trajectories([ROLLOUTS / "opencode" / "storage"]))
-    assert said_in(items) == {"ses_3": "look for eggs. THERE IS NO NEST."}
-    assert set(reasons(items)) == {opencode.PART_OF_SESSION}
 
 
 @pytest.mark.parametrize(

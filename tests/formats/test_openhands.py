@@ -98,15 +98,6 @@ def test_the_output_of_a_benchmark_is_read_as_the_agent_sent_it() -> None:
     assert "tool_calls" not in later.messages[3]
 
 
-def test_events_of_the_sdk_are_read_as_the_agent_sent_them() -> None:
-    (first, opening), (_, later) = chats(read_trajectories([SAMPLES / "events.jsonl"]))
-    assert first.trajectory_id == "openhands/events/turn-1"
-    assert turns(opening) == [("system", "You fix bugs.", 0.0), ("user", "Fix it.", 0.0), ("assistant", "I look.", 1.0)]
-    assert opening.messages[-1]["reasoning_content"] == "Where is it?"
-    assert [call["id"] for call in opening.messages[-1]["tool_calls"]] == ["c1", "c2"]
-    assert turns(later)[2:] == [("user", "a.py exists.", 0.0), ("assistant", "Done.", 1.0)]
-
-
 def test_parallel_calls_are_one_response_before_all_their_results() -> None:
     first, second = called("r", "a", "b"), called("r", "a", "b")
     said = only_turns(user("q"), first, observed("a", "1"), second, observed("b", "2"), called("s", "c", content="d"))
@@ -156,22 +147,6 @@ def test_the_instruction_of_a_benchmark_is_the_first_message_if_the_events_have_
     ((trajectory, content),) = chats(items)
     assert turns(content)[0] == ("user", "I", 0.0)
     assert openhands.SYSTEM_NOTE in trajectory.notes
-
-
-@pytest.mark.parametrize(
-    ("fields", "reward"),
-    [
-        ({"report": {"resolved": False}}, 0.0),
-        ({"resolved": True}, 1.0),
-        ({"test_result": {"report": {"resolved": True}}}, 1.0),
-        ({"test_result": {"final_score": {"total": 4, "result": 1}}}, 0.25),
-        ({"test_result": {"final_score": {"total": 0, "result": 0}}}, None),
-        ({}, None),
-    ],
-)
-def test_the_reward_is_the_result_of_the_evaluation(fields: Event, reward: float | None) -> None:
-    ((trajectory, _),) = chats(read(said("u", "user", "q"), said("a", "assistant", "b"), **fields))
-    assert trajectory.reward == reward
 
 
 @pytest.mark.parametrize("response", [["r"], 1, True, {"id": "r"}, None, ""])

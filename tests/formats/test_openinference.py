@@ -13,8 +13,6 @@ import pytest
 from support.paths import ROLLOUTS
 from support.read_rollouts import read_trajectories
 from support.readings import only_chat, read_as, read_whole, reasons
-from treepack.files.input_files.records import Record
-from treepack.ingest.readers.reading import detect_format
 from treepack.trajectory import Skipped
 
 SAMPLE = ROLLOUTS / "openinference"
@@ -38,16 +36,6 @@ FIVE = {"role": "assistant", "content": "5"}
 CALL = flat("llm.input_messages", ASK) | flat("llm.output_messages", FIVE)
 
 
-def test_every_exporter_gives_the_same_conversation() -> None:
-    found = {}
-    for name in ("spans.json", "collector.jsonl", "rows.jsonl"):
-        _, content = only_chat(list(read_trajectories([SAMPLE / name])))
-        found[name] = [{**message, "reasoning_content": None} for message in content.messages], content.tools
-        assert content.message_weights == [0.0, 0.0, 1.0, 0.0, 1.0]
-        assert content.message_temperatures == [None, None, 0.6, None, 0.6]
-    assert found["spans.json"] == found["collector.jsonl"] == found["rows.jsonl"]
-
-
 def test_rows_of_parquet_are_read_as_rows_of_json(tmp_path: Path) -> None:
     rows = [json.loads(line) for line in (SAMPLE / "rows.jsonl").read_text().splitlines()]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
@@ -55,21 +43,6 @@ def test_rows_of_parquet_are_read_as_rows_of_json(tmp_path: Path) -> None:
         only_chat(list(read_trajectories([path]))) for path in (tmp_path / "rows.parquet", SAMPLE / "rows.jsonl")
     )
     assert tabular == text
-
-
-def test_nested_attributes_may_be_json_text() -> None:
-    message = {"message": {"role": "user", "content": "2 + 3?"}}
-    answer = {
-        "message": {"role": "assistant", "content": "5", "tool_calls": [{"tool_call": {"function": {"name": "f"}}}]}
-    }
-    nested = {"llm": {"input_messages": [message], "output_messages": [answer]}, "session": {"id": "v"}}
-    for attributes in (nested, json.dumps(nested)):
-        value = span({}) | {"attributes": attributes}
-        assert detect_format(Record("log.json", "log.json", value)) == "openinference"
-        trajectory, content = only_chat(read(value))
-        assert trajectory.trajectory_id == "v"
-        assert [each["content"] for each in content.messages] == ["2 + 3?", "5"]
-        assert content.messages[1]["tool_calls"][0]["function"]["name"] == "f"
 
 
 def test_indices_are_numbers_and_may_have_gaps() -> None:

@@ -114,11 +114,6 @@ def test_a_format_that_cannot_be_imported_is_refused(tmp_path: Path, fresh: pyte
     )
 
 
-def test_an_entry_point_that_is_not_a_format_is_refused(tmp_path: Path, fresh: pytest.MonkeyPatch) -> None:
-    sentence = refusal(installed(tmp_path, value="diary_logs:read_diary"), fresh)
-    assert sentence.endswith("has the type function; expected a Format of treepack.ingest.readers")
-
-
 # Replacements in MODULE, and the words of the sentence.
 READ = "yield from read_tokens(replace(record, value=fields), options)"
 TRAJECTORY = (

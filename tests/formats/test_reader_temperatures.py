@@ -46,30 +46,6 @@ def read_record(value: dict[str, Any], tmp_path: Path, name: str = "r.jsonl") ->
     return item
 
 
-@pytest.mark.parametrize(
-    ("sample", "expected"),
-    [
-        ("openai-chat/calls.jsonl", {"1", "nan"}),
-        ("anthropic-messages.jsonl", {"0.5"}),
-        ("openai-responses.jsonl", {"0.5"}),
-        ("langsmith.jsonl", {"0.5", "nan"}),
-        ("inspect", {"0.5"}),
-        ("openhands/output.jsonl", {"0"}),
-        ("mini-swe-agent/run-a", {"0"}),
-        ("nemo-gym.jsonl", {"1"}),
-        ("prime-rl/samples.jsonl", {"1"}),
-        ("prime-rl/micro_batches.jsonl", {"1"}),
-        ("verifiers-results", {"1"}),
-        ("atif/hello__aaa", {"0.7"}),
-        ("tau2/one-file", {"0"}),
-        ("otel-genai/spans.jsonl", {"0.5"}),
-    ],
-)
-def test_the_temperature_in_a_sample_of_a_format_is_kept(sample: str, expected: set[str]) -> None:
-    items = read(ROLLOUTS / sample)
-    assert set().union(*map(temperatures, items)) == expected
-
-
 def test_formats_without_a_temperature_in_their_sample_get_none() -> None:
     items = [item for name in ("tinker.jsonl", "slime.json", "skyrl") for item in read(ROLLOUTS / name)]
     assert len(items) > 5
@@ -79,31 +55,16 @@ def test_formats_without_a_temperature_in_their_sample_get_none() -> None:
 IDS: dict[str, Any] = {"input_ids": [5, 6, 7, 8], "loss_mask": [0, 1, 1, 1]}
 
 
-def test_one_temperature_of_a_record_is_no_metadata(tmp_path: Path) -> None:
-    item = read_record(IDS | {"temperature": 0.7, "seed": 3}, tmp_path)
-    assert (item.temperature, item.metadata) == (0.7, {"seed": 3})
-
-
 @pytest.mark.parametrize("values", [[9.0, 0.5, 0.5, 1.0], [0.5, 0.5, 1.0]])
 def test_temperatures_have_one_value_per_token_or_trained_token(values: list[float], tmp_path: Path) -> None:
     item = read_record(IDS | {"temperatures": values}, tmp_path)
     assert token_temperatures(item).tolist() == [0.5, 0.5, 1.0]
 
 
-def test_equal_temperatures_become_one_and_missing_ones_are_those_of_the_record(tmp_path: Path) -> None:
-    item = read_record(IDS | {"temperatures": [0.7, None, 0.7], "temperature": 0.7}, tmp_path)
-    assert (item.temperature, tokens_of(item).temperature) == (0.7, None)
-
-
 @pytest.mark.parametrize("name", ["sampling_params", "sampling_args"])
 def test_the_settings_of_a_sampler_have_the_temperature(name: str, tmp_path: Path) -> None:
     item = read_record(IDS | {name: {"temperature": 0.7, "top_p": 0.9}}, tmp_path)
     assert item.temperature == 0.7
-
-
-def test_a_temperature_that_is_no_number_stays_metadata(tmp_path: Path) -> None:
-    item = read_record(IDS | {"temperature": "warm"}, tmp_path)
-    assert (item.temperature, item.metadata) == (None, {"temperature": "warm"})
 
 
 @pytest.mark.parametrize(
@@ -189,11 +150,6 @@ def test_an_unknown_temperature_of_a_turn_is_missing_from_its_tokens_only() -> N
     boundary = int(tokens_of(whole).ends[0] - tokens_of(whole).starts[0])
     assert np.isnan(values[:boundary]).all()
     assert (values[boundary:] == 1).all()
-
-
-def test_a_conversation_at_one_temperature_has_one() -> None:
-    (sample,) = tokenized(conversation()[:1])
-    assert (sample.temperature, tokens_of(sample).temperature) == (0.5, None)
 
 
 def test_an_impossible_temperature_of_a_call_names_the_call() -> None:

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from support.readings import chat_of, only, read_as
+from support.readings import only, read_as
 from treepack.ingest.readers.fields import endings
 from treepack.ingest.readers.messages.normal_form import normalise_messages
-from treepack.trajectory import Chat, PromptCompletion, Tokens, Trajectory
+from treepack.trajectory import Chat, PromptCompletion, Tokens
 
 ASK = {"role": "user", "content": "How many screws?"}
 SAID = {"role": "assistant", "content": "There are fo"}
@@ -285,32 +285,6 @@ def test_of_several_fields_a_cut_counts_first() -> None:
 def test_a_stopped_answer_without_text_trains_nothing(reason: str, content: str | None) -> None:
     done = normalise_messages([ASK, {"role": "assistant", "content": content, "finish_reason": reason}], source="s")
     assert (done.weights, done.cuts, done.notes) == ([0.0, 0.0], [False, True], (endings.EMPTY_NOTE,))
-
-
-def test_a_later_prompt_neither_repeats_nor_hides_the_cut_of_an_earlier_answer() -> None:
-    first = {"request": {"messages": [ASK]}, "response": {"choices": [{"message": SAID, "finish_reason": "length"}]}}
-    more = [ASK, SAID, {"role": "user", "content": "Go on."}]
-    second = {
-        "request": {"messages": more},
-        "response": {"choices": [{"message": {"content": "ur."}, "finish_reason": "stop"}]},
-    }
-    item = only(read_as("openai-chat", first | {"session_id": "s"}, second | {"session_id": "s"}))
-    assert chat_of(item).message_cuts == [False, True, False, False]
-    assert not item.is_truncated
-
-
-def test_all_trajectories_of_a_rollout_are_truncated_if_its_last_call_is() -> None:
-    def call(question: str, reason: str) -> dict[str, Any]:
-        asked = [{"role": "user", "content": question}]
-        return {
-            "session_id": "s",
-            "request": {"messages": asked},
-            "response": {"choices": [{"message": SAID, "finish_reason": reason}]},
-        }
-
-    for reasons, is_truncated in ((("stop", "length"), True), (("length", "stop"), False)):
-        items = read_as("openai-chat", call("a", reasons[0]), call("b", reasons[1]))
-        assert [item.is_truncated for item in items if isinstance(item, Trajectory)] == [is_truncated] * 2
 
 
 def test_texts_of_areal_have_their_own_end_tokens() -> None:

@@ -23,7 +23,7 @@ from treepack.ingest.readers.tokens.kept_fields import CUT_NOTE
 from treepack.ingest.readers.tokens.token_records import read_tokens
 from treepack.pack.check import checked_rows
 from treepack.pack.files import read_rows
-from treepack.trajectory import Tokens, Trajectory
+from treepack.trajectory import Trajectory
 from treepack.trie.directory import build_trie_directory
 from treepack.trie.store.trie_files import read_trie
 from treepack.trie.trie import trajectories_of
@@ -108,12 +108,6 @@ def test_impossible_sets_are_refused_with_the_record(fields: dict[str, Any], fau
 def test_ids_outside_of_the_vocabulary_are_refused() -> None:
     with pytest.raises(TreepackError, match="kept_ids has the token id 9; expected ids below the vocabulary size 9"):
         read({"kept_ids": SETS}, vocab_size=9)
-
-
-def test_a_number_of_kept_tokens_is_no_set() -> None:
-    item = read({"kept_tokens": 512})
-    assert isinstance(item.content, Tokens)
-    assert item.content.kept_ids is None
 
 
 @pytest.mark.parametrize(
@@ -213,18 +207,6 @@ def test_formats_keep_the_sets(tmp_path: Path, name: str) -> None:
     notes = read_manifest(tmp_path / "trie", TRIE_FORMAT)["counts"]
     assert not [note for note in notes if "not used" in note and any(field in note for field in KEPT_FIELDS)]
     assert not any("sampling_mask" in item.metadata for item in items)
-
-
-@pytest.mark.parametrize(("top_p", "has_sets", "noted"), [(0.9, False, True), (1, False, False), (0.9, True, False)])
-def test_settings_of_a_request_are_noted_too(tmp_path: Path, top_p: float, has_sets: bool, noted: bool) -> None:
-    record = chat()
-    record["request"]["top_p"] = top_p
-    if not has_sets:
-        del record["response"]["choices"][0]["sampling_mask"]
-    path = tmp_path / "rollouts.jsonl"
-    path.write_text(json.dumps(record))
-    build_trie_directory([path], tmp_path / "trie")
-    assert (CUT_NOTE in read_manifest(tmp_path / "trie", TRIE_FORMAT)["counts"]) == noted
 
 
 def test_a_packed_directory_has_the_sets(treepack: Run, tmp_path: Path) -> None:

@@ -147,41 +147,6 @@ def test_rows_that_end_before_the_first_trained_token_are_refused() -> None:
         read_routes(NESTED[:2], **options, first_trained=3)
 
 
-PADDED = [[[0, 0], [0, 0]], *NESTED, [[0, 0], [0, 0]]]
-RECORDS: dict[str, dict[str, Any]] = {
-    "tokens": {"input_ids": IDS, "loss_mask": [0, 0, 0, 1, 1], "routed_experts": NESTED},
-    "verl": {"prompt_ids": IDS[:3], "response_ids": IDS[3:], "response_mask": [1, 1], "routed_experts": NESTED},
-    "verl batch": {
-        "prompts": [0, *IDS[:3]],
-        "responses": IDS[3:],
-        "attention_mask": [0, 1, 1, 1, 1, 1],
-        "response_mask": [1, 1],
-        "routed_experts": PADDED,
-    },
-    "prime-rl": {
-        "token_ids": IDS,
-        "mask": [False, False, False, True, True],
-        "logprobs": [0.0, 0, 0, -1, -1],
-        "env_name": "e",
-        "routed_experts": as_object(ROUTES),
-    },
-    "slime": {
-        "tokens": IDS,
-        "response_length": 2,
-        "status": "completed",
-        "loss_mask": [1, 1],
-        "rollout_routed_experts": NESTED,
-    },
-    "skyrl": {
-        "sequences": [[0, *IDS]],
-        "attention_mask": [[0, 1, 1, 1, 1, 1]],
-        "loss_mask": [[1, 1]],
-        "response_mask": [[1, 1]],
-        "rollout_expert_indices": [PADDED],
-    },
-}
-
-
 def built(record: dict[str, Any], folder: Path, **options: Any) -> Trajectory:
     path = folder / "rollouts.jsonl"
     path.write_text(json.dumps(record) + "\n")
@@ -253,32 +218,10 @@ def test_rollouts_without_any_routes_are_counted(treepack: Run, tmp_path: Path) 
     assert (done.status, "no rollout has recorded routes" in done.err) == (1, True)
 
 
-@pytest.mark.parametrize("empty", [[], "", None])
-def test_an_empty_field_has_no_routes(empty: Any, tmp_path: Path) -> None:
-    path = tmp_path / "rollouts.jsonl"
-    lines = [RECORDS["tokens"] | {"id": "a"}, RECORDS["tokens"] | {"id": "b", "routed_experts": empty}]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    build_trie_directory([path], tmp_path / "trie", BuildOptions(keep_routes=True))
-    assert len([*trajectories_of(read_trie(tmp_path / "trie"))]) == 2
-
-
 def test_experts_beyond_the_type_are_refused_in_batches_too(tmp_path: Path) -> None:
     rows = [[[[2**32, 1], [0, 1]]] * 6]
     with pytest.raises(TreepackError, match="has the expert 4294967296; expected at most 32767"):
         built(MARKED | {"rollout_expert_indices": rows}, tmp_path, keep_routes=True)
-
-
-@pytest.mark.parametrize("name", RECORDS)
-def test_formats_keep_routes_if_they_are_asked_to(name: str, tmp_path: Path) -> None:
-    content = built(RECORDS[name], tmp_path, keep_routes=True).content
-    assert isinstance(content, Tokens)
-    assert content.tokens.tolist() == IDS
-    assert content.routes is not None
-    assert content.routes[:4].tolist() == NESTED
-    assert (content.routes[4] == 255).all()
-    plain = built(RECORDS[name], tmp_path).content
-    assert isinstance(plain, Tokens)
-    assert plain.routes is None
 
 
 # Two calls, whose second prompt continues the first one: the first call has computed tokens 0 and 1, and the second has
@@ -342,12 +285,6 @@ def test_of_joined_calls_the_first_one_with_routes_for_a_token_counts(name: str,
     plain = built(CALLS[name], tmp_path).content
     assert isinstance(plain, Tokens)
     assert plain.routes is None
-
-
-def test_rollouts_without_routes_are_refused(tmp_path: Path) -> None:
-    record = {name: value for name, value in RECORDS["tokens"].items() if name != "routed_experts"}
-    with pytest.raises(TreepackError, match="no rollout has recorded routes in routed_experts, "):
-        built(record, tmp_path, keep_routes=True)
 
 
 @pytest.mark.parametrize(

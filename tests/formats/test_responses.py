@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from support.readings import chat_of, only, read_as, tokens_of
 from treepack.errors import TreepackError
-from treepack.ingest.readers.messages.response_items import EMPTY_NOTE, SUMMARY_NOTE, messages_of_items
+from treepack.ingest.readers.messages.response_items import SUMMARY_NOTE, messages_of_items
 from treepack.trajectory import Skipped, Trajectory
 
 SOURCE = "r.jsonl:1"
@@ -119,17 +118,6 @@ def test_a_refusal_is_text_and_an_image_stays_a_part() -> None:
     assert gym([image, said("a")]) == [Skipped(SOURCE, "images, audio and video are not read")]
 
 
-def test_a_rollout_without_ids_is_one_conversation_of_which_the_output_is_trained() -> None:
-    (trajectory,) = gym([called(), result("x"), said("a"), user("Go on."), said("b"), said("")])
-    content = chat_of(trajectory)
-    assert [message["role"] for message in content.messages] == [
-        *("system", "user", "assistant", "tool", "assistant", "user", "assistant"),
-    ]
-    assert content.message_weights == [0.0, 0.0, 1.0, 0.0, 1.0, 0.0, 1.0]
-    assert isinstance(trajectory, Trajectory)
-    assert (trajectory.reward, trajectory.notes) == (0.5, (EMPTY_NOTE,))
-
-
 @given(IDS, IDS, IDS, IDS)
 def test_calls_with_ids_that_extend_each_other_are_one_sequence(
     prompt: list[int], first: list[int], between: list[int], second: list[int]
@@ -165,17 +153,6 @@ def test_a_call_whose_prompt_was_rewritten_is_a_trajectory_of_its_own() -> None:
     assert isinstance(second, Trajectory)
     assert (first.trajectory_id, second.trajectory_id) == ("3/1/turn-1", "3/1/turn-2")
     assert [tokens_of(item).tokens.tolist() for item in (first, second)] == [[1, 2, 3], [1, 9, 4, 5]]
-
-
-def test_ids_of_some_turns_only_are_noted_and_a_placeholder_has_none() -> None:
-    ids = {"prompt_token_ids": [1, 2], "generation_token_ids": [3], "generation_log_probs": [-1.0]}
-    placeholder = {"prompt_token_ids": [0], "generation_token_ids": [0], "generation_log_probs": [0.0]}
-    (trajectory,) = gym([said("a", **ids), user("Go on."), said("b")])
-    assert chat_of(trajectory).message_weights == [0.0, 0.0, 1.0, 0.0, 1.0]
-    assert isinstance(trajectory, Trajectory)
-    assert trajectory.notes == ("token ids of some turns only, not used",)
-    (trajectory,) = gym([said("a", **ids), said("", **placeholder)])
-    assert np.array_equal(tokens_of(trajectory).tokens, [1, 2, 3])
 
 
 def test_steps_that_repeat_what_came_before_are_calls_that_are_joined() -> None:

@@ -9,17 +9,14 @@ from typing import Any
 import pytest
 
 from support.paths import ROLLOUTS
-from support.readings import Items, chat_of, only, read_as, read_whole, tokens_of, trajectories
+from support.readings import Items, chat_of, only, read_as, read_whole, trajectories
 from support.token_rollouts import back
 from treepack.errors import TreepackError
 from treepack.formats.trainers.rllm import SOME_NOTE
-from treepack.formats.trainers.rllm_gateway import ORPHAN
 from treepack.trajectory import Chat, Skipped, Tokens, Trajectory
 
 SAMPLES = ROLLOUTS
-EPISODE = json.loads((SAMPLES / "rllm" / "episode_hash1a2b_idq7_0.json").read_text())
 TRACES = [json.loads(line) for line in (SAMPLES / "rllm-gateway.jsonl").read_text().splitlines()]
-IDS = [151644, 872, 198, 17, 151645, 198, 50, 51, 2, 8, 9, 52, 2]
 USER, ANSWER = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}
 
 
@@ -37,20 +34,6 @@ def sessions(traces: list[dict[str, Any]]) -> Items:
 
 def episode(steps: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
     return {"id": "q:3", "is_correct": True, "trajectories": [{"steps": steps} | more]}
-
-
-def test_steps_with_token_ids_are_joined_and_agents_have_groups_of_their_own() -> None:
-    solver, judge = read(EPISODE)
-    assert back(solver) == (IDS, [6, 7, 8, 11, 12], [-0.5, -0.25, -0.125, -1.0, -0.0625], 1.0)
-    content = tokens_of(solver)
-    assert content.advantage is not None
-    assert content.advantage.tolist() == [0.5, 0.5, 0.5, 0.5, 0.25]
-    assert back(judge) == ([151644, 60, 61, 2], [2, 3], [-0.25, -0.5], 1.0)
-    assert [(item.trajectory_id, item.group_id) for item in (solver, judge)] == [
-        ("q7:0/0", "q7:solver"),
-        ("q7:0/1", "q7:judge"),
-    ]
-    assert (solver.metadata["agent"], solver.metadata["weight_version"]) == ("solver", 7)
 
 
 def test_steps_without_token_ids_are_joined_by_their_messages() -> None:
@@ -91,16 +74,6 @@ def test_an_episode_without_anything_generated_is_skipped() -> None:
     assert items(episode([]) | {"trajectories": []}) == [Skipped("e.json", "episode without a trajectory")]
 
 
-def test_the_calls_of_a_session_are_one_rollout_whose_prompts_follow_their_parents() -> None:
-    first, second = sessions(TRACES)
-    assert isinstance(first, Trajectory)
-    assert isinstance(second, Trajectory)
-    assert back(first) == (IDS, [6, 7, 8, 11, 12], [-0.5, -0.25, -0.125, -1.0, -0.0625], None)
-    assert back(second) == ([*IDS[:6], 50, 53, 2], [6, 7, 8], [-0.5, -2.0, -0.125], None)
-    assert [first.trajectory_id, second.trajectory_id] == ["s1", "s2"]
-    assert first.metadata == {"model": "qwen3-8b", "weight_version": 7}
-
-
 def test_a_session_with_sub_agents_is_one_rollout_whatever_its_lineage_tags_are() -> None:
     def trace(name: str, lineage: str, prompt: list[int], said: list[int]) -> dict[str, Any]:
         ids = {"prompt_token_ids": prompt, "completion_token_ids": said, "logprobs": [-0.5] * len(said)}
@@ -129,10 +102,6 @@ def test_prompts_are_found_by_parents_in_whatever_order_the_traces_are() -> None
     trajectories = [item for item in sessions(chain) if isinstance(item, Trajectory)]
     assert sum(len(back(item)[1]) for item in trajectories) == 12
     assert max((back(item)[0] for item in trajectories), key=len) == prompt[:-1]
-
-
-def test_a_trace_whose_parent_is_missing_is_skipped() -> None:
-    assert sessions([TRACES[0], TRACES[2] | {"parent_trace_id": "gone"}])[0] == Skipped("r.jsonl:2", ORPHAN)
 
 
 def test_traces_without_token_ids_are_read_as_messages_with_their_tools() -> None:

@@ -182,12 +182,6 @@ def test_a_prompt_that_begins_after_an_entry_that_is_missing_is_counted_in_a_pi_
     assert (note in cut.notes, note in whole.notes) == (True, False)
 
 
-def test_a_fork_of_a_pi_session_is_of_its_group() -> None:
-    parent = "0b6f1c2e-1111-4222-8333-444455556666"
-    ((trajectory, _),) = chats(read_pi(*linear("qA"), parentSession=f"/home/2026_{parent}.jsonl"))
-    assert (trajectory.trajectory_id, trajectory.group_id) == ("S", parent)
-
-
 @pytest.mark.parametrize(
     ("entries", "said"),
     [
@@ -208,10 +202,6 @@ def test_pi_entries_of_another_kind_are_refused(entries: list[dict[str, Any]], s
     with pytest.raises(TreepackError) as caught:
         read_whole("pi", HEADER, *entries)
     assert str(caught.value).startswith(said)
-
-
-def test_a_pi_session_without_a_reply_is_skipped() -> None:
-    assert reasons(read_pi(*linear("q"))) == ["no turn of the model"]
 
 
 def simulation(*messages: dict[str, Any], **more: Any) -> dict[str, Any]:

@@ -10,10 +10,6 @@ from hypothesis import strategies as st
 
 from support.readings import chats, read_as, refusal_as, turns
 from treepack.errors import TreepackError
-from treepack.files.input_files.records import Record
-from treepack.formats.data_sets import llama_factory
-from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.reading import detect_format
 from treepack.trajectory import Chat, Skipped, Trajectory
 
 SOURCE = "r.jsonl:1"
@@ -63,22 +59,6 @@ def test_rounds_of_text_come_back_as_they_were_given(query: str, response: str, 
     assert content.message_weights == [0.0, 1.0] * (len(history) + 1)
     conversation = [{"human": q, "assistant": a} for q, a in [*history, (query, response)]]
     assert turns(read("ms-swift", {"conversation": conversation})[0][1]) == turns(content)
-
-
-def test_speakers_of_sharegpt_become_roles_and_calls_become_tool_calls() -> None:
-    said = [("human", "2 + 3?"), ("function_call", CALL), ("observation", "5"), ("gpt", "It is 5.")]
-    tool = {"name": "add", "parameters": {"type": "object"}}
-    value = {"conversations": [{"from": who, "value": text} for who, text in said], "tools": [tool]}
-    ((_, content),) = read("sharegpt", value)
-    assert turns(content) == [
-        ("user", "2 + 3?", 0.0),
-        ("assistant", "", 1.0),
-        ("tool", "5", 0.0),
-        ("assistant", "It is 5.", 1.0),
-    ]
-    (call,) = content.messages[1]["tool_calls"]
-    assert call["function"] == {"name": "add", "arguments": {"a": 2}}
-    assert content.tools == [{"type": "function", "function": tool}]
 
 
 def test_messages_of_chat_are_taken_as_they_are() -> None:
@@ -152,11 +132,6 @@ def test_a_conversation_comes_back_from_sharegpt_as_it_was_given(said: list[tupl
 
 
 @pytest.mark.parametrize(("reader", "value"), PAIRS)
-def test_a_pair_is_recognised_as_what_it_is(reader: str, value: dict[str, Any]) -> None:
-    assert detect_format(Record(SOURCE, "r.jsonl", value)) == reader
-
-
-@pytest.mark.parametrize(("reader", "value"), PAIRS)
 def test_records_with_images_are_skipped(reader: str, value: dict[str, Any]) -> None:
     items = read_as(reader, value | {"images": ["1.jpg"]})
     assert items == [Skipped(SOURCE, "images, audio and video are not read")]
@@ -169,38 +144,6 @@ def test_a_pair_of_equal_answers_is_skipped() -> None:
     assert items == [Skipped(SOURCE, "chosen and rejected are the same")]
 
 
-@pytest.mark.parametrize(("reader", "value"), PAIRS)
-def test_a_pair_is_two_trajectories_of_a_group_of_their_own(reader: str, value: dict[str, Any]) -> None:
-    pairs = read(reader, value | {"group_id": "all"})
-    assert [(item.trajectory_id, item.group_id, item.reward) for item, _ in pairs] == [
-        ("p/chosen", SOURCE, 1.0),
-        ("p/rejected", SOURCE, 0.0),
-    ]
-    assert [turns(content) for _, content in pairs] == [
-        [("user", "Q", 0.0), ("assistant", answer, 1.0)] for answer in "AB"
-    ]
-
-
-def test_parts_of_llama_factory_are_joined_by_their_kind_and_weighted_by_message() -> None:
-    parts = [
-        {"type": "reasoning", "value": "So."},
-        {"type": "text", "value": "I "},
-        {"type": "text", "value": "add."},
-        {"type": "tool_call", "value": CALL},
-    ]
-    question = {"role": "user", "content": [{"type": "text", "value": "Q"}], "loss_weight": 0.0}
-    answers = [{"role": "assistant", "content": parts, "loss_weight": weight} for weight in (0.0, 0.5)]
-    ((_, content),) = read("llama-factory", {"messages": [question, *answers, {"role": "assistant", "content": parts}]})
-    assert turns(content)[1:] == [("assistant", "I add.", weight) for weight in (0.0, 0.5, 1.0)]
-    assert content.messages[1]["reasoning_content"] == "So."
-    assert content.messages[1]["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 2}}
-    image = {"role": "user", "content": [{"type": "text", "value": "Q"}, {"type": "image_url", "value": "1.jpg"}]}
-    pair = {"chosen_messages": [image, *answers[:1]], "rejected_messages": [image, *answers[1:2]]}
-    for value in ({"messages": [image]}, pair):
-        items = list(llama_factory.read_llama_factory(Record(SOURCE, "r.jsonl", value), ReadOptions()))
-        assert items == [Skipped(SOURCE, "images, audio and video are not read")]
-
-
 def test_of_two_conversations_only_what_differs_is_trained() -> None:
     shared = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes?"}]
     question = {"role": "user", "content": "Q"}
@@ -209,55 +152,11 @@ def test_of_two_conversations_only_what_differs_is_trained() -> None:
     assert [content.message_weights for _, content in pairs] == [[0.0, 0.0, 0.0, 1.0]] * 2
 
 
-def test_parts_of_a_turn_of_ms_swift_are_one_message_with_the_weight_of_the_first_call() -> None:
-    messages = [
-        {"role": "user", "content": "Q"},
-        {"role": "assistant", "content": "I "},
-        {"role": "assistant", "content": "add."},
-        {"role": "tool_call", "content": CALL},
-        {"role": "tool_call", "content": CALL},
-        {"role": "tool_response", "content": "5"},
-        {"role": "tool_call", "content": CALL, "loss": False},
-        {"role": "tool_call", "content": CALL, "loss": True},
-        {"role": "tool_response", "content": "5"},
-        {"role": "assistant", "content": "5", "loss_scale": 0.25},
-    ]
-    ((trajectory, content),) = read("ms-swift", {"messages": messages, "label": True})
-    ((_, unlabelled),) = read("ms-swift", {"messages": messages})
-    assert unlabelled.message_weights == [0.0, 1.0, 0.0, 0.0, 0.0, 0.25]
-    assert [(message["role"], len(message.get("tool_calls", []))) for message in content.messages] == [
-        ("user", 0),
-        ("assistant", 2),
-        ("tool", 0),
-        ("assistant", 2),
-        ("tool", 0),
-        ("assistant", 0),
-    ]
-    assert content.messages[1]["content"] == "I add."
-    assert content.message_weights == [0.0, 0.0, 0.0, 0.0, 0.0, 0.25]
-    assert trajectory.reward == 1.0
-
-
 def test_a_turn_of_ms_swift_in_parts_of_different_weights_is_skipped() -> None:
     parts = [{"role": "assistant", "content": "Hm.", "loss": False}, {"role": "tool_call", "content": CALL}]
     value = {"messages": [{"role": "user", "content": "Q"}, *parts]}
     items = read_as("ms-swift", value)
     assert items == [Skipped(SOURCE, "turn in parts of different weights")]
-
-
-def test_a_rejected_response_stands_for_all_behind_the_last_user() -> None:
-    question, calls = {"role": "user", "content": "Q"}, {"role": "tool_call", "content": CALL}
-    result, answer = {"role": "tool_response", "content": "5"}, {"role": "assistant", "content": "A"}
-    rejected: list[tuple[Any, list[str]]] = [
-        ("B", ["user", "assistant"]),
-        ([calls, result, {"role": "assistant", "content": "B"}], ["user", "assistant", "tool", "assistant"]),
-    ]
-    for response, roles in rejected:
-        value = {"messages": [question, calls, result, answer], "rejected_response": response}
-        chosen, other = (content.messages for _, content in read("ms-swift", value))
-        assert [message["role"] for message in chosen] == ["user", "assistant", "tool", "assistant"]
-        assert [message["role"] for message in other] == roles
-        assert (chosen[-1]["content"], other[-1]["content"]) == ("A", "B")
 
 
 def test_what_is_not_of_the_form_is_refused_by_its_place() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -37,10 +36,6 @@ def one(value: dict[str, Any], **options: Any) -> Trajectory:
     return only(read(value, **options))
 
 
-def test_a_sample_without_a_mask_trains_its_response() -> None:
-    assert back(one(SAMPLE)) == ([5, 6, 7, 8], [2, 3], None, None)
-
-
 def test_the_reward_key_picks_the_reward_out_of_several() -> None:
     sample = SAMPLE | {"reward": {"acc": 1.0, "format": 0.25}}
     assert one(sample, reward_key="format").reward == 0.25
@@ -60,29 +55,6 @@ def test_samples_of_one_rollout_have_names_of_their_own() -> None:
     names = [item.trajectory_id for item in trajectories if isinstance(item, Trajectory)]
     assert names == ["9", "8/r.jsonl:1[1]", "8/r.jsonl:1[2]"]
     assert {item.step for item in trajectories if isinstance(item, Trajectory)} == {3}
-
-
-def test_samples_of_one_rollout_are_one_rollout_if_they_have_one_reward() -> None:
-    def sample(rollout: int, reward: float) -> dict[str, Any]:
-        return SAMPLE | {"rollout_id": rollout, "reward": reward}
-
-    found = read({"rollout_id": 3, "samples": [sample(8, 1.0), sample(9, 0.0), sample(8, 1.0), sample(9, 0.5)]})
-    facts = [(item.rollout_id, item.rollout_part) for item in found if isinstance(item, Trajectory)]
-    assert facts == [("8", 0), (None, None), ("8", 2), (None, None)]
-    assert found[0].source == found[2].source
-
-
-def test_samples_of_one_rollout_are_one_rollout_over_lines(tmp_path: Path) -> None:
-    def sample(group: int, rollout: int | None, reward: float) -> dict[str, Any]:
-        return SAMPLE | {"group_index": group, "rollout_id": rollout, "reward": reward}
-
-    samples = [sample(0, 9, 1.0), sample(1, 8, 0.0), sample(0, 9, 1.0), sample(0, 9, 0.5), sample(0, None, 0.5)]
-    path = tmp_path / "r.jsonl"
-    path.write_text("\n".join(map(json.dumps, samples)))
-    found = [item for item in read_trajectories([path]) if isinstance(item, Trajectory)]
-    facts = [(item.rollout_id, item.rollout_part) for item in found]
-    assert facts == [("0/9/1.0", 1), ("1/8/0.0", 2), ("0/9/1.0", 3), ("0/9/0.5", 4), (None, None)]
-    assert {item.source for item in found[:4]} == {str(path)}
 
 
 def test_rewards_that_are_arrays_are_compared_as_wholes() -> None:
@@ -133,16 +105,6 @@ def test_a_tensor_that_repeats_stored_values_is_read_if_it_is_small_and_refused_
     torch.save({"samples": [{"tokens": torch.ones(1, dtype=torch.int32).expand(1 << 40)}]}, stream)
     with pytest.raises(TreepackError, match=r"a tensor of the shape \[1099511627776\] repeats stored values"):
         read_torch(stream.getvalue(), "r.pt")
-
-
-def test_checkpoints_in_a_folder_of_rollouts_are_counted_and_passed_over(tmp_path: Path) -> None:
-    torch.save({"samples": [SAMPLE]}, tmp_path / "3.pt")
-    torch.save({"model": Foreign()}, tmp_path / "checkpoint.pt")
-    torch.save([torch.ones(2)], tmp_path / "optimizer.pt")
-    items = list(read_trajectories([tmp_path]))
-    assert [back(item) for item in items if isinstance(item, Trajectory)] == [([5, 6, 7, 8], [2, 3], None, None)]
-    skipped = [(Path(item.source).name, item.reason) for item in items if isinstance(item, Skipped)]
-    assert skipped == [("checkpoint.pt", "file of no known format"), ("optimizer.pt", "file of no known format")]
 
 
 def test_without_torch_its_files_are_refused_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,16 +51,6 @@ def test_what_swe_agent_said_when_it_gave_up_is_not_trained() -> None:
     assert content.message_weights[2:] == [weight for _, _, weight in said]
 
 
-def test_every_agent_of_a_history_saw_its_own_messages() -> None:
-    history = [ASKED, {"role": "assistant", "content": "a", "agent": "one"}]
-    history.append({"role": "assistant", "content": "b", "agent": "two"})
-    pairs = chats(
-        read_value(swe_agent.read_swe_agent, {"history": history, "trajectory": [], "info": {}}, "runs/r/t.traj")
-    )
-    assert [item.trajectory_id for item, _ in pairs] == ["r/t/one", "r/t/two"]
-    assert [[text for _, text, _ in turns(content)] for _, content in pairs] == [["Q", "a"], ["Q", "b"]]
-
-
 def reply(text: str, action: str, **more: Any) -> dict[str, Any]:
     return {"role": "assistant", "content": text, "action": action, **more}
 
@@ -102,15 +92,6 @@ def test_a_shortened_observation_begins_a_trajectory() -> None:
         ("user", "2", 0.0),
         ("assistant", "c", 1.0),
     ]
-
-
-def test_a_refused_reply_is_trained_with_its_own_prompt_and_seen_only_by_the_second_try() -> None:
-    opening, refused = [SYSTEM, ASKED], reply("bad", "")
-    again = [*opening, reply("bad", ""), seen("no")]
-    steps = [(refused, {"query": opening}), (A, {"query": again}), (B, {"query": [*opening, A, seen("1")]})]
-    pairs = chats(swe_run(*steps, history=[*opening, A, seen("1"), B]))
-    assert [item.trajectory_id for item, _ in pairs] == ["r/t/turn-1", "r/t/turn-3"]
-    assert [[text for _, text, weight in turns(content) if weight] for _, content in pairs] == [["bad", "a"], ["b"]]
 
 
 def test_tool_calls_come_from_the_history_and_are_answered_by_their_id() -> None:
@@ -240,14 +221,6 @@ def test_responses_of_mini_swe_agent_are_read_by_their_items() -> None:
     assert content.messages[1]["tool_calls"][0]["function"]["name"] == "bash"
 
 
-def test_tools_of_mini_swe_agent_are_those_of_its_responses() -> None:
-    message = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "a"}]}
-    tools = [{"type": "function", "name": "bash", "parameters": {}}]
-    value = mini(ASKED, {"object": "response", "output": [message], "tools": tools})
-    ((_, content),) = chats(read_value(mini_swe_agent.read_mini_swe_agent, value))
-    assert [tool["function"]["name"] for tool in content.tools or []] == ["bash"]
-
-
 def test_token_ids_in_the_responses_of_mini_swe_agent_are_used_if_all_calls_have_them() -> None:
     def answer(text: str, prompt: list[int], generated: list[int]) -> dict[str, Any]:
         message = {"role": "assistant", "content": text}
@@ -270,18 +243,6 @@ def write(path: Path, *texts: str, system: str = "S") -> None:
     path.parent.mkdir(exist_ok=True)
     said = zip(roles, (system, *texts), strict=False)
     path.write_text(json.dumps([{"role": role, "content": text} for role, text in said]))
-
-
-def test_of_the_rounds_of_a_conversation_the_last_is_read(tmp_path: Path) -> None:
-    folder = tmp_path / "lib-1_2024-04-06_13-51-50"
-    write(folder / "conversation_round_0.json", "Q")
-    write(folder / "conversation_round_2.json", "Q", "A", "R")
-    write(folder / "conversation_round_10.json", "Q", "A", "R", "B")
-    items = list(read_trajectories([tmp_path]))
-    ((trajectory, content),) = chats(items)
-    assert (trajectory.trajectory_id, trajectory.group_id) == (folder.name, "lib-1")
-    assert [text for _, text, weight in turns(content) if weight] == ["A", "B"]
-    assert reasons(items) == [f"beginning of conversation_round_{k}.json" for k in (2, 10)]
 
 
 def test_a_field_that_is_not_read_does_not_part_a_round_from_the_next_one(tmp_path: Path) -> None:

@@ -114,30 +114,9 @@ def test_a_conversation_spans_traces_and_names_its_model() -> None:
     assert content.message_weights == [0.0, 1.0, 0.0, 1.0]
 
 
-def test_instructions_and_tools_may_be_json_text_and_messages_may_be_in_an_event() -> None:
-    value = span([], [])
-    value["attributes"] = {
-        "gen_ai.system_instructions": json.dumps([{"type": "text", "content": "Count."}]),
-        "gen_ai.tool.definitions": json.dumps([{"type": "function", **SCHEMA}]),
-    }
-    content = {
-        "gen_ai.input.messages": json.dumps([ASK]),
-        "gen_ai.output.messages": json.dumps([said("assistant", "5")]),
-    }
-    value["events"] = [{"name": "gen_ai.client.inference.operation.details", "attributes": content}]
-    _, chat = only_chat(read_as("otel-genai", value))
-    assert turns(chat) == [("system", "Count.", 0.0), ("user", "2 + 3?", 0.0), ("assistant", "5", 1.0)]
-    assert chat.tools == [{"type": "function", "function": SCHEMA}]
-
-
 def test_roles_of_other_libraries_are_renamed() -> None:
     _, content = only_chat(read_as("otel-genai", span([said("Human", "2 + 3?")], [said("AI", "5")])))
     assert turns(content) == [("user", "2 + 3?", 0.0), ("assistant", "5", 1.0)]
-
-
-def test_several_responses_are_several_trajectories() -> None:
-    trajectories = read_as("otel-genai", span([ASK], [said("assistant", "5"), said("assistant", "6")]))
-    assert [item.trajectory_id for item in trajectories] == ["t/turn-1", "t/turn-2"]
 
 
 def test_scores_are_the_reward() -> None:
@@ -163,20 +142,6 @@ def test_a_score_without_a_number_and_an_attribute_without_a_value_are_not_lost(
     attributes[0] = attributes[1]
     (fault,) = read_as("otel-genai", bad)
     assert fault.detail.endswith(" is there twice; expected one value of each attribute")
-
-
-def test_spans_of_no_call_are_skipped() -> None:
-    tool, bare, unasked = (span([], []) for _ in range(3))
-    del unasked["attributes"]["gen_ai.input.messages"]
-    tool["attributes"] = {"gen_ai.operation.name": "execute_tool"}
-    bare["attributes"] = {"gen_ai.operation.name": "chat"}
-    other = {"span_id": "1", "attributes": {"http.request.method": "GET"}}
-    assert skipped(read_as("otel-genai", tool, bare, other, unasked)) == [
-        ("r.jsonl:1", "span without an LLM call"),
-        ("r.jsonl:2", "LLM call whose messages were not captured"),
-        ("r.jsonl:3", "span without an LLM call"),
-        ("r.jsonl:4", "LLM call whose messages were not captured"),
-    ]
 
 
 def test_a_call_with_a_part_that_is_no_text_is_skipped() -> None:
@@ -223,17 +188,6 @@ def adk(number: int, contents: list[Any], said: list[Any], **more: Any) -> dict[
     return attributed(number, **{f"gcp.vertex.agent.{name}": value for name, value in logged.items()})
 
 
-def test_calls_of_google_adk_are_joined_by_their_session() -> None:
-    ask, use = {"role": "user", "parts": [{"text": "u"}]}, {"function_call": {"id": "c", "name": "f", "args": {"x": 1}}}
-    answer = {"function_response": {"id": "c", "name": "f", "response": {"result": "7"}}}
-    after = [ask, {"role": "model", "parts": [use]}, {"role": "user", "parts": [answer]}]
-    (item,) = read_as("otel-genai", adk(1, [ask], [use]), adk(2, after, [{"text": "A"}]))
-    assert (item.trajectory_id, item.content.message_temperatures) == ("S", [None, None, 0.5, None, 0.5])
-    assert turns(item.content) == [
-        ("system", "s", 0.0), ("user", "u", 0.0), ("assistant", "", 1.0), ("tool", "7", 0.0), ("assistant", "A", 1.0)
-    ]  # fmt: skip
-
-
 @pytest.mark.parametrize("more", [{"finish_reason": "MAX_TOKENS"}, {"partial": True, "finish_reason": None}])
 def test_an_answer_of_google_adk_that_is_not_whole_has_no_end(more: dict[str, Any]) -> None:
     (item,) = read_as("otel-genai", adk(1, [{"role": "user", "parts": [{"text": "u"}]}], [{"text": "A"}], **more))
@@ -267,11 +221,6 @@ def test_calls_of_the_ai_sdk_are_joined_with_their_tools() -> None:
         ("tool", "7", 0.0),
         ("assistant", "A", 1.0),
     ]
-
-
-def test_an_object_that_the_ai_sdk_generated_is_the_text_of_the_model() -> None:
-    (item,) = read_as("otel-genai", ai_sdk(1, [{"role": "user", "content": "u"}], object='{"n": 7}'))
-    assert turns(item.content)[-1] == ("assistant", '{"n": 7}', 1.0)
 
 
 def run(name: str, question: Any, answer: Any, **more: Any) -> dict[str, Any]:
@@ -420,10 +369,3 @@ def test_a_trace_with_a_run_that_cannot_be_read_is_skipped_and_the_others_are_re
 
 
 GOOD = [run("2Za", [[HUMAN]], generated(END), trace_id="t")]
-
-
-def test_a_field_of_a_message_that_is_not_understood_is_noted() -> None:
-    trajectory, _ = only_chat(
-        read_as("langsmith", run("2Za", [[HUMAN]], generated(constructor("AIMessage", "5", answer="6"))))
-    )
-    assert trajectory.notes == ("message field 'answer' not used",)

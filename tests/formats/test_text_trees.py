@@ -145,11 +145,6 @@ def test_earlier_answers_in_the_prompt_are_not_trained() -> None:
     assert said({"messages": prompt, "children": [node("b")]}) == ["user:q assistant:a user:r assistant:B"]
 
 
-def test_a_node_that_is_not_trained_has_weight_0() -> None:
-    value = {"messages": [{"role": "user", "content": "q"}], "children": [node("a", node("b"), loss=False)]}
-    assert said(value) == ["user:q assistant:a assistant:B"]
-
-
 def test_unused_fields_of_nodes_are_named_once_for_each_record_even_if_nothing_is_built() -> None:
     value = {"prompt": "q", "children": [node("a", visits=1), node("b", visits=2, state={"x": 1})]}
     notes = [item.notes for item in built(value)]

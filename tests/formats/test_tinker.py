@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
 
-from support.paths import ROLLOUTS
 from support.readings import only, read_as, trajectories
 from support.token_rollouts import back
 from treepack.errors import TreepackError
 from treepack.trajectory import Skipped, Trajectory
-
-SAMPLE = ROLLOUTS / "tinker.jsonl"
 
 
 def read(name: str, value: dict[str, Any]) -> list[Trajectory]:
@@ -26,16 +22,6 @@ def model_input(*parts: list[int]) -> dict[str, Any]:
 
 def transition(ob: Any, tokens: list[int], logprobs: list[float], **more: Any) -> dict[str, Any]:
     return {"ob": ob, "ac": {"tokens": tokens, "maybe_logprobs": logprobs}, "reward": 0.25} | more
-
-
-def test_transitions_that_continue_each_other_are_joined_and_their_rewards_summed() -> None:
-    first, second = read("tinker", json.loads(SAMPLE.read_text()))
-    ids = [151644, 872, 198, 17, 151645, 198, 50, 51, 2, 8, 9, 52, 2]
-    assert back(first) == (ids, [6, 7, 8, 11, 12], [-0.5, -0.25, -0.125, -1.0, -0.0625], 0.75)
-    assert back(second) == ([*ids[:6], 50, 53, 2], [6, 7, 8], [-0.5, -2.0, -0.125], 0.0)
-    assert [first.trajectory_id, second.trajectory_id] == ["r.jsonl:1/0", "r.jsonl:1/1"]
-    assert {first.group_id, second.group_id} == {"r.jsonl:1"}
-    assert first.metadata == {"stop_reason": "completed"}
 
 
 def test_a_turn_that_could_not_be_parsed_is_not_trained() -> None:

@@ -159,15 +159,6 @@ def test_every_name_has_one_kind() -> None:
     assert len(KINDS) == sum(len(names) for names in NAMES.values())
 
 
-def test_the_trained_tokens_are_those_of_all_masks() -> None:
-    value = {**PAIR, "response_mask": [1, 1], "tool_mask": [1, 0], "loss_mask": [0, 1, 1, 1]}
-    assert trained(value) == [2]
-    labels = {"input_ids": IDS, "labels": [-100, 6, 7, -100]}
-    assert trained(labels) == [1, 2]
-    assert trained(labels | {"assistant_masks": [0, 1, 0, 1]}) == [1]
-    assert trained(PAIR | {"labels": [-100, 8]}) == [3]
-
-
 def test_without_a_mask_the_response_is_trained() -> None:
     assert trained(PAIR) == [2, 3]
     assert trained({"tokens": IDS, "response_length": 1}) == [3]
@@ -189,17 +180,6 @@ def test_a_loss_mask_of_other_numbers_gives_span_weights() -> None:
     assert result.starts.tolist() == [1, 3]
     assert result.span_weights.tolist() == [0.5, 2.0]
     assert content({"input_ids": IDS, "loss_mask": [0.5, 0.5, 0, 0]}).starts.tolist() == [1]
-
-
-def test_the_first_token_is_never_trained_and_loses_its_values() -> None:
-    value = {"input_ids": IDS, "loss_mask": [1, 1, 0, 0], "logprobs": [float("nan"), -2.0], "advantages": [1.0, 2.0]}
-    trajectory = read(value)
-    assert isinstance(trajectory.content, Tokens)
-    assert trajectory.notes == ("the first token is not trained, because no token predicts it",)
-    assert trajectory.content.sampling_logprob is not None
-    assert (trajectory.content.starts.tolist(), trajectory.content.sampling_logprob.tolist()) == ([1], [-2.0])
-    assert trajectory.content.advantage is not None
-    assert trajectory.content.advantage.tolist() == [2.0]
 
 
 def test_a_prompt_mask_of_zeros_then_ones_is_padding_and_of_one_kind_means_nothing() -> None:
@@ -390,12 +370,6 @@ def test_a_null_log_probability_of_a_trained_token_skips_its_rollout(value: dict
     (item,) = read_as("tokens", MASKED | value)
     assert isinstance(item, Skipped)
     assert item.detail.endswith(f"{next(iter(value))} is nan at trained token 0; expected finite numbers there")
-
-
-def test_a_log_probability_may_be_above_0_by_rounding() -> None:
-    logprobs = content(MASKED | {"logprobs": [9, 1e-6, 9, 0]}).sampling_logprob
-    assert logprobs is not None
-    assert logprobs.tolist() == pytest.approx([1e-6, 0])
 
 
 def test_ids_are_checked_against_the_vocabulary_behind_the_padding() -> None:

@@ -12,7 +12,6 @@ from support.read_rollouts import read_trajectories
 from support.readings import chats, read_whole, reasons, refusal_as, trajectories
 from treepack.errors import TreepackError
 from treepack.formats.trainers.trl_labels import STEPS_NOTE
-from treepack.ingest.readers.messages.normal_form import EMPTY_NOTE
 from treepack.trajectory import PromptCompletion, Skipped, Trajectory
 
 USER = {"role": "user", "content": "2+2?"}
@@ -36,33 +35,6 @@ def test_a_pair_is_two_trajectories_of_a_group_of_its_own() -> None:
     assert [item.reward for item in items] == [1.0, 0.0]
     assert {item.group_id for item in items} == {"r.jsonl:1"}
     assert messages_of(items) == [([USER, GOOD], [0.0, 1.0]), ([USER, BAD], [0.0, 1.0])]
-
-
-@pytest.mark.parametrize("name", ["trl-preference", "openai-preference"])
-def test_a_note_on_the_rejected_answer_alone_is_not_lost(name: str) -> None:
-    empty = {"role": "assistant", "content": ""}
-    pair: dict[str, Any] = {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD, empty]}
-    if name == "openai-preference":
-        pair = {"input": {"messages": [USER]}, "preferred_output": [GOOD], "non_preferred_output": [BAD, empty]}
-    assert [item.notes for item in sides(name, pair)] == [(), (EMPTY_NOTE,)]
-
-
-def test_only_behind_the_prompt_is_a_pair_trained_whether_it_is_given_or_implied() -> None:
-    chosen, rejected = [USER, BAD, USER, GOOD], [USER, BAD, USER, BAD]
-    expected = [(chosen, [0.0, 0.0, 0.0, 1.0]), (rejected, [0.0, 0.0, 0.0, 1.0])]
-    assert messages_of(sides("trl-preference", {"chosen": chosen, "rejected": rejected})) == expected
-    repeated = {"prompt": "2+2?", "chosen": chosen, "rejected": rejected}
-    assert messages_of(sides("trl-preference", repeated)) == expected
-    explicit = {"prompt": chosen[:3], "chosen": chosen[3:], "rejected": rejected[3:]}
-    assert messages_of(sides("trl-preference", explicit)) == expected
-
-
-def test_the_implied_prompt_of_texts_ends_before_a_space() -> None:
-    items = sides("trl-preference", {"chosen": "The sky is blue.", "rejected": "The sky is green."})
-    assert [item.content for item in items] == [
-        PromptCompletion("The sky is", " blue."),
-        PromptCompletion("The sky is", " green."),
-    ]
 
 
 @pytest.mark.parametrize(

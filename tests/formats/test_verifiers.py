@@ -18,7 +18,7 @@ from treepack.calls.rollout_names import SPLIT_NOTE
 from treepack.errors import TreepackError
 from treepack.formats.trainers.verifiers import PARTIAL_NOTE, WEIGHTS_NOTE
 from treepack.ingest.readers.messages.content_blocks import MEDIA_REASON
-from treepack.trajectory import MAX_INSIDE, Chat, Skipped, Tokens, Trajectory
+from treepack.trajectory import Chat, Skipped, Tokens, Trajectory
 
 SAMPLES = ROLLOUTS
 EPISODES = [json.loads(line) for line in (SAMPLES / "verifiers.jsonl").read_text().splitlines()]
@@ -103,12 +103,6 @@ def test_a_trace_with_images_is_skipped_and_a_model_that_could_see_some_is_not_e
     assert read(episode(talk)) == [Skipped("r.jsonl:1", MEDIA_REASON)]
 
 
-def test_an_agent_that_is_not_trainable_is_skipped_and_counted() -> None:
-    items = read(EPISODES[1])
-    assert [item.trajectory_id for item in items if isinstance(item, Trajectory)] == ["t2"]
-    assert items[1] == Skipped("r.jsonl:1", "agent that is not trained", is_rollout=False)
-
-
 def test_without_token_ids_the_messages_are_read_and_only_sampled_ones_trained() -> None:
     first, second = traces(without_tokens(EPISODES[0]))
     assert isinstance(first.content, Chat)
@@ -129,12 +123,6 @@ def test_token_ids_of_some_messages_only_are_not_mixed_with_text() -> None:
     assert PARTIAL_NOTE in trajectory.notes
 
 
-def test_a_shared_answer_is_trained_in_the_first_of_its_paths() -> None:
-    nodes = [node(None, [1]), node(0, [2, 3], 1), node(1, [4]), node(2, [5], 1), node(2, [6], 1)]
-    items = traces(episode(nodes))
-    assert [back(item)[:2] for item in items] == [([1, 2, 3, 4, 5], [2, 4]), ([1, 2, 3, 4, 6], [4])]
-
-
 def test_an_answer_that_was_put_there_is_not_trained() -> None:
     demonstration = node(0, [2, 3], 1) | {"sampled": False}
     (trajectory,) = traces(episode([node(None, [1]), demonstration, node(1, [4]), node(2, [5], 1)]))
@@ -147,28 +135,6 @@ def test_rewards_that_were_not_scored_are_left_out() -> None:
     assert trajectory.reward == 1.0
     (trajectory,) = traces(episode(nodes, rewards={"a": None}))
     assert trajectory.reward is None
-
-
-def test_named_agents_have_groups_of_their_own() -> None:
-    (trajectory,) = traces(episode([node(None, [1]), node(0, [2], 1)], agent={"name": "solver"}))
-    assert trajectory.group_id == "k/solver"
-
-
-def test_traces_of_one_agent_are_one_rollout_if_they_have_one_reward() -> None:
-    def read_traces(*traces: tuple[str, float]) -> list[tuple[str | None, int | None]]:
-        value = episode([])
-        nodes = [node(None, [1]), node(0, [2], 1)]
-        common = {"task": TASK, "nodes": nodes}
-        value["traces"] = [
-            common | {"id": f"t{i}", "agent": {"name": name}, "rewards": {"r": {"score": reward, "weight": 1.0}}}
-            for i, (name, reward) in enumerate(traces)
-        ]
-        return [(item.rollout_id, item.rollout_part) for item in trajectories(read(value))]
-
-    alone = (None, None)
-    joined = [("e/k/sub", 0), alone, ("e/k/sub", 2 * MAX_INSIDE)]
-    assert read_traces(("sub", 1.0), ("main", 1.0), ("sub", 1.0)) == joined
-    assert read_traces(("sub", 1.0), ("main", 1.0), ("sub", 0.0)) == [alone] * 3
 
 
 def test_fields_that_nobody_knows_are_metadata_or_noted() -> None:
@@ -214,18 +180,6 @@ def test_every_sampled_token_is_trained_once_behind_its_own_path(nodes: list[dic
         expected += [prefix[: start + i + 1] for i, flag in enumerate(each["mask"]) if flag]
     paths = [back(item) for item in traces(episode(nodes))]
     assert sorted(ids[: place + 1] for ids, trained, _, _ in paths for place in trained) == sorted(expected)
-
-
-def test_steps_with_tokens_are_joined_and_bring_their_logprobs_and_advantages() -> None:
-    items = read_results(*RESULTS)
-    ids = [1, 10, 11, 2, 1, 20, 21, 2, 1, 30, 31, 32, 2, 1, 40, 41, 2, 1, 30, 33, 34, 2]
-    assert back(items[0]) == (ids, [10, 11, 12, 19, 20, 21], [-0.5, -0.25, -0.125, -1.0, -2.0, -0.0625], 1.0)
-    assert [(item.trajectory_id, item.group_id) for item in items] == [("t1", "17"), ("t2", "17")]
-    advantages = tokens_of(items[0]).advantage
-    assert advantages is not None
-    assert advantages.tolist() == [0.5] * 6
-    assert items[0].metadata["extra"] == {"solved": 1.0, "format": 0.5}
-    assert "solved" not in items[0].metadata
 
 
 def test_steps_without_tokens_are_joined_by_their_messages() -> None:

@@ -14,8 +14,7 @@ from support.read_rollouts import read_trajectories
 from support.readings import chat_of, only, read_as
 from support.token_rollouts import back
 from treepack.errors import TreepackError
-from treepack.formats.data_sets.columns import DECODED_NOTE
-from treepack.trajectory import PromptCompletion, Skipped, Trajectory
+from treepack.trajectory import Skipped, Trajectory
 
 USER, ANSWER = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}
 ROW = {"prompts": [0, 7], "responses": [8, 0], "attention_mask": [0, 1, 1, 0], "response_mask": [1, 0]}
@@ -47,20 +46,6 @@ def test_a_batch_of_columns_reads_like_its_rows(tmp_path: Path) -> None:
 def test_a_rollout_with_images_is_skipped() -> None:
     value = ROW | {"multi_modal_inputs": {"pixel_values": [[0.5]]}}
     assert read_as("verl", value) == [Skipped("r.jsonl:1", "images, audio and video are not read")]
-
-
-def test_positions_of_three_rows_are_refused() -> None:
-    with pytest.raises(TreepackError, match="position_ids is not 0, 1, 2"):
-        read_as("verl", ROW | {"position_ids": [[0, 0, 1, 1]] * 3})
-
-
-def test_a_dump_is_text_whose_whole_output_is_trained_and_says_so() -> None:
-    line = {"input": "user\n2+2?\nassistant\n", "output": "4", "gts": "4", "score": 0.5, "step": 7, "acc": True}
-    trajectory = one("verl-dump", line)
-    assert trajectory.content == PromptCompletion("user\n2+2?\nassistant\n", "4")
-    assert (trajectory.reward, trajectory.step, trajectory.notes) == (0.5, 7, (DECODED_NOTE,))
-    assert trajectory.metadata == {"gts": "4", "acc": True}
-    assert read_as("verl-dump", line | {"output": ""}) == [Skipped("r.jsonl:1", "empty response")]
 
 
 def test_enable_thinking_of_a_conversation_goes_to_its_template() -> None:

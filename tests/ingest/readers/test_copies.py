@@ -98,16 +98,6 @@ def test_files_of_equal_size_and_equal_ends_are_no_copies(tmp_path: Path) -> Non
     assert len(sources(tmp_path)) == 6
 
 
-@pytest.mark.parametrize(("name", "num_files"), [("t1", 1), ("t2", 2)])
-def test_a_file_of_a_trial_is_a_copy_only_if_the_result_is_equal(tmp_path: Path, name: str, num_files: int) -> None:
-    steps = [{"source": "user", "message": "Q"}, {"source": "agent", "message": "A"}]
-    for folder, trial in (("a", "t1"), ("b", name)):
-        document = {"schema_version": "ATIF-v1.6", "session_id": "s", "agent": {}, "steps": steps}
-        write(tmp_path / folder / "agent" / "trajectory.json", document)
-        write(tmp_path / folder / "result.json", {"task_name": "t", "trial_name": trial, "agent_info": {}})
-    assert len(sources(tmp_path)) == num_files
-
-
 def test_copies_are_the_same_for_any_number_of_workers(tmp_path: Path) -> None:
     for number, name in enumerate("cab"):
         write(tmp_path / name / "r.jsonl", IDS, IDS | {"response_ids": [8]})

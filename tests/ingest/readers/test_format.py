@@ -14,7 +14,6 @@ from treepack.ingest.readers.format import Format
 from treepack.ingest.readers.kinds import (
     ANY,
     LIST,
-    OBJECT,
     OBJECTS,
     TEXT,
     Fields,
@@ -83,19 +82,6 @@ def test_a_path_leads_through_objects_and_a_tuple_requires_one_of_its_names() ->
     assert has_fields({"state": {"history": []}, "accs": []}, [fields])
     assert not has_fields({"state": {"history": []}}, [fields])
     assert not has_fields({"state": [{"history": []}], "accs": []}, [fields])
-
-
-@pytest.mark.parametrize(
-    ("value", "expected"),
-    [
-        ({}, "r:1: has no a; expected a (format f)"),
-        ({"a": 1, "b": 7}, "r:1: b is 7; expected an object (format f)"),
-        ({"c": "x"}, "r:1: has no d or e; expected a (format f)"),
-        ({"c": "x", "e": 7}, "r:1: e is 7; expected a list (format f)"),
-    ],
-)
-def test_a_refusal_names_the_first_wrong_field_of_the_closest_alternative(value: dict[str, Any], expected: str) -> None:
-    assert refusal([{"a": ANY, "b": OBJECT}, {"c": TEXT, ("d", "e"): LIST}], value) == expected
 
 
 def test_a_refusal_of_a_function_names_the_program() -> None:

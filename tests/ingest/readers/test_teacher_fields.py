@@ -50,17 +50,6 @@ def test_the_log_probability_of_the_sampled_token_is_kept(tmp_path: Path, record
     assert content.teacher_topk_ids is None
 
 
-def test_words_are_kept_at_the_token_that_they_are_about(tmp_path: Path) -> None:
-    own = TOKENS | {"teacher_topk_ids": [[1, 2]] * 2 + [[7, 3], [4, 8]], "teacher_topk_logprobs": [[-1, -2]] * 4}
-    before = VERL | {"teacher_ids": [[1, 2], [7, 3], [4, 8], [0, 0]], "teacher_logprobs": [[-1, -2]] * 3 + [[0, 0]]}
-    for record in (own, before):
-        content = content_of(tmp_path, record)
-        assert content.teacher_topk_ids is not None
-        assert content.teacher_topk_logprobs is not None
-        assert [content.teacher_topk_ids.list(i).tolist() for i in range(2)] == [[7, 3], [4, 8]]
-        assert content.teacher_topk_logprobs.flat.tolist() == [-1, -2, -1, -2]
-
-
 def test_logits_of_nemo_rl_are_normalised_over_their_words(tmp_path: Path) -> None:
     logits = [[1.0, 2.0], [3.0, 5.0], [-1.0, 4.0], [0.0, 0.0]]
     content = content_of(

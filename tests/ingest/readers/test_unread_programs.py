@@ -3,27 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
-from typing import Any
-
-import pytest
 
 from support.read_rollouts import read_trajectories
-from treepack.errors import TreepackError
 from treepack.trajectory import Skipped
 
 ASK, FIVE = {"role": "user", "content": "2 + 3?"}, {"role": "assistant", "content": "5"}
-BRAINTRUST = {
-    "id": "r",
-    "_xact_id": "1",
-    "span_id": "s",
-    "root_span_id": "s",
-    "span_attributes": {"type": "llm"},
-    "input": [ASK],
-    "output": [{"type": "message", "role": "assistant", "content": "5"}],
-    "scores": {"right": 1},
-}
 WEAVE = {
     "id": "c",
     "op_name": "weave:///team/shop/op/openai.chat:v0",
@@ -37,36 +22,6 @@ SPAN = {
     "context": {"span_id": "0x1", "trace_id": "0x2"},
     "attributes": {"mlflow.traceRequestId": '"tr-1"', "mlflow.spanInputs": "{}", "mlflow.spanOutputs": "{}"},
 }
-MLFLOW = {"info": {"trace_id": "tr-1", "state": "OK"}, "data": {"spans": [SPAN]}}
-HELICONE = {
-    "request_id": "q",
-    "request_created_at": "2026-01-01T00:00:00Z",
-    "request_body": {"messages": [ASK]},
-    "response_body": {"choices": [{"message": FIVE}]},
-}
-
-
-@pytest.mark.parametrize(
-    ("program", "value"),
-    [
-        ("Braintrust", BRAINTRUST),
-        ("Braintrust", {"events": [BRAINTRUST], "cursor": None}),
-        ("Weave", WEAVE),
-        ("MLflow", MLFLOW),
-        (
-            "MLflow",
-            {"trace_id": "tr", "trace_metadata": {}, "execution_duration": 3, "request": "{}", "response": "{}"},
-        ),
-        ("Helicone", HELICONE),
-        ("Helicone", {"data": [HELICONE], "error": None}),
-    ],
-)
-def test_an_export_is_refused_by_the_name_of_its_program(program: str, value: dict[str, Any], tmp_path: Path) -> None:
-    path = tmp_path / "export.json"
-    path.write_text(json.dumps(value))
-    expected = f"{path}:1: is an export of {program}, which treepack does not read; write each call of a model as one "
-    with pytest.raises(TreepackError, match="^" + re.escape(expected)):
-        list(read_trajectories([path]))
 
 
 def test_an_export_among_other_files_of_a_folder_is_skipped_by_its_name(tmp_path: Path) -> None:

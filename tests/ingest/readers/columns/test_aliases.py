@@ -11,7 +11,7 @@ import pytest
 
 from support.paths import ROOT
 from support.read_rollouts import read_trajectories
-from support.readings import chat_of, only, tokens_of, turns
+from support.readings import chat_of, only, turns
 from treepack.errors import TreepackError
 from treepack.files.input_files.records import Record
 from treepack.ingest.column_map import column_map
@@ -102,14 +102,6 @@ def test_a_list_of_responses_is_one_group(tmp_path: Path) -> None:
         (PromptCompletion("2 + 2?", "5"), 0.0),
     ]
     assert {each.group_id for each in both} == {f"{tmp_path}/r.jsonl:1"}
-
-
-def test_token_ids_called_prompt_tokens_and_response_tokens_are_read(tmp_path: Path) -> None:
-    value = {"prompt_tokens": [5, 6], "response_tokens": [7], "prompt_idx": 3, "sample_idx": 1, "step": 2, "reward": 1}
-    item = one(tmp_path, value | {"finish_reason": "stop", "advantage": 0.5})
-    assert (tokens_of(item).tokens.tolist(), tokens_of(item).starts.tolist()) == ([5, 6, 7], [2])
-    assert (item.group_id, item.step, item.reward, item.advantage) == ("3", 2, 1.0, 0.5)
-    assert item.metadata == {"sample_idx": 1, "finish_reason": "stop"}
 
 
 def test_numbers_of_tokens_are_not_token_ids(tmp_path: Path) -> None:

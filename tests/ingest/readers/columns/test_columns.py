@@ -311,16 +311,6 @@ def test_columns_and_another_format_exclude_each_other() -> None:
         BuildOptions(columns="messages=turns", format="chat")
 
 
-def test_a_record_that_lacks_a_column_is_refused_and_skipped_with_skip_bad(tmp_path: Path) -> None:
-    path = tmp_path / "r.jsonl"
-    path.write_text("".join(json.dumps(each) + "\n" for each in ({"x": 1}, {"p": [1], "a": [2]})))
-    with pytest.raises(TreepackError, match=r"r.jsonl:1: has no p \(column prompt_ids\)"):
-        list(read([str(path)], BuildOptions(columns="prompt_ids=p,answer_ids=a")))
-    bad, good = read([str(path)], BuildOptions(columns="prompt_ids=p,answer_ids=a", skip_bad=True))
-    assert isinstance(bad, Skipped)
-    assert isinstance(good, Trajectory)
-
-
 def test_parquet_and_a_document_with_one_list_are_mapped_too(tmp_path: Path) -> None:
     records = [{"p": [1, 2], "a": [3, 4], "m": 0.5}, {"p": [1, 2], "a": [5], "m": 1.0}]
     pq.write_table(pa.Table.from_pylist(records), tmp_path / "r.parquet")

@@ -47,15 +47,6 @@ def test_a_reward_key_picks_one_of_several() -> None:
     assert refusal_as("tokens", MASKED | {"reward": reward}, reward_key="c") == expected
 
 
-def test_ids_groups_steps_and_weights_are_found() -> None:
-    assert read(MASKED).trajectory_id == "r.jsonl:1"
-    assert read(MASKED | {"index": 3, "rollout_id": "a"}).trajectory_id == "a"
-    trajectory = read(MASKED | {"task_id": 7, "trial": 2, "global_step": 5, "weight": 0.5})
-    assert (trajectory.trajectory_id, trajectory.group_id, trajectory.step, trajectory.weight) == ("7/2", "7", 5, 0.5)
-    assert read(MASKED | {"task": {"hash": "h"}}).group_id == "h"
-    assert read(MASKED).group_id is None
-
-
 def test_what_is_left_becomes_metadata_or_a_note() -> None:
     value = {"env": "x", "done": True, "info": {"a": 1}, "extra_info": {"b": "y" * 3000}, "routed_experts": [1]}
     trajectory = read(MASKED | value | {"long": "z" * 3000, "absent": None, "bad": float("nan")})

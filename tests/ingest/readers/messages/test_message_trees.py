@@ -52,18 +52,6 @@ def test_every_path_of_a_tree_ends_with_an_answer_and_is_no_beginning_of_another
     assert {item.group_id for item in read_oasst(value)} == {"q"}
 
 
-def test_a_table_of_messages_is_the_same_as_its_trees() -> None:
-    value = tree(message("q", message("A", message("r", message("B"))), message("C")))
-    rows: list[Node] = [
-        {"message_id": "r", "parent_id": "A", "text": "r", "role": "prompter"},
-        {"message_id": "q", "parent_id": None, "text": "q", "role": "prompter"},
-        {"message_id": "A", "parent_id": "q", "text": "A", "role": "assistant"},
-        {"message_id": "C", "parent_id": "q", "text": "C", "role": "assistant"},
-        {"message_id": "B", "parent_id": "r", "text": "B", "role": "assistant"},
-    ]
-    assert said(read_oasst(*rows)) == said(read_oasst(value))
-
-
 def test_a_message_without_its_parent_and_a_repeated_one_are_counted() -> None:
     rows: list[Node] = [
         {"message_id": "q", "parent_id": None, "text": "q", "role": "prompter"},
@@ -131,25 +119,6 @@ def code(text: str) -> Node:
 
 def read_chatgpt(*nodes: Node, **more: Any) -> Items:
     return read_value(chatgpt.read_chatgpt, export(*nodes, **more), "conversations.json")
-
-
-def test_edited_questions_and_answers_made_again_are_paths_of_one_tree() -> None:
-    items = read_chatgpt(
-        node("root", None),
-        node("1", "root", "user", "q"),
-        node("2", "1", "assistant", "A"),
-        node("3", "1", "assistant", "B"),
-        node("4", "root", "user", "r"),
-        node("5", "4", "assistant", "C"),
-    )
-    assert said(items) == {
-        "C/leaf-0": "user:q assistant:A",
-        "C/leaf-1": "user:q assistant:B",
-        "C/leaf-2": "user:r assistant:C",
-    }
-    assert {item.group_id for item in items} == {"C"}
-    current = [item.metadata.get("is_current") for item in items if isinstance(item, Trajectory)]
-    assert current == [None, None, True]
 
 
 def test_thoughts_and_a_call_are_one_message_and_the_tool_answers_it() -> None:
