@@ -191,7 +191,7 @@ def show_plan(packed: tuple[str, ...], model: str, options: TrainOptions, run_op
             shown = {name.replace("_", " "): "off" if value is None else value for name, value in values.items()}
             if run.options.pass_tokens == 1:
                 shown["pass tokens"] = "each row alone"
-            decayed, undecayed = map(kinds_of, decay_groups(run.loaded.model))
+            decayed, undecayed = map(_kinds_of, decay_groups(run.loaded.model))
             shown |= {f"weights with decay {run.options.weight_decay:g}": decayed, "weights without decay": undecayed}
             if run.memory is None:
                 shown["memory and time"] = "no forecast: torch counts no memory on a CPU, so no pass is measured"
@@ -202,7 +202,7 @@ def show_plan(packed: tuple[str, ...], model: str, options: TrainOptions, run_op
         leave_ranks()
 
 
-def kinds_of(names: Sequence[str]) -> str:
+def _kinds_of(names: Sequence[str]) -> str:
     """Return the number of weights, and the last part of their names, each once.
 
     ["model.layers.0.input_layernorm.weight", "model.layers.1.input_layernorm.weight"] -> "2 (input_layernorm)"

@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrie
 fetch = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 copy = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
 
-LOG2E = gl.constexpr(math.log2(math.e))
+_LOG2E = gl.constexpr(math.log2(math.e))
 
 
 class HeadMatrix(NamedTuple):
@@ -225,7 +225,7 @@ def finish_softmax(lse, query, highest, total, sink, SINKS: gl.constexpr):
     """
     share = 1.0 / total
     if SINKS:
-        score = gl.load(sink) * LOG2E
+        score = gl.load(sink) * _LOG2E
         raised = gl.maximum(highest, score)
         shrink = gl.exp2(highest - raised)
         total = total * shrink + gl.exp2(score - raised)

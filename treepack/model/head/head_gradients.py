@@ -290,14 +290,14 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """Add left x right to `total`, whose dtype may be wider."""
     if total.dtype == right.dtype:
         total.addmm_(left, right)
-    elif total.is_cuda and adds_in_float32(total.device, right.dtype):
+    elif total.is_cuda and _adds_in_float32(total.device, right.dtype):
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     else:
         total += left @ right
 
 
 @cache
-def adds_in_float32(device: torch.device, dtype: torch.dtype) -> bool:
+def _adds_in_float32(device: torch.device, dtype: torch.dtype) -> bool:
     """Return True if a product of `dtype` can be added to a float32 sum in one kernel: CUDA can, other GPUs may not."""
     total, small = torch.ones(16, 16, device=device), torch.ones(16, 16, device=device, dtype=dtype)
     try:

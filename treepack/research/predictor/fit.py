@@ -49,7 +49,7 @@ from treepack.train.watch.metrics import MetricsLog
 from treepack.trajectory import Float64
 
 # The options of `treepack train` that a fit uses.
-SHARED_OPTIONS = frozenset(
+_SHARED_OPTIONS = frozenset(
     "epochs rows_per_step lr min_lr_ratio warmup_steps weight_decay betas clip "
     "dtype checkpoint_layers attention device seed".split()
 )
@@ -173,7 +173,7 @@ def fit(run: CheckedFit, out: str | AnyPath, *, overwrite: bool = False) -> Iter
 def _entries(run: CheckedFit) -> dict[str, Any]:
     """Return the entries of values.json about the fit."""
     fit_options = {name: getattr(run.options, name) for name in ("capacity", "segment", "prefix_share", "freeze")}
-    shared = {name: value for name, value in run.options.train.as_record().items() if name in SHARED_OPTIONS}
+    shared = {name: value for name, value in run.options.train.as_record().items() if name in _SHARED_OPTIONS}
     counts = {"num_prompts": run.data.num_prompts, "num_anchors": run.num_anchors}
     return {"model": run.model.loaded.source, **run.data.origin, "options": fit_options | shared, **counts}
 

@@ -49,7 +49,7 @@ class _ConditionalOdds:
 
 
 @dataclass(frozen=True, slots=True)
-class LogOdds:
+class _LogOdds:
     """Posterior mean and standard deviation of each query's log-odds, float64 [n]."""
 
     mean: Float64
@@ -70,13 +70,13 @@ def estimate(
     *,
     prior: OddsPrior = OddsPrior(),  # noqa: B008 (immutable)
     sampling: GibbsLength = GibbsLength(),  # noqa: B008 (immutable)
-) -> LogOdds:
+) -> _LogOdds:
     """Estimate the posterior log-odds of n queries that passed `passed` of `tried` times, 0 <= passed <= tried.
 
     `parent` int64 [n] is the index of the query from which each one is derived, -1 for an original query. Parents are
     original queries. O(n sweeps). A family without any rollout has the prior, without sampling.
     """
-    log_odds = LogOdds(np.full(len(parent), prior.mu), _prior_deviation(parent, prior))
+    log_odds = _LogOdds(np.full(len(parent), prior.mu), _prior_deviation(parent, prior))
     family = np.where(parent < 0, np.arange(len(parent)), parent)
     has_rollouts = np.bincount(family, weights=tried, minlength=len(parent))[family] > 0
     members = np.flatnonzero(has_rollouts)

@@ -75,7 +75,7 @@ def simulate(world: World, experiment: BudgetExperiment) -> tuple[list[Experimen
             if active:
                 count = allocate_roots(predicted, experiment.budget)
             else:
-                count = spread_rollouts(experiment, random)
+                count = _spread_rollouts(experiment, random)
             # Prompt of each rollout: count [2, 0, 1] -> owner [0, 0, 2].
             owner = np.repeat(np.arange(len(count)), count)
             bare = world.roll_out(prompt[owner], value[owner], random)
@@ -106,7 +106,7 @@ def _rank_correlation(a: Float64, b: Float64) -> float:
     return float(pl.DataFrame({"a": a, "b": b}).select(pl.corr("a", "b", method="spearman")).item())
 
 
-def spread_rollouts(experiment: BudgetExperiment, random: np.random.Generator) -> Int64:
+def _spread_rollouts(experiment: BudgetExperiment, random: np.random.Generator) -> Int64:
     """Divide the budget among prompts selected at random; the first of them get the remainder, one each."""
     # A budget of 7 for 3 of 4 prompts: each 2, rest 1 -> for example [2, 3, 2, 0].
     count = np.zeros(experiment.candidates, np.int64)
@@ -140,7 +140,7 @@ def _expand(
         more = allocate_prefixes(predicted, bare.reward[rollout], owner[rollout], count * expand)
         again = np.where(np.bincount(owner[rollout], minlength=prompts) == 0, count * expand // 2, 0)
     else:
-        more = spread_continuations(rollout, expand, random)
+        more = _spread_continuations(rollout, expand, random)
         again = np.bincount(owner[bare.num_turns == 1], minlength=prompts) * expand // 2
     of_prompt = np.zeros(prompts)
     of_prompt[owner] = bare.value[:, 0]
@@ -163,7 +163,7 @@ def _expand(
     ]
 
 
-def spread_continuations(rollout: Int64, expand: int, random: np.random.Generator) -> Int64:
+def _spread_continuations(rollout: Int64, expand: int, random: np.random.Generator) -> Int64:
     """Assign `expand` continuations to random prefixes of each rollout, as evenly as possible."""
     # rollout [0, 0, 0, 1], expand 2 -> for example [0, 1, 1, 2]. The rank is a random permutation within each rollout;
     # rollout is sorted, so the place of its first entry is the start of its ranks.
