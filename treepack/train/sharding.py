@@ -20,7 +20,7 @@ an adapter on its CPU for a moment, because they are few.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -132,12 +132,8 @@ def load_sharded(source: str | Path, options: TrainOptions, device: torch.device
     if plan is not None:
         assert files is not None
         fill(causal, plan, files, device, base)
-        for name, parameter in model.named_parameters():
-            if name in weights:
-                _copy_part(weights[name], parameter)
-    for module in model.modules():  # FSDP moves only parameters
-        for name, buffer in module.named_buffers(recurse=False):
-            setattr(module, name, buffer.to(device))
+        _copy_parts(weights, model)
+    _move_buffers(model, device)
     loaded = LoadedModel(model, str(source), "reference", (*notes, *more), device=device, root=root)
     loaded = with_attention(loaded, options.attention, half)
     # After the probe in `with_attention`: compiled for its few tokens, the layers would be compiled again for rows.
@@ -305,9 +301,18 @@ def _keep_whole(root: Any, whole: bool) -> None:
 
 
 @torch.no_grad()
-def _copy_part(whole: Tensor, tensor: Tensor) -> None:
-    """Copy this rank's part of a whole tensor into `tensor`."""
-    local_part(tensor).copy_(whole[tuple(slice(first, stop) for first, stop in own_part(tensor))])
+def _copy_parts(whole: Mapping[str, Tensor], model: nn.Module) -> None:
+    """Copy this rank's parts of the tensors `whole` into the parameters of their names."""
+    for name, parameter in model.named_parameters():
+        if name in whole:
+            ranges = own_part(parameter)
+            local_part(parameter).copy_(whole[name][tuple(slice(first, stop) for first, stop in ranges)])
+
+
+def _move_buffers(model: nn.Module, device: torch.device) -> None:
+    for module in model.modules():  # FSDP moves only parameters
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))
 
 
 def whole_state(loaded: LoadedModel) -> dict[str, Any]:

@@ -270,9 +270,8 @@ def _finish(out: RemotePath, folder: Path, state: _OutputState) -> None:
     content = (folder / record).read_bytes()
     parts = {name: size for name, size in _parts_of_content(content).items() if _PART.fullmatch(name)}
     present = object_store.list_objects(out)
-    for name, size in parts.items():
-        if name not in present or present[name].size != size:
-            raise _lost(out)
+    if any(name not in present or present[name].size != size for name, size in parts.items()):
+        raise _lost(out)
     try:
         object_store.upload(folder / record, out / record, expected=None if others else state.version(record))
     except ExistsError as error:
