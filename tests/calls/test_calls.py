@@ -17,7 +17,7 @@ from treepack.calls.token_calls import TokenCall, join_calls, read_calls
 from treepack.errors import TreepackError
 from treepack.files.input_files.records import Record
 from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.trajectory import Chat, Skipped, Tokens, Trajectory, derived_group, positions, prompt_messages
+from treepack.trajectory import Chat, Skipped, Tokens, Trajectory, derived_group, prompt_messages
 
 ROLLOUT = {"trajectory_id": "run-7", "group_id": "task", "reward": 0.5}
 RECORD = Record("r.jsonl:1", "r.jsonl", ROLLOUT)
@@ -41,25 +41,9 @@ def tokens_of(item: Trajectory) -> Tokens:
     return item.content
 
 
-def trained(item: Trajectory) -> list[int]:
-    content = tokens_of(item)
-    return list(content.tokens[positions(content.starts, content.ends)].tolist())
-
-
 def chat_of(item: Trajectory) -> tuple[list[Any], list[float]]:
     assert isinstance(item.content, Chat)
     return [message["content"] for message in item.content.messages], item.content.message_weights
-
-
-def test_a_call_joins_the_longest_trajectory_that_it_continues_however_they_interleave() -> None:
-    trajectories = of_calls(
-        TokenCall([1], [2]),
-        TokenCall([1, 2, 3], [4]),
-        TokenCall([8], [9]),
-        TokenCall([1, 2, 3, 4, 5], [6]),
-        TokenCall([8, 9, 7], [7]),
-    )
-    assert [trained(item) for item in trajectories] == [[2, 4, 6], [9, 7]]
 
 
 @given(

@@ -51,15 +51,6 @@ def test_an_empty_session_joins_no_calls() -> None:
     assert outline(read_as("openai-chat", *nameless)) == outline(read_as("openai-chat", *calls))
 
 
-def test_choices_of_one_request_are_a_group() -> None:
-    trajectories = read_as("openai-chat", exchange([ASK], said("5"), said("6")), exchange([ASK], said("7")))
-    assert [(name, group) for name, group, *_ in outline(trajectories)] == [
-        ("c1/choice-0", "c1"),
-        ("c1/choice-1", "c1"),
-        ("c1", None),
-    ]
-
-
 def test_a_refusal_is_an_answer_and_fields_of_the_api_are_no_part_of_it() -> None:
     (trajectory,) = read_as("openai-chat", exchange([ASK], said(None, refusal="No.", annotations=[], audio=None)))
     assert outline([trajectory])[0][-1] == [("2 + 3?", 0.0), ("No.", 1.0)]
@@ -148,16 +139,6 @@ def test_two_requests_of_one_custom_id_are_refused(tmp_path: Path) -> None:
         TreepackError, match=r"requests.jsonl:2: repeats the custom_id 'a' with another request; keep one of them$"
     ):
         list(read_trajectories([answers]))
-
-
-def test_a_response_is_asked_with_all_that_its_predecessor_was() -> None:
-    trajectories = read_as(
-        "openai-responses",
-        response("r1", "2 + 3?", "5", instructions="Count."),
-        response("r2", "Sure?", "Yes.", instructions="Count.", previous_response_id="r1", reward=1),
-    )
-    texts = [("Count.", 0.0), ("2 + 3?", 0.0), ("5", 1.0), ("Sure?", 0.0), ("Yes.", 1.0)]
-    assert outline(trajectories) == [("r1", None, 1.0, texts)]
 
 
 def test_a_conversation_goes_on_and_a_session_repeats_its_messages() -> None:

@@ -143,13 +143,6 @@ def test_a_step_whose_calls_or_metrics_have_another_form_is_refused(odd: dict[st
         read_atif(user_step("Q"), agent_step("A", **odd))
 
 
-def test_atif_token_ids_of_some_steps_only_are_not_used() -> None:
-    for other in (agent_step("B"), agent_step("B", llm_call_count=2, **ids([1], [2]))):
-        ((trajectory, content),) = chats(read_atif(user_step("Q"), agent_step("A", **ids([1, 2], [3])), other))
-        assert [weight for *_, weight in turns(content)] == [0.0, 1.0, 1.0]
-        assert trajectory.notes == ("token ids of some steps only, not used",)
-
-
 def test_copied_atif_steps_need_no_token_ids() -> None:
     trajectory = only(
         read_atif(user_step("Q"), agent_step("A", is_copied_context=True), agent_step("B", **ids([1, 2], [3])))

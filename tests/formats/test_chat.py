@@ -158,31 +158,6 @@ def test_a_result_of_a_tool_may_be_an_object() -> None:
     assert said.messages[2] == {"role": "tool", "content": '{"a": 1}'}
 
 
-def test_a_second_form_of_calls_and_a_repeated_thought_are_named() -> None:
-    item = read({"messages": [USER, {"role": "assistant", "content": "a", "thought": "a", "tool_calls": [CALL]}]})
-    assert item.notes == ("reasoning not used, because it repeats the content",)
-    item = read({"messages": [USER, {"role": "assistant", "tool_calls": [CALL], "tool_call": CALL}]})
-    assert item.notes == ("message field 'tool_call' not used",)
-
-
-def test_tools_may_be_json_text() -> None:
-    tools = [{"type": "function", "function": {"name": "f"}}]
-    field: Any
-    for field in (tools, json.dumps(tools)):
-        assert content({"messages": [USER, ASSISTANT], "tools": field}).tools == tools
-    for field in (None, [], "", "[]"):
-        assert content({"messages": [USER, ASSISTANT], "tools": field}).tools is None
-
-
-def test_variables_of_the_chat_template_are_kept() -> None:
-    variables = {"enable_thinking": False}
-    for value in ({"messages": [USER, ASSISTANT]}, {"prompt": [USER], "completion": [ASSISTANT]}):
-        trajectory = read(value | {"chat_template_kwargs": variables})
-        assert isinstance(trajectory.content, Chat)
-        assert (trajectory.content.chat_template_kwargs, trajectory.metadata, trajectory.notes) == (variables, {}, ())
-        assert content(value | {"chat_template_kwargs": {}}).chat_template_kwargs is None
-
-
 def test_the_fields_of_every_format_are_read() -> None:
     value = {"messages": [USER, ASSISTANT], "id": "a", "uid": "g", "step": 2, "weight": 3, "score": 0.5, "env": "e"}
     item = read(value)
@@ -348,10 +323,3 @@ def test_a_record_of_many_or_long_fields_is_refused_in_one_short_sentence(tmp_pa
     said = str(refused.value)
     assert ("board 19 ___" in said, "and 1,000 more;" in said, "\n" in said) == (True, True, False)
     assert len(said) < 1500
-
-
-def test_each_file_has_its_own_format(tmp_path: Any) -> None:
-    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": [USER, ASSISTANT]}))
-    (tmp_path / "b.jsonl").write_text(json.dumps({"input_ids": [1, 2], "loss_mask": [0, 1]}))
-    kinds = [type(item.content).__name__ for item in read_trajectories([tmp_path]) if isinstance(item, Trajectory)]
-    assert kinds == ["Chat", "Tokens"]

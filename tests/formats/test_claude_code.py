@@ -113,18 +113,6 @@ def test_every_turn_is_trained_once_after_its_own_prompt(program: Program) -> No
     assert sorted(trained) == sorted(program.prompts)
 
 
-def test_a_forked_session_has_the_kept_messages_once() -> None:
-    segment = {"headUuid": "m1", "anchorUuid": "s", "tailUuid": "m1"}
-    lines = [
-        entry("c", None, "system", subtype="compact_boundary", compactMetadata={"preservedSegment": segment}),
-        entry("s", "c", content="z"),
-        block("m1", "s", "m1", text("A")),  # the fork writes the kept message after the summary
-        entry("u", "m1", content="q"),
-        block("m2", "u", "m2", text("B")),
-    ]
-    assert said_in(read(lines)) == {"S": "z A q B"}
-
-
 def lines_of_agent(agent: str) -> list[Line]:
     return [
         entry(f"u{agent}", None, content="search", agentId=agent, isSidechain=True),
@@ -171,17 +159,6 @@ def test_an_interrupted_turn_is_context_but_not_trained() -> None:
     items = read(lines)
     assert said_in(items) == {"S": "q a [request interrupted by user] r B"}
     assert claude_code.INTERRUPTED_NOTE in chats(items)[0][0].notes
-
-
-def test_messages_of_claude_code_itself_are_not_trained_and_errors_of_the_api_are_left_out() -> None:
-    lines = [
-        entry("u", None, content="q"),
-        block("e", "u", "e", text("API Error"), model=claude_code.SYNTHETIC) | {"isApiErrorMessage": True},
-        block("n", "e", "n", text("Nothing"), model=claude_code.SYNTHETIC),
-        entry("v", "n", content="r"),
-        block("m", "v", "m", text("A")),
-    ]
-    assert said_in(read(lines)) == {"S": "q nothing r A"}
 
 
 @pytest.mark.parametrize("model", [[claude_code.SYNTHETIC], {"name": "m"}, 1, True, None, ""])
@@ -238,11 +215,6 @@ INIT = {"type": "system", "subtype": "init", "session_id": "S", "tools": ["f"], 
 BOUNDARY = {"type": "system", "subtype": "compact_boundary", "session_id": "S"}
 
 
-def told(*lines: Line) -> list[list[tuple[str, float]]]:
-    """Texts and weights of each conversation of a stream, in the order of the file."""
-    return [[(str(words), weight) for _, words, weight in turns(chat)] for _, chat in chats(read([INIT, *lines]))]
-
-
 @pytest.mark.parametrize(
     ("lines", "reason"),
     [
@@ -267,12 +239,6 @@ def test_a_stream_with_missing_parts_is_skipped_and_the_remedy_is_named(lines: l
     assert isinstance(item, Skipped)
     assert (item.reason, item.is_rollout) == (reason, True)
     assert "below ~/.claude/projects" in str(item.detail)
-
-
-def test_a_compaction_with_its_summary_starts_a_trajectory() -> None:
-    before = [streamed("user", "u"), streamed("assistant", [text("A")], id="m1"), BOUNDARY]
-    after = [streamed("user", "so far", isSynthetic=True), streamed("assistant", [text("B")], id="m2")]
-    assert told(*before, *after) == [[("u", 0.0), ("A", 1.0)], [("so far", 0.0), ("B", 1.0)]]
 
 
 @pytest.mark.parametrize(
@@ -306,13 +272,6 @@ def test_a_stream_of_cursor_is_refused_by_its_name() -> None:
     tool = {"type": "tool_call", "subtype": "started", "session_id": "S", "tool_call": {"readToolCall": {}}}
     with pytest.raises(TreepackError, match="3: is an export of Cursor"):
         read([INIT, streamed("user", "u"), tool, streamed("assistant", [text("A")], id="m")])
-
-
-def test_an_api_error_in_a_stream_is_neither_trained_nor_in_a_prompt() -> None:
-    failed = streamed("assistant", [text("API Error")], id="m1", error="overloaded")
-    failed["message"]["model"] = claude_code.SYNTHETIC
-    lines = [streamed("user", "u"), failed, streamed("user", "again"), streamed("assistant", [text("B")], id="m2")]
-    assert told(*lines) == [[("u", 0.0), ("again", 0.0), ("B", 1.0)]]
 
 
 def said(line: str, parent: str, name: str, *parts: Any, **more: Any) -> Line:

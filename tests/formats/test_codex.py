@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from support.read_rollouts import read_trajectories
-from support.readings import Items, chats, read_whole, reasons, said_in, turns
+from support.readings import Items, chats, read_whole, said_in, turns
 from treepack.errors import TreepackError
-from treepack.ingest.readers.messages.content_blocks import MEDIA_REASON
 from treepack.ingest.readers.messages.response_items import ENCRYPTED_NOTE
 from treepack.trajectory import MAX_INSIDE, Chat, Trajectory
 
@@ -84,14 +83,6 @@ def test_reasoning_that_is_encrypted_is_counted() -> None:
     ((trajectory, content),) = chats(read(*talk("q"), thought, *talk("A")))
     assert ENCRYPTED_NOTE in trajectory.notes
     assert "reasoning_content" not in content.messages[-1]
-
-
-def test_a_call_after_an_image_is_left_out_and_counted() -> None:
-    image = item(type="message", role="user", content=[{"type": "input_image", "image_url": "data:"}])
-    items = read(*talk("qA"), image, *talk("B"))
-    assert [turns(content)[-1][1] for _, content in chats(items)] == ["A"]
-    assert f"call not used: {MEDIA_REASON}" in chats(items)[0][0].notes
-    assert reasons(read(image, *talk("B"))) == [f"call not used: {MEDIA_REASON}"]
 
 
 def shell(**action: Any) -> Line:

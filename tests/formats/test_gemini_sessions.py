@@ -98,18 +98,6 @@ def test_a_session_of_qwen_code_whose_answer_passes_over_a_result_is_skipped(par
     assert len(chats(read_qwen(entry("q", None), entry("A", "q", message=call), after[0], entry("B", "r")))) == 1
 
 
-def test_a_compression_of_qwen_code_replaces_the_history() -> None:
-    history = [content("user", "z"), content("model", "ok")]
-    items = read_qwen(
-        entry("q", None),
-        entry("A", "q"),
-        payload("s", "A", qwen_code.COMPRESSION, compressedHistory=history),
-        entry("r", "s"),
-        entry("B", "r"),
-    )
-    assert said_in(items) == {"S/turn-1": "q A", "S/turn-2": "z ok r B"}
-
-
 def test_lines_of_one_uuid_are_one_message_and_repeated_lines_add_nothing() -> None:
     thought = {"role": "model", "parts": [{"text": "Hm.", "thought": True}]}
     items = read_qwen(entry("q", None), entry("A", "q", message=thought), entry("A", "q"), entry("A", "q"))
@@ -144,15 +132,6 @@ def message(name: str, **more: Any) -> Line:
     return {"id": name, "type": "gemini" if name.isupper() else "user", "content": name} | more
 
 
-def test_a_later_line_of_gemini_cli_replaces_the_message_with_its_id() -> None:
-    early = message("A", content="", thoughts=[{"subject": "s", "description": "d"}])
-    items = read_gemini(HEADER, message("q"), early, {"$set": {"summary": "x"}}, early | {"content": "A"})
-    ((item, chat),) = chats(items)
-    assert said_in(items) == {"G": "q A"}
-    assert chat.messages[1]["reasoning_content"] == "**s**\n\nd"
-    assert item.metadata["summary"] == "x"
-
-
 def test_a_rewind_and_a_new_history_begin_trajectories() -> None:
     lines = [message("q"), message("A"), message("r"), message("B")]
     items = read_gemini(HEADER, *lines, {"$rewindTo": "r"}, message("s"), message("C"))
@@ -185,13 +164,6 @@ def test_thoughts_without_an_answer_are_noted() -> None:
     lonely = message("A", content="", thoughts=[{"subject": "s"}])
     assert gemini_cli.THOUGHTS_NOTE in notes_of(read_gemini(HEADER, message("q"), lonely, message("B")))
     assert reasons(read_gemini(HEADER, message("q"))) == [NO_CALL]
-
-
-@pytest.mark.parametrize("name", ["history", "clientHistory"])
-def test_a_saved_history_is_read(name: str) -> None:
-    history = [content("user", "q"), content("model", "A"), content("user", "r"), content("model", "B")]
-    assert list(said_in(read_gemini({name: history, "toolCall": {}})).values()) == ["q A r B"]
-    assert list(said_in(read_gemini(*history)).values()) == ["q A r B"]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from support.read_rollouts import read_trajectories
 from support.readings import chat_of
 from treepack.calls.rollout_names import SPLIT_NOTE
 from treepack.errors import TreepackError
-from treepack.trajectory import MAX_INSIDE, Chat, Trajectory
+from treepack.trajectory import Chat, Trajectory
 
 SAMPLE = ROLLOUTS / "harbor-traces.jsonl"
 ROWS = [json.loads(line) for line in SAMPLE.read_text().splitlines()]
@@ -48,13 +48,6 @@ def test_a_trial_of_which_only_the_last_call_was_exported_trains_all_of_its_answ
     assert trained(last) == [1, 3]
     assert (last.reward, last.metadata["error"]) == (None, "AgentTimeoutError")
     assert [tool["function"]["name"] for tool in chat_of(last).tools or []] == ["keys"]
-
-
-def test_a_trial_and_its_sub_agents_are_one_rollout_with_one_reward() -> None:
-    found = [item for name, item in read(SAMPLE).items() if name.startswith("hello-world__b2")]
-    assert [(item.rollout_id, item.reward) for item in found] == [("hello-world__b2", 0.0)] * 3
-    assert [item.rollout_part for item in found] == [0, 1, MAX_INSIDE]
-    assert {item.source for item in found} == {str(SAMPLE)}
 
 
 def test_tools_that_the_first_message_holds_are_not_given_again(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from support.paths import ROLLOUTS
 from support.read_rollouts import read_trajectories
-from support.readings import Items, notes_of, only_chat, read_as, read_whole, reasons
+from support.readings import Items, only_chat, read_as, reasons
 from treepack.errors import TreepackError
 from treepack.trajectory import Skipped
 
@@ -32,11 +32,6 @@ def score(value: Any, name: str = "right", **more: Any) -> dict[str, Any]:
     return {"name": name, "value": value, "dataType": "NUMERIC"} | more
 
 
-def noted(*values: dict[str, Any]) -> set[str]:
-    """Notes of all trajectories, also on unused fields."""
-    return set(notes_of(read_whole("langfuse", *values)))
-
-
 @pytest.mark.parametrize(
     ("value", "sentence"),
     [
@@ -48,13 +43,6 @@ def noted(*values: dict[str, Any]) -> set[str]:
 def test_traces_that_contradict_themselves_are_refused(value: dict[str, Any], sentence: str) -> None:
     with pytest.raises(TreepackError, match=re.escape(sentence)):
         read(value)
-
-
-def test_metadata_of_an_observation_and_other_definitions_of_tools_are_noted() -> None:
-    prompt = {"messages": [ASK], "tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}]}
-    value = generation(1, prompt, FIVE, toolDefinitions={"f": '{"parameters": {}}'}, metadata={"attributes": {"a": 1}})
-    assert noted(value) == {"field 'metadata.attributes.a' not used"}
-    assert "tool definitions beside other tools of the input not used" in noted(value | {"toolDefinitions": {"g": {}}})
 
 
 def test_every_kind_of_export_gives_the_same_conversation() -> None:
@@ -129,14 +117,6 @@ def test_schemas_and_tool_names_that_langchain_logs_as_messages_are_understood()
     assert [each["role"] for each in content.messages] == ["user", "assistant", "tool", "assistant"]
     assert content.messages[2]["tool_call_id"] == "c"
     assert content.tools == [schema["content"]]
-
-
-def test_fields_of_requests_and_responses_that_are_not_understood_are_noted() -> None:
-    request = {"messages": [ASK], "verdict": "right"}
-    response = {"choices": [{"message": FIVE | {"grade": 2}, "mark": 1}], "rank": 3}
-    trajectory, _ = only_chat(read(generation(1, request, response)))
-    fields = ("request.verdict", "grade", "choice.mark", "response.rank")
-    assert trajectory.notes == tuple(f"message field '{field}' not used" for field in fields)
 
 
 def test_a_result_that_langfuse_has_parsed_is_text_again() -> None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
 
-from support.readings import read_as, reasons, tokens_of, trajectories
+from support.readings import read_as, reasons, trajectories
 from treepack.errors import TreepackError
 from treepack.trajectory import Chat, Trajectory
 
@@ -50,21 +49,6 @@ def outline(item: Trajectory) -> list[tuple[str, str]]:
 def test_choices_of_one_call_are_a_group() -> None:
     items = trajectories(read(payload([ASK], FIVE, FIVE | {"content": "6"})))
     assert [(item.trajectory_id, item.group_id) for item in items] == [("c/choice-0", "c"), ("c/choice-1", "c")]
-
-
-def test_a_row_of_the_spend_logs_has_its_request_as_text() -> None:
-    request = {"messages": [ASK], "temperature": 0.5}
-    value = payload("{}", FIVE, proxy_server_request=json.dumps(request), metadata='{"status": "success"}')
-    (item,) = trajectories(read(value | {"response": json.dumps(value["response"])}))
-    assert outline(item) == [("user", "2 + 3?"), ("assistant", "5")]
-
-
-def test_token_ids_of_the_server_are_read_in_place_of_text() -> None:
-    value = payload([ASK], FIVE)
-    value["response"]["prompt_token_ids"] = [1, 2]
-    value["response"]["choices"][0]["provider_specific_fields"] = {"token_ids": [3]}
-    (item,) = trajectories(read(value))
-    assert tokens_of(item).tokens.tolist() == [1, 2, 3]
 
 
 @pytest.mark.parametrize(

@@ -23,12 +23,6 @@ def read(value: dict[str, Any]) -> list[Trajectory]:
     return trajectories(items(value))
 
 
-def test_flat_lists_of_earlier_versions_are_one_turn() -> None:
-    flat = {name: field[0] for name, field in TURN.items() if isinstance(field, list)}
-    (trajectory,) = read(flat | {"logprobs": [-0.5, -0.25], "reward": 1.0})
-    assert back(trajectory) == ([1, 2, 3, 4], [2, 3], [-0.5, -0.25], 1.0)
-
-
 def test_an_end_token_without_a_log_probability_is_not_trained_and_said() -> None:
     (trajectory,) = read(TURN | {"logprobs": [[-0.5]]})
     assert back(trajectory) == ([1, 2, 3, 4], [2], [-0.5], 1.0)

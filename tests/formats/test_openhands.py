@@ -11,7 +11,7 @@ import pytest
 from support.paths import ROLLOUTS
 from support.read_rollouts import read_trajectories
 from support.readings import chats, reasons, turns
-from treepack.calls.event_views import EventView, command_output
+from treepack.calls.event_views import command_output
 from treepack.errors import TreepackError
 from treepack.files.input_files.records import Record
 from treepack.formats.agents.openhands import openhands
@@ -141,14 +141,6 @@ def test_the_text_of_a_result_is_what_the_sdk_sends(observation: Event, words: s
     assert only_turns(*events)[2] == ("tool", expected, 0.0)
 
 
-def test_the_instruction_of_a_benchmark_is_the_first_message_if_the_events_have_none() -> None:
-    events = [acted("a", "r", "T"), result("a", content=text("x")), said("u", "user", "q"), said("b", "assistant", "d")]
-    items = read(*events, instruction="I")
-    ((trajectory, content),) = chats(items)
-    assert turns(content)[0] == ("user", "I", 0.0)
-    assert openhands.SYSTEM_NOTE in trajectory.notes
-
-
 @pytest.mark.parametrize("response", [["r"], 1, True, {"id": "r"}, None, ""])
 def test_a_response_whose_name_is_not_text_is_refused(response: Any) -> None:
     action = event("a", "ActionEvent", thought=[{"type": "text", "text": "A"}], tool_call=None, llm_response_id="r")
@@ -187,15 +179,6 @@ def test_one_file_per_event_is_one_conversation(tmp_path: Path) -> None:
     assert trajectory.trajectory_id == "conversation-1"
     assert [words for _, words, _ in turns(content)] == ["q", "T", "x", "d"]
     assert reasons(items) == ["read with event-00000"] * 3
-
-
-def test_a_summary_comes_before_the_events_that_are_left() -> None:
-    view = EventView()
-    for name in (1, 2, 3, 4):
-        view.add(name, {"role": "user", "content": str(name)})
-    view.forget({2, 3}, "S", 1)
-    view.answer(5, {"role": "assistant", "content": "A"}, name=None)
-    assert [message["content"] for message in view.log.calls[0].prompt] == ["1", "S", "4"]
 
 
 PART = '{"type": "text", "text": "hi"}'

@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
-from support.paths import ROLLOUTS
-from support.read_rollouts import read_trajectories
 from support.readings import only_chat, read_as, read_whole, reasons
 from treepack.trajectory import Skipped
-
-SAMPLE = ROLLOUTS / "openinference"
 
 
 def read(*values: dict[str, Any], **options: Any) -> list[Any]:
@@ -34,22 +26,6 @@ def span(attributes: dict[str, Any], number: int = 1, **more: Any) -> dict[str, 
 ASK = {"role": "user", "content": "2 + 3?"}
 FIVE = {"role": "assistant", "content": "5"}
 CALL = flat("llm.input_messages", ASK) | flat("llm.output_messages", FIVE)
-
-
-def test_rows_of_parquet_are_read_as_rows_of_json(tmp_path: Path) -> None:
-    rows = [json.loads(line) for line in (SAMPLE / "rows.jsonl").read_text().splitlines()]
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
-    (_, tabular), (_, text) = (
-        only_chat(list(read_trajectories([path]))) for path in (tmp_path / "rows.parquet", SAMPLE / "rows.jsonl")
-    )
-    assert tabular == text
-
-
-def test_indices_are_numbers_and_may_have_gaps() -> None:
-    messages = {f"llm.input_messages.{i}.message.role": "user" for i in (2, 10, 1)}
-    messages |= {f"llm.input_messages.{i}.message.content": str(i) for i in (2, 10, 1)}
-    _, content = only_chat(read(span(messages | flat("llm.output_messages", FIVE))))
-    assert [each["content"] for each in content.messages] == ["1", "2", "10", "5"]
 
 
 def test_items_of_one_response_are_one_turn_and_several_answers_are_several() -> None:
@@ -112,32 +88,10 @@ def test_an_attribute_that_is_not_understood_is_noted() -> None:
     assert sorted(trajectory.notes) == [f"field 'attributes.{name}' not used" for name in names]
 
 
-def test_calls_of_one_trace_with_and_without_a_session_are_noted() -> None:
-    items = read(span(CALL | {"session.id": "v"}), span(CALL, 2), span(CALL, 3) | {"context": {"trace_id": "u"}})
-    assert [(item.trajectory_id, item.notes) for item in items] == [
-        ("v", ("calls of one trace in several conversations",)),
-        ("t", ("calls of one trace in several conversations",)),
-        ("u", ()),
-    ]
-
-
 def test_spans_without_a_trace_are_not_joined() -> None:
     items = read(*(span(CALL, number) | {"context": {"span_id": f"s{number}"}} for number in (1, 2)))
     assert [item.trajectory_id for item in items] == ["r.jsonl:1/s1", "r.jsonl:2/s2"]
     assert {item.notes for item in items} == {("span without a trace",)}
-
-
-@pytest.mark.parametrize(
-    ("value", "detail"),
-    [
-        (span(CALL | {"session.id": ["v"]}), 'session.id is ["v"]; expected an id, which is text or a number'),
-        (span(CALL) | {"context": {"trace_id": True}}, "trace_id is true; expected an id, which is text or a number"),
-        (span(CALL, start_time=True), "start_time is true; expected a time"),
-    ],
-)
-def test_an_id_that_is_no_text_damages_the_span(value: dict[str, Any], detail: str) -> None:
-    (item,) = read(value)
-    assert (item.reason, item.detail) == ("conversation with a damaged span", f"r.jsonl:1: {detail}")
 
 
 def test_an_attribute_does_not_hide_a_longer_one() -> None:
@@ -176,16 +130,6 @@ def test_a_message_that_is_not_understood_skips_its_conversation_only(answer: di
 def test_a_call_whose_response_is_empty_trains_nothing() -> None:
     value = span(flat("llm.input_messages", ASK) | flat("llm.output_messages", {"role": "assistant", "content": ""}))
     assert reasons(read(value)) == ["no call with a response"]
-
-
-def test_equal_parts_of_a_text_are_all_kept() -> None:
-    parts = {
-        f"contents.{i}.message_content.{key}": value for i in (0, 1) for key, value in (("type", "text"), ("text", "5"))
-    }
-    _, content = only_chat(
-        read(span(flat("llm.input_messages", ASK) | flat("llm.output_messages", {"role": "assistant"} | parts)))
-    )
-    assert content.messages[-1]["content"] == "55"
 
 
 def test_a_call_that_two_libraries_log_is_read_once() -> None:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from support.paths import ROLLOUTS, SAMPLE_DATA
-from support.read_rollouts import read_trajectories, tokenize
-from support.readings import only, tokens_of
+from support.paths import ROLLOUTS
+from support.read_rollouts import read_trajectories
+from support.readings import only
 from support.tempered import token_temperatures
 from treepack.calls.chat_calls import ChatCall, read_chats
 from treepack.calls.token_calls import TokenCall, read_calls
@@ -20,8 +19,6 @@ from treepack.errors import TreepackError
 from treepack.files.input_files.records import Record
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.trajectory import Chat, Tokens, Trajectory
-
-TOKENIZER = str(SAMPLE_DATA / "tokenizer")
 
 
 def temperatures(item: Trajectory) -> set[str]:
@@ -128,28 +125,6 @@ def conversation() -> list[ChatCall]:
         ChatCall([user], [first], temperature=0.5),
         ChatCall([user, first, more], [second], temperature=1.0),
     ]
-
-
-def tokenized(calls: list[ChatCall], **options: Any) -> list[Trajectory]:
-    items = tokenize(read_chats(record(), calls, ReadOptions()), tokenizer=TOKENIZER, **options)
-    return [item for item in items if isinstance(item, Trajectory)]
-
-
-def test_tokens_of_a_conversation_have_the_temperature_of_their_turn() -> None:
-    (whole,) = tokenized(conversation())
-    first, second = tokenized(conversation(), expand="turns")
-    assert (first.temperature, second.temperature) == (0.5, 1.0)
-    expected = [0.5] * tokens_of(first).num_trained + [1.0] * tokens_of(second).num_trained
-    assert token_temperatures(whole).tolist() == expected
-
-
-def test_an_unknown_temperature_of_a_turn_is_missing_from_its_tokens_only() -> None:
-    first, second = conversation()
-    (whole,) = tokenized([replace(first, temperature=None), second])
-    values = token_temperatures(whole)
-    boundary = int(tokens_of(whole).ends[0] - tokens_of(whole).starts[0])
-    assert np.isnan(values[:boundary]).all()
-    assert (values[boundary:] == 1).all()
 
 
 def test_an_impossible_temperature_of_a_call_names_the_call() -> None:

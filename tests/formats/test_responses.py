@@ -67,11 +67,6 @@ def test_reasoning_text_and_calls_that_follow_each_other_are_one_turn() -> None:
     )
 
 
-@pytest.mark.parametrize("items", [[said("a"), said("b")], [called(), said("b")], [said("a"), thought("b"), said("c")]])
-def test_what_is_out_of_order_begins_the_next_turn(items: list[dict[str, Any]]) -> None:
-    assert [message["role"] for message in messages(items, summaries=True)] == ["assistant", "assistant"]
-
-
 def test_text_is_the_message_of_a_user_and_the_role_of_others_is_kept() -> None:
     assert messages("Hi") == [user("Hi")]
     given_items = [{"role": "developer", "content": [{"type": "input_text", "text": "Be "}, "x"][:1]}, user("Hi")]

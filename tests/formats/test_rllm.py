@@ -62,13 +62,6 @@ def test_token_ids_of_some_steps_only_are_not_mixed_with_text() -> None:
     assert trajectory.notes == (SOME_NOTE,)
 
 
-def test_fields_that_nobody_knows_are_metadata_or_noted() -> None:
-    (trajectory,) = read(episode([{"chat_completions": [USER, ANSWER]}], difficulty=3, signals={"a": 1.0}))
-    assert (trajectory.metadata["difficulty"], trajectory.notes) == (3, ("field 'signals' not used",))
-    session = only(sessions([TRACES[0] | {"region": "eu"}]))
-    assert session.metadata["region"] == "eu"
-
-
 def test_an_episode_without_anything_generated_is_skipped() -> None:
     assert items(episode([])) == [Skipped("e.json", "no call with a response")]
     assert items(episode([]) | {"trajectories": []}) == [Skipped("e.json", "episode without a trajectory")]
@@ -102,13 +95,6 @@ def test_prompts_are_found_by_parents_in_whatever_order_the_traces_are() -> None
     trajectories = [item for item in sessions(chain) if isinstance(item, Trajectory)]
     assert sum(len(back(item)[1]) for item in trajectories) == 12
     assert max((back(item)[0] for item in trajectories), key=len) == prompt[:-1]
-
-
-def test_traces_without_token_ids_are_read_as_messages_with_their_tools() -> None:
-    tools = [{"type": "function", "function": {"name": "f"}}]
-    changed = {"completion_token_ids": [], "raw_request": {"tools": tools}}
-    trajectory = only(sessions([trace | changed for trace in TRACES if trace["session_id"] == "s1"]))
-    assert (chat_of(trajectory).message_weights, chat_of(trajectory).tools) == ([0.0, 1.0, 0.0, 1.0], tools)
 
 
 def test_metadata_of_a_session_says_what_it_says_of_the_rollout() -> None:

@@ -14,7 +14,7 @@ from support.read_rollouts import read_trajectories
 from support.readings import Items, chats, read_as, read_value, read_whole, reasons, said_in, turns
 from treepack.errors import TreepackError
 from treepack.formats.evaluations import tau2
-from treepack.trajectory import Skipped, Trajectory
+from treepack.trajectory import Skipped
 
 HEADER = {"type": "session", "version": 3, "id": "S", "timestamp": "t", "cwd": "/w"}
 
@@ -64,37 +64,6 @@ def test_a_pi_session_without_branches_is_one_trajectory() -> None:
         {"role": "tool", "content": "x", "name": "ls", "tool_call_id": "c"},
     ]
     assert content.message_weights == [0.0, 1.0, 0.0, 1.0]
-
-
-def test_a_branch_of_a_pi_session_begins_a_trajectory_whose_shared_turns_are_trained_once() -> None:
-    other = [entry("b", "A", "user", text("b")), entry("B", "b", "assistant", text("B"))]
-    late = entry("C", "A", "assistant", text("C"))
-    assert said_in(read_pi(*linear("qA"), *other, late), "") == {"S/turn-1": "qAbB", "S/turn-3": "qaC"}
-
-
-def test_behind_a_compaction_a_pi_session_goes_on_from_the_summary_and_what_was_kept() -> None:
-    summary = entry("s", "B", type="compaction", summary="z", firstKeptEntryId="b")
-    after = [entry("c", "s", "user", text("c")), entry("C", "c", "assistant", text("C"))]
-    trajectories = read_pi(*linear("qAbB"), summary, *after)
-    summed = "summary of the conversation so far:\n\nz"
-    assert said_in(trajectories, "") == {"S/turn-1": "qAbB", "S/turn-3": f"{summed}bbcC"}
-
-
-def test_a_pi_session_of_version_1_has_entries_in_the_order_of_its_lines() -> None:
-    lines = [{name: field for name, field in each.items() if name not in ("id", "parentId")} for each in linear("qAbB")]
-    kept = {"type": "compaction", "summary": "z", "firstKeptEntryIndex": 3}
-    last = {"type": "message", "message": {"role": "assistant", "content": text("C")}}
-    messages = said_in(read_pi(*lines, kept, last), "")
-    assert messages == {"S/turn-1": "qAbB", "S/turn-3": "summary of the conversation so far:\n\nzbbC"}
-
-
-def test_what_was_broken_off_in_a_pi_session_is_neither_trained_nor_read() -> None:
-    entries = linear("qAb")
-    broken = entry("X", "b", "assistant", text("X"), stopReason="aborted")
-    empty = entry("Y", "X", "assistant", [], stopReason="stop")
-    items = read_pi(*entries, broken, empty, entry("B", "Y", "assistant", text("B")))
-    assert said_in(items, "") == {"S": "qAbB"}
-    assert [item.notes for item in items if isinstance(item, Trajectory)] == [("interrupted or failed turn not used",)]
 
 
 def test_calls_behind_an_image_are_left_out_of_a_pi_session() -> None:
@@ -253,21 +222,6 @@ def test_the_agent_of_tau2_does_not_see_what_the_user_does_with_tools() -> None:
     assert content.messages[2]["tool_calls"] == [called]
     assert content.messages[3] == {"role": "tool", "content": "a", "name": "a", "tool_call_id": "a"}
     assert trajectory.notes == ()
-
-
-def test_an_agent_that_begins_without_a_user_is_trained_but_for_its_stop_mark() -> None:
-    calls = [{"id": "a", "name": "a", "arguments": {}}]
-    first = {"role": "assistant", "content": None, "tool_calls": calls}
-    value = tau2_run(simulation(first, {"role": "assistant", "content": "###STOP###"}))
-    ((_, content),) = chats(read_value(tau2.read_tau2, value))
-    assert content.message_weights == [0.0, 1.0, 0.0]
-
-
-def test_the_messages_that_a_task_begins_with_are_not_trained() -> None:
-    value = tau2_run(simulation(ASK, HELLO, ASK, ANSWER))
-    value["tasks"] = [{"id": "2"}, {"id": "3", "initial_state": {"message_history": [ASK, HELLO]}}]
-    ((_, content),) = chats(read_value(tau2.read_tau2, value))
-    assert content.message_weights == [0.0, 0.0, 0.0, 0.0, 1.0]
 
 
 def test_tools_that_the_run_kept_are_schemas() -> None:

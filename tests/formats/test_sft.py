@@ -61,23 +61,6 @@ def test_rounds_of_text_come_back_as_they_were_given(query: str, response: str, 
     assert turns(read("ms-swift", {"conversation": conversation})[0][1]) == turns(content)
 
 
-def test_messages_of_chat_are_taken_as_they_are() -> None:
-    said = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes", "trainable": False}]
-    ((_, content),) = read("sharegpt", {"conversations": [*said, {"from": "gpt", "value": "Hm"}]})
-    assert turns(content) == [("user", "Hi", 0.0), ("assistant", "Yes", 0.0), ("assistant", "Hm", 1.0)]
-
-
-def test_a_turn_of_sharegpt_may_have_no_weight() -> None:
-    said = [
-        {"from": "human", "value": "Hi"},
-        {"from": "gpt", "value": "Hm", "weight": 0},
-        {"from": "gpt", "value": "Yes"},
-    ]
-    ((trajectory, content),) = read("sharegpt", {"conversations": said, "kto_tag": True})
-    assert content.message_weights == [0.0, 0.0, 1.0]
-    assert trajectory.reward == 1.0
-
-
 PAIRS: list[tuple[Any, dict[str, Any]]] = [
     ("alpaca", {"id": "p", "instruction": "Q", "chosen": "A", "rejected": "B"}),
     (
@@ -216,10 +199,3 @@ def test_fields_of_turns_of_sharegpt_are_marks_or_counted() -> None:
     ((trajectory, content),) = read("sharegpt", {"conversations": said})
     assert content.message_weights == [0.0, 0.0, 1.0]
     assert trajectory.notes == ("message field 'emotion' not used",)
-
-
-def test_marks_of_messages_of_llama_factory_decide_too() -> None:
-    said = {"role": "assistant", "content": [{"type": "text", "value": "A"}]}
-    asked = {"role": "user", "content": [{"type": "text", "value": "Q"}]}
-    ((_, content),) = read("llama-factory", {"messages": [asked, said | {"train": "0"}, said | {"loss_weight": 0.5}]})
-    assert content.message_weights == [0.0, 0.0, 0.5]

@@ -111,10 +111,3 @@ def test_without_torch_its_files_are_refused_in_one_sentence(monkeypatch: pytest
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(TreepackError, match="is a file of PyTorch, which is not installed; run pip install"):
         read_torch(b"PK\x03\x04", "r.pt")
-
-
-def test_numbers_of_half_precision_are_widened() -> None:
-    stream = io.BytesIO()
-    torch.save({"a": torch.tensor([0.5], dtype=torch.bfloat16), "b": (np.float32(2), torch.tensor(3))}, stream)
-    value = read_torch(stream.getvalue(), "r.pt")
-    assert (value["a"].dtype, value["a"].tolist(), value["b"]) == (np.float32, [0.5], [2.0, 3])

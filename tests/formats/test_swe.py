@@ -69,13 +69,6 @@ def swe_run(*steps: tuple[dict[str, Any], dict[str, Any]], history: list[dict[st
 A, B, C = reply("a", "ls"), reply("b", "cat"), reply("c", "submit")
 
 
-def test_calls_whose_exact_prompts_continue_each_other_are_one_trajectory() -> None:
-    history = [SYSTEM, ASKED, A, seen("1"), B, seen("2")]
-    ((trajectory, content),) = chats(swe_run((A, {"query": history[:2]}), (B, {"query": history[:4]}), history=history))
-    assert trajectory.trajectory_id == "r/t"
-    assert [weight for *_, weight in turns(content)] == [0.0, 0.0, 1.0, 0.0, 1.0]
-
-
 def test_a_shortened_observation_begins_a_trajectory() -> None:
     opening = [SYSTEM, ASKED]
     parts = [opening, [*opening, A, seen("long")], [*opening, A, seen("short"), B, seen("2")]]
@@ -109,12 +102,6 @@ def test_tool_calls_come_from_the_history_and_are_answered_by_their_id() -> None
     assert trajectory.notes == ("refused reply without its tool calls in the file not used",)
 
 
-def test_a_step_that_no_model_made_has_no_call() -> None:
-    gave_up = reply("Exit due to cost limit", "")
-    pairs = chats(swe_run((A, {"query": [ASKED]}), (gave_up, {"query": [{}]}), history=[ASKED, A, seen("1"), gave_up]))
-    assert [turns(content) for _, content in pairs] == [[("user", "Q", 0.0), ("assistant", "a", 1.0)]]
-
-
 def test_the_messages_of_version_1_0_are_those_behind_the_reply() -> None:
     refused, opening = reply("bad", ""), [SYSTEM, ASKED]
     after_a = [*opening, A, seen("1")]
@@ -127,14 +114,6 @@ def test_the_messages_of_version_1_0_are_those_behind_the_reply() -> None:
     assert [text for _, text, _ in turns(pairs[0][1])] == ["S", "Q", "a", "1", "b"]
     assert [text for _, text, _ in turns(pairs[1][1])] == ["S", "Q", "a", "short", "b", "2", "bad"]
     assert "call without its prompt in the file not used" in pairs[0][0].notes
-
-
-def test_messages_that_do_not_end_with_the_reply_are_its_prompt() -> None:
-    opening = [SYSTEM, ASKED]
-    steps = [(A, {"messages": opening}), (B, {"messages": [*opening, A, seen("1")]})]
-    ((trajectory, content),) = chats(swe_run(*steps, history=[*opening, A, seen("1"), B]))
-    assert [text for _, text, weight in turns(content) if weight] == ["a", "b"]
-    assert trajectory.notes == ()
 
 
 def test_attempts_are_rollouts_of_one_task() -> None:
@@ -258,15 +237,6 @@ def test_a_round_that_the_next_one_does_not_continue_is_read(tmp_path: Path) -> 
     write(tmp_path / "conversation_round_1.json", "Q", "A")
     write(tmp_path / "conversation_round_2.json", "Q", "B")
     assert [turns(content)[-1][1] for _, content in chats(read_trajectories([tmp_path]))] == ["A", "B"]
-
-
-def test_what_another_conversation_took_over_from_the_rounds_is_not_trained_again(tmp_path: Path) -> None:
-    folder = tmp_path / "lib-1"
-    write(folder / "conversation_round_1.json", "Q", "A", "R")
-    write(folder / "debug_agent_write_patch_1.json", "Q", "A", "R", "P", system="T")
-    _, (trajectory, content) = chats(read_trajectories([folder]))
-    assert (trajectory.trajectory_id, trajectory.group_id) == ("lib-1/debug_agent_write_patch_1", "lib-1")
-    assert [text for _, text, weight in turns(content) if weight] == ["P"]
 
 
 def test_a_file_of_arrays_in_a_folder_is_counted_and_refused_where_it_is_named(tmp_path: Path) -> None:

@@ -80,25 +80,10 @@ def test_paths_of_a_record_are_one_group() -> None:
     assert {item.group_id for item in built(value | {"task_id": 7})} == {"7"}
 
 
-def test_the_last_node_with_a_reward_rewards_its_path() -> None:
-    inner = node("a", node("b", reward=1), node("c"), reward=0.5)
-    value = {"prompt": "p", "reward": 0.25, "children": [inner, node("d")]}
-    assert [item.reward for item in built(value)] == [1.0, 0.5, 0.25]
-    assert text_trees.INNER_NOTE in built(value)[0].notes
-
-
 def test_the_advantage_of_a_leaf_is_read_and_of_an_inner_node_refused() -> None:
     assert [item.advantage for item in built({"prompt": "p", "children": [node("a", advantage=2)]})] == [2.0]
     with pytest.raises(TreepackError, match="above a leaf has an advantage"):
         read({"prompt": "p", "children": [node("a", node("b"), advantage=2)]})
-
-
-def test_texts_without_a_role_continue_the_turn_and_a_role_begins_one() -> None:
-    user = [{"role": "user", "content": "q"}]
-    chain = node("a", node("b", node("r", node("c"), role="user")))
-    assert said({"messages": user, "children": [chain]}) == ["user:q assistant:AB user:r assistant:C"]
-    steps = node("a", node("b", role="assistant"), role="assistant")
-    assert said({"messages": user, "children": [steps]}) == ["user:q assistant:A assistant:B"]
 
 
 @pytest.mark.parametrize(
@@ -121,19 +106,6 @@ def test_a_node_says_its_text_under_any_of_these_names(said_by: Node) -> None:
     assert said({"messages": [{"role": "user", "content": "q"}], "children": [said_by]}) == ["user:q assistant:A"]
 
 
-@pytest.mark.parametrize(
-    "asked",
-    [
-        {"prompt": [{"role": "user", "content": "q"}]},
-        {"role": "user", "content": "q"},
-        {"message": {"role": "human", "content": "q"}},
-        {"prompt": "q", "tools": [{"name": "f"}]},
-    ],
-)
-def test_what_the_root_has_is_the_prompt(asked: Node) -> None:
-    assert said(asked | {"children": [{"response": "a"}]}) == ["user:q assistant:A"]
-
-
 def test_the_text_of_a_root_without_a_role_is_the_prompt() -> None:
     assert texts(node("q", node("a"))) == [("q", "a")]
     assert texts({"tree": node("q", node("a"))}) == [("q", "a")]
@@ -143,14 +115,6 @@ def test_the_text_of_a_root_without_a_role_is_the_prompt() -> None:
 def test_earlier_answers_in_the_prompt_are_not_trained() -> None:
     prompt = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}, {"role": "user", "content": "r"}]
     assert said({"messages": prompt, "children": [node("b")]}) == ["user:q assistant:a user:r assistant:B"]
-
-
-def test_unused_fields_of_nodes_are_named_once_for_each_record_even_if_nothing_is_built() -> None:
-    value = {"prompt": "q", "children": [node("a", visits=1), node("b", visits=2, state={"x": 1})]}
-    notes = [item.notes for item in built(value)]
-    assert notes == [("node field 'visits' not used", "node field 'state' not used"), ()]
-    empty = {"prompt": "q", "children": [{"reward": 1, "visits": 3}]}
-    assert reasons(read(empty)) == [f"{text_trees.NO_ANSWER}; node field 'visits' not used"]
 
 
 def test_the_name_of_a_node_without_a_role_is_no_part_of_a_message() -> None:

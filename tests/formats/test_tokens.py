@@ -175,13 +175,6 @@ def test_all_tokens_are_trained_only_if_asked_for() -> None:
     )
 
 
-def test_a_loss_mask_of_other_numbers_gives_span_weights() -> None:
-    result = content({"input_ids": IDS, "loss_mask": [0, 0.5, 0.5, 2]})
-    assert result.starts.tolist() == [1, 3]
-    assert result.span_weights.tolist() == [0.5, 2.0]
-    assert content({"input_ids": IDS, "loss_mask": [0.5, 0.5, 0, 0]}).starts.tolist() == [1]
-
-
 def test_a_prompt_mask_of_zeros_then_ones_is_padding_and_of_one_kind_means_nothing() -> None:
     assert content(PAIR | {"prompt_mask": [0, 1]}).tokens.tolist() == [6, 7, 8]
     for mask in ([0, 0], [1, 1]):

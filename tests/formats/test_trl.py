@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from support.paths import ROLLOUTS
-from support.read_rollouts import read_trajectories
 from support.readings import chats, read_whole, reasons, refusal_as, trajectories
 from treepack.errors import TreepackError
 from treepack.formats.trainers.trl_labels import STEPS_NOTE
@@ -96,12 +93,3 @@ def test_a_skipped_sequence_does_not_hide_the_others() -> None:
     assert skipped == Skipped("r.jsonl:1", "no trained token")
     assert isinstance(kept, Trajectory)
     assert (kept.trajectory_id, kept.source) == ("r.jsonl:1/sequence-2", "r.jsonl:1")
-
-
-def test_every_group_of_preference_files_is_one_pair(tmp_path: Path) -> None:
-    sample = ROLLOUTS / "trl-preference.jsonl"
-    rewards: dict[str | None, list[float | None]] = {}
-    for item in read_trajectories([sample]):
-        assert isinstance(item, Trajectory)
-        rewards.setdefault(item.group_id, []).append(item.reward)
-    assert list(rewards.values()) == [[1.0, 0.0]] * 4

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -101,14 +100,6 @@ def test_a_log_that_is_not_read_is_refused_by_the_name_of_its_program(program: s
         detect_format(Record("log.jsonl:1", "log.jsonl", value))
     remedy = next(each.remedy for each in UNREAD if each.name == program)
     assert str(caught.value) == f"log.jsonl:1: is an export of {program}, which treepack does not read; {remedy}"
-
-
-def test_a_later_line_that_looks_like_a_format_does_not_hide_the_program(tmp_path: Path) -> None:
-    lines = [RECORDS["gemini --output-format stream-json"][0], {"type": "message", "role": "user", "content": "q"}]
-    path = tmp_path / "log.jsonl"
-    path.write_text("".join(json.dumps(each) + "\n" for each in lines))
-    with pytest.raises(TreepackError, match="is an export of gemini --output-format stream-json"):
-        list(read_trajectories([path]))
 
 
 def test_a_line_with_one_message_is_refused_with_the_form_of_a_record(tmp_path: Path) -> None:

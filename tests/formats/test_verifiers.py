@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from support.paths import ROLLOUTS
 from support.read_rollouts import read_trajectories
-from support.readings import Items, chat_of, read_as, tokens_of, trajectories
+from support.readings import Items, chat_of, read_as, trajectories
 from support.token_rollouts import back
 from treepack.calls.rollout_names import SPLIT_NOTE
 from treepack.errors import TreepackError
@@ -77,14 +77,6 @@ def test_each_path_of_the_graph_is_a_trajectory_of_exact_ids() -> None:
     assert (first.metadata["agent"], first.metadata["model"]) == ("agent", "qwen3-8b")
 
 
-def test_log_probabilities_of_the_trainer_are_the_old_ones() -> None:
-    (item,) = traces(episode([node(None, [1]), node(0, [2, 3], 1, logprobs=[-0.5], trainer_logprobs=[-0.25])]))
-    content = tokens_of(item)
-    assert content.old_logprob is not None
-    assert content.old_logprob.tolist() == [-0.25]
-    assert back(item)[2] == [-0.5]
-
-
 def test_the_tools_of_a_path_are_those_of_its_root() -> None:
     one = {"name": "f", "parameters": {}}
     talk = [node(None, [], tools=[one]), node(0, []), node(None, []), node(2, [])]
@@ -121,20 +113,6 @@ def test_token_ids_of_some_messages_only_are_not_mixed_with_text() -> None:
     (trajectory,) = traces(without_tokens(EPISODES[1], keep=(0, 1, 2)))
     assert isinstance(trajectory.content, Chat)
     assert PARTIAL_NOTE in trajectory.notes
-
-
-def test_an_answer_that_was_put_there_is_not_trained() -> None:
-    demonstration = node(0, [2, 3], 1) | {"sampled": False}
-    (trajectory,) = traces(episode([node(None, [1]), demonstration, node(1, [4]), node(2, [5], 1)]))
-    assert back(trajectory)[:2] == ([1, 2, 3, 4, 5], [4])
-
-
-def test_rewards_that_were_not_scored_are_left_out() -> None:
-    nodes = [node(None, [1]), node(0, [2], 1)]
-    (trajectory,) = traces(episode(nodes, rewards={"a": {"score": 0.5, "weight": 2.0}, "b": None}))
-    assert trajectory.reward == 1.0
-    (trajectory,) = traces(episode(nodes, rewards={"a": None}))
-    assert trajectory.reward is None
 
 
 def test_fields_that_nobody_knows_are_metadata_or_noted() -> None:
@@ -180,15 +158,6 @@ def test_every_sampled_token_is_trained_once_behind_its_own_path(nodes: list[dic
         expected += [prefix[: start + i + 1] for i, flag in enumerate(each["mask"]) if flag]
     paths = [back(item) for item in traces(episode(nodes))]
     assert sorted(ids[: place + 1] for ids, trained, _, _ in paths for place in trained) == sorted(expected)
-
-
-def test_steps_without_tokens_are_joined_by_their_messages() -> None:
-    value = copy.deepcopy(RESULTS[0])
-    for step in value["trajectory"]:
-        step["tokens"] = None
-    (trajectory,) = read_results(value)
-    assert chat_of(trajectory).message_weights == [0.0, 0.0, 1.0, 0.0, 1.0]
-    assert chat_of(trajectory).messages[2]["tool_calls"][0]["function"]["name"] == "grep"
 
 
 def test_a_line_without_steps_is_its_prompt_and_completion() -> None:

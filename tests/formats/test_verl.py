@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -22,14 +20,6 @@ ROW = {"prompts": [0, 7], "responses": [8, 0], "attention_mask": [0, 1, 1, 0], "
 
 def one(name: str, value: dict[str, Any]) -> Trajectory:
     return only(read_as(name, value))
-
-
-def test_rows_of_parquet_are_read_like_lines(tmp_path: Path) -> None:
-    rows = [ROW | {"uid": "g", "reward_model": {"style": "rule", "ground_truth": "4"}, "rm_scores": [0.0, 1.0]}]
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
-    trajectory = only(read_trajectories([tmp_path]))
-    assert back(trajectory) == ([7, 8], [1], None, 1.0)
-    assert trajectory.metadata == {"ground_truth": "4"}
 
 
 def test_a_batch_of_columns_reads_like_its_rows(tmp_path: Path) -> None:

@@ -14,9 +14,7 @@ from treepack.ingest.readers.format import Format
 from treepack.ingest.readers.kinds import (
     ANY,
     LIST,
-    OBJECTS,
     TEXT,
-    Fields,
     Requirement,
     ValueKind,
     each,
@@ -75,13 +73,6 @@ def test_a_kind_holds_for_its_values_only(kind: ValueKind, values: list[Any], ot
 @pytest.mark.parametrize(("kind", "holds"), [(ANY, False), (LIST, False), (no(LIST), True), (optional(LIST), True)])
 def test_an_absent_field_is_no_value(kind: ValueKind, holds: bool) -> None:
     assert has_fields({}, [{"x": kind}]) is holds
-
-
-def test_a_path_leads_through_objects_and_a_tuple_requires_one_of_its_names() -> None:
-    fields: Fields = {"state.history": OBJECTS, ("infos", "accs"): LIST}
-    assert has_fields({"state": {"history": []}, "accs": []}, [fields])
-    assert not has_fields({"state": {"history": []}}, [fields])
-    assert not has_fields({"state": [{"history": []}], "accs": []}, [fields])
 
 
 def test_a_refusal_of_a_function_names_the_program() -> None:

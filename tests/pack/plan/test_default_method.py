@@ -13,7 +13,6 @@ from support import strategies
 from support.plan_costs import Cost, cost_of
 from support.strategies import make, tree_of
 from treepack.errors import TreepackError
-from treepack.pack.plan.alternatives import best_final_rows
 from treepack.pack.plan.auto import TOKENS_TO_STOP, auto
 from treepack.pack.plan.bounds.counting import passes
 from treepack.pack.plan.check import check_plan
@@ -177,17 +176,3 @@ def merged(trie: Trie, items: Int64, limits: RowLimits) -> Int64:
     steps = np.zeros(int(items.max()) + 1, np.int64)
     steps[items] = trie.step_rank
     return merge_rows(row_sizes(trie, items, len(steps)), steps, limits)[items]
-
-
-def test_nothing_is_tried_where_nothing_can_be_better() -> None:
-    trie = stars(0)
-    limits, calls = RowLimits(1000), []
-
-    def finish(items: Int64) -> Int64:
-        calls.append(items)
-        return merged(trie, items, limits)
-
-    alone = trie.tree_id[trie.end_node].astype(np.int64)
-    options = {"lower_bound": trie.tokens_tree, "multiple_of": 1}
-    row_of = best_final_rows(trie, shapes_of_trees(trie), limits, alone, finish, **options)
-    assert (len(calls), int(row_of.max())) == (1, 0)

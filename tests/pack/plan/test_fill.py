@@ -132,17 +132,6 @@ def test_every_step_has_a_multiple_of_rows_within_all_limits(
         assert len(np.unique(plan.row_of[trie.step_rank == step])) % multiple_of == 0
 
 
-@given(sizes=st.lists(st.integers(4, 12), min_size=1, max_size=3), multiple_of=st.integers(2, 4))
-def test_rows_of_a_step_come_with_the_most_pairs_first(sizes: list[int], multiple_of: int) -> None:
-    trie = by_steps(sizes)
-    plan = plan_rows(trie, capacity=14, multiple_of=multiple_of)
-    pairs = check_plan(trie, plan).row_pairs
-    steps = np.zeros(plan.num_rows, np.int64)
-    steps[plan.row_of] = trie.step_rank
-    assert (np.diff(steps) >= 0).all()
-    assert (np.diff(pairs)[np.diff(steps) == 0] <= 0).all()
-
-
 def test_merged_rows_come_apart_before_any_is_split() -> None:
     trie = build_trie([make(f"t{i}", [i] * 4) for i in range(8)])
     assert plan_rows(trie, capacity=16).num_rows == 2

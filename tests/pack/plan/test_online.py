@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -21,7 +20,6 @@ from treepack.pack.plan.check import check_plan
 from treepack.pack.plan.methods.online import arrival_order
 from treepack.pack.plan.planning import plan_rows
 from treepack.pack.plan.problem import RowLimits
-from treepack.pack.row import Row, row_counts, row_totals
 from treepack.pack.rows import pack_rows
 from treepack.trajectory import Trajectory
 from treepack.trie.builders.in_memory import build_trie
@@ -70,13 +68,6 @@ def grouped(row_of: Iterable[int]) -> set[tuple[int, ...]]:
     for i, row in enumerate(row_of):
         rows.setdefault(row, []).append(i)
     return {tuple(members) for members in rows.values()}
-
-
-def totals_of(rows: list[Row], capacity: int) -> dict[str, float]:
-    counted: Counter[str] = Counter()
-    for row in rows:
-        counted.update(row_counts(row))
-    return row_totals(counted, capacity=capacity)
 
 
 some_limits = st.builds(RowLimits, st.integers(9, 30), st.none() | st.integers(45, 120), st.none() | st.integers(8, 20))

@@ -94,16 +94,6 @@ def test_the_text_of_a_system_message_may_be_its_system_prompt(tmp_path: Path) -
     assert item.notes == ()
 
 
-def test_a_list_of_responses_is_one_group(tmp_path: Path) -> None:
-    value = {"prompt": "2 + 2?", "responses": ["4", "5"], "rewards": [1.0, 0.0]}
-    both = items(tmp_path, value)
-    assert [(each.content, each.reward) for each in both if isinstance(each, Trajectory)] == [
-        (PromptCompletion("2 + 2?", "4"), 1.0),
-        (PromptCompletion("2 + 2?", "5"), 0.0),
-    ]
-    assert {each.group_id for each in both} == {f"{tmp_path}/r.jsonl:1"}
-
-
 def test_numbers_of_tokens_are_not_token_ids(tmp_path: Path) -> None:
     assert "has no known format" in refusal(tmp_path, {"prompt_tokens": 12, "response_tokens": 3})
 
@@ -210,14 +200,6 @@ def test_calls_and_tools_as_json_texts_are_parsed(tmp_path: Path) -> None:
     assert item.content.messages[2]["tool_call_id"] == "c"
     assert item.content.tools == [tool]
     assert item.notes == ()
-
-
-@pytest.mark.parametrize(
-    ("prompt", "completion"),
-    [("Write a chat as JSON.", json.dumps([ANSWER])), ('[{"a": 1}]', '[{"b": 2}]'), ("[not JSON", "{")],
-)
-def test_prose_and_json_that_is_no_conversation_stay_text(tmp_path: Path, prompt: str, completion: str) -> None:
-    assert one(tmp_path, {"prompt": prompt, "completion": completion}).content == PromptCompletion(prompt, completion)
 
 
 def test_a_pair_as_json_text_is_a_pair_of_conversations(tmp_path: Path) -> None:

@@ -83,16 +83,6 @@ def test_a_file_or_an_object_gives_the_same_map_as_text(tmp_path: Path) -> None:
     assert column_map(text).line == text
 
 
-def test_text_of_a_prompt_stays_text_and_the_text_of_a_question_is_a_message_of_the_user() -> None:
-    assert one("prompt=p,answer=a", {"p": "Bolts?", "a": "Seven."}).content == PromptCompletion("Bolts?", "Seven.")
-    value = {"p": "Bolts?", "more": "In box A.", "a": "Seven.", "sys": "Be brief."}
-    assert turns(chat_of(one("question=p+more?+none?,answer=a,system_prompt=sys", value))) == [
-        ("system", "Be brief.", 0.0),
-        ("user", "Bolts?\nIn box A.", 0.0),
-        ("assistant", "Seven.", 1.0),
-    ]
-
-
 def test_scalars_are_read_from_their_columns_and_other_fields_are_kept_or_named() -> None:
     value = {
         "turns": TURNS,
@@ -221,13 +211,6 @@ def test_calls_results_and_reasoning_are_read_from_their_columns() -> None:
         "column calls=act in no message",
         "message field 'acts' not used",
     )
-
-
-def test_a_pair_is_read_from_its_columns() -> None:
-    value = {"ask": "Name a bolt.", "good": "M6", "bad": "A nut."}
-    good, bad = items("question=ask,chosen=good,rejected=bad", value)
-    assert [turns(chat_of(each))[1][1] for each in (good, bad)] == ["M6", "A nut."]
-    assert [each.reward for each in (good, bad) if isinstance(each, Trajectory)] == [1.0, 0.0]
 
 
 def test_ignored_fields_are_counted_and_other_content_is_refused() -> None:

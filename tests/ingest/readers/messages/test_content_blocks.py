@@ -7,12 +7,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treepack.calls.chat_records import read_chat
-from treepack.files.input_files.records import Record
-from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.messages.content_blocks import split_blocks
 from treepack.ingest.readers.messages.normal_form import normalise_messages
-from treepack.trajectory import Chat, Skipped, Trajectory
 
 SOURCE = "log.jsonl:3"
 SIGNED = {"type": "thinking", "thinking": "", "signature": "c2ln"}
@@ -22,20 +18,12 @@ def text(words: str) -> dict[str, Any]:
     return {"type": "text", "text": words}
 
 
-def use(name: str, **arguments: Any) -> dict[str, Any]:
-    return {"type": "tool_use", "id": f"toolu_{name}", "name": name, "input": arguments}
-
-
 def result(name: str, content: Any, **more: Any) -> dict[str, Any]:
     return {"type": "tool_result", "tool_use_id": f"toolu_{name}", "content": content, **more}
 
 
 def said(*blocks: dict[str, Any], role: str = "assistant") -> dict[str, Any]:
     return {"role": role, "content": list(blocks)}
-
-
-def read(**value: Any) -> list[Trajectory | Skipped]:
-    return list(read_chat(Record(SOURCE, "log.jsonl", value), ReadOptions()))
 
 
 def test_encrypted_reasoning_and_the_mark_of_an_error_are_counted() -> None:
@@ -63,11 +51,3 @@ MESSAGES = st.lists(
 @given(messages=MESSAGES)
 def test_messages_without_blocks_stay_as_they_are(messages: list[dict[str, Any]]) -> None:
     assert split_blocks(messages) == messages
-
-
-def test_only_the_completion_is_trained_if_the_prompt_has_results() -> None:
-    prompt = [said(use("ls")), said(result("ls", "R"), text("Q"), role="user")]
-    (item,) = read(prompt=prompt, completion=[said(text("A"))])
-    assert isinstance(item, Trajectory)
-    assert isinstance(item.content, Chat)
-    assert item.content.message_weights == [0.0, 0.0, 0.0, 1.0]

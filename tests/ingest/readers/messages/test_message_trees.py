@@ -65,14 +65,6 @@ def test_a_message_without_its_parent_and_a_repeated_one_are_counted() -> None:
     assert said(items) == {"q/leaf-0": "user:q assistant:A"}
 
 
-def test_a_deleted_message_is_left_out_with_its_replies_and_a_rejected_answer_is_context() -> None:
-    deleted = message("A", message("r", message("B")), deleted=True)
-    rejected = message("C", message("s", message("D")), review_result=False)
-    items = read_oasst(tree(message("q", deleted, rejected, message("E", review_result=False))))
-    assert said(items) == {"q/leaf-0": "user:q assistant:c user:s assistant:D"}
-    assert set(notes_of(items)) == {openassistant.DELETED_NOTE, openassistant.REJECTED_NOTE}
-
-
 def test_ranks_are_metadata_and_a_label_is_the_reward_on_request() -> None:
     of_object = message("A", labels={"quality": {"value": 0.75, "count": 3}}, rank=1)
     of_lists = message("B", labels={"name": ["spam", "quality"], "value": [0.0, 0.5], "count": [1, 1]}, rank=0)
@@ -140,19 +132,6 @@ def test_thoughts_and_a_call_are_one_message_and_the_tool_answers_it() -> None:
     assert (result["content"], result["tool_call_id"], result["name"]) == ("1", "call00001", "p")
     assert answer["content"] == "A"
     assert chatgpt.RECAP_NOTE in notes_of(items)
-
-
-def test_hidden_context_is_the_system_message_and_empty_messages_are_left_out() -> None:
-    context = {"content_type": "user_editable_context", "user_profile": "p", "user_instructions": "i"}
-    hidden = {"metadata": {"is_visually_hidden_from_conversation": True}}
-    items = read_chatgpt(
-        node("0", None, "system", "", **hidden),
-        node("1", "0", "user", context, **hidden),
-        node("2", "1", "user", "q"),
-        node("3", "2", "assistant", ""),
-        node("4", "3", "assistant", "A"),
-    )
-    assert said(items) == {"C/leaf-0": "system:p\n\ni user:q assistant:A"}
 
 
 def test_a_path_ends_before_an_image_and_a_spoken_text_is_read() -> None:
