@@ -20,7 +20,7 @@ from support.experts import Tiny, exact, poisoned, relative, routed
 from support.oracle_model import tiny_config
 from support.tiny_families import IS_OLD, NOT_COMPARED, tiny_family
 from treepack.model.experts.gated import gated_experts
-from treepack.model.experts.interface import NAME, register_experts, takes_kernels
+from treepack.model.experts.interface import NAME, register_experts
 from treepack.model.experts.routing import sort_pairs
 from treepack.model.experts.weights import cast_once, cast_weight
 from treepack.model.layers import adapt_layers
@@ -181,7 +181,3 @@ def test_compiled_layers_give_the_same_gradients(tmp_path: Path, monkeypatch: py
         out = loaded.model(input_ids=torch.arange(24)[None], subtree_end=end, use_cache=False).logits
         results.append(torch.autograd.grad(out.square().sum(), list(loaded.model.parameters())))
     assert max(relative(a, b) for a, b in zip(*results, strict=True)) < 1e-4
-
-
-def test_the_kernels_refuse_experts_of_another_form() -> None:
-    assert not takes_kernels(Tiny(), torch.zeros(1, 64), torch.bfloat16)  # no GPU

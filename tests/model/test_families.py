@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from transformers import AutoModelForCausalLM
 
 from support.model_table import ACCEPTED, REFUSED, SIZE, Family
 from support.oracle_model import VOCABULARY, Sample, alone, gradients, make_row, worst_error
@@ -34,7 +33,7 @@ from treepack.model.accept.compatibility import check_fits
 from treepack.model.accept.observation import observe
 from treepack.model.collation import batch_logprobs, batch_loss, collate
 from treepack.model.forward import row_loss
-from treepack.model.load import load_model, read_config
+from treepack.model.load import load_model
 from treepack.model.loaded import LoadedModel
 from treepack.model.verify.gradients import verify_gradients
 from treepack.pack.options import PackOptions
@@ -153,23 +152,10 @@ def test_tempered_logprobs_and_entropies_are_those_of_the_logits_of_the_model(ki
     assert worst_error(gradients(model), gradients(plain)) < 1e-9
 
 
-@pytest.mark.parametrize("kind", ["opt", "ernie4_5_moe", "hunyuan_v1_moe"])
-def test_a_loaded_model_has_the_gradients_of_the_plain_one(tmp_path: Path, kind: str) -> None:
-    skip_old(kind)
-    for dtype in (torch.float32, torch.float64):
-        loaded = load_model(saved_config(tmp_path, kind), dtype=dtype)
-        assert verify_gradients(loaded, [make_batch(make_row(SAMPLES))]).passed
-
-
 def saved_config(folder: Path, kind: str, **fields: Any) -> Path:
     path = folder / f"{kind}.json"
     path.write_text(json.dumps(family_config(kind, **fields).to_dict(), default=str))
     return path
-
-
-def without_dropout(folder: Path, kind: str) -> Any:
-    """Return the configuration of `kind` as `load_model` changes it."""
-    return read_config(saved_config(folder, kind))[0]
 
 
 def test_the_threshold_of_phimoes_router_is_no_dropout_and_is_saved_as_it_was(tmp_path: Path) -> None:
@@ -201,32 +187,6 @@ def test_every_type_of_transformers_is_exact_or_refused() -> None:
     assert len(unmade) <= MAX_UNMADE
     assert all(text is None or ("\n" not in text and "model type" in text) for text in outcomes.values())
     assert sum(text is None for text in outcomes.values()) >= 70
-
-
-@pytest.mark.slow
-def test_setting_dropouts_to_zero_changes_no_logits_in_eval_mode(tmp_path: Path) -> None:
-    compared = 0
-    for kind in transformers_types():
-        try:
-            default, changed = family_config(kind), without_dropout(tmp_path, kind)
-            if changed.to_dict() == default.to_dict():
-                continue  # no dropout to set, so both are one model
-            logits = [logits_of(config) for config in (default, changed)]
-        except Exception:  # not made, refused, or not a model of plain text
-            continue
-        assert torch.equal(*logits), kind
-        compared += 1
-    assert compared >= 35
-
-
-def logits_of(config: Any) -> torch.Tensor:
-    with torch.random.fork_rng(), torch.no_grad():
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-        for parameter in model.parameters():
-            parameter.normal_(std=parameter.shape[-1] ** -0.5)
-        logits: torch.Tensor = model(input_ids=torch.tensor([[1, 2, 3, 4, 5]]), use_cache=False).logits
-    return logits
 
 
 # Families whose models are made in no time and that differ most: windows, chunks, sinks, caps, an indexer, experts, and

@@ -23,7 +23,6 @@ from support.oracle_model import (
     VOCABULARY,
     Sample,
     alone,
-    make_row,
     once,
     sample_sets,
     tiny_model,
@@ -177,15 +176,6 @@ def test_a_step_is_the_mean_of_its_normalisation(normalize: str, samples: list[S
     denominator = sum(sum(sample.weights) for sample in weighted)
     assert sum(batch.total_weight for batch in batches) == pytest.approx(denominator, rel=1e-12)
     assert_equal(gradients_of(packed("llama", "reference"), batches), alone(plain("llama"), weighted))
-
-
-@given(samples=sample_sets(), cut=st.integers(1, 6))
-@settings(max_examples=12, derandomize=True, deadline=None)
-def test_any_partition_into_rows_gives_the_same_gradients(samples: list[Sample], cut: int) -> None:
-    assume(has_weight(samples))
-    rows = [make_row(part) for part in (samples[:cut], samples[cut:]) if part]
-    batches = [make_batch(row, multiple=8) for row in rows]
-    assert_equal(gradients_of(packed("gpt2", "reference"), batches), alone(plain("gpt2"), samples))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -73,14 +73,6 @@ def test_a_loaded_model_samples_under_another_attention_and_trains_again(tmp_pat
     assert torch.equal(row_loss(ready, batch), before)
 
 
-def test_rows_beyond_the_limit_of_positions_are_refused_without_the_trainer(tmp_path: Path) -> None:
-    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
-    ready = load_model(tiny_config(tmp_path / "config.json", rope_parameters=rope, max_position_embeddings=12))
-    row = make_batch(make_row([Sample(tuple(range(13)), (0.0,) + (1.0,) * 12)]))
-    with pytest.raises(TreepackError, match=r"path of 13 tokens, .* exact on paths of up to 12, because its dynamic"):
-        row_loss(ready, row)
-
-
 def test_random_weights_leave_the_callers_random_state_alone(tmp_path: Path) -> None:
     before = torch.get_rng_state()
     load_model(tiny_config(tmp_path / "config.json"))
@@ -106,8 +98,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"hidden_size": 16, "num_hidden_layers": 2},
         "its layers compute a selective scan, which has no form on trees",
     ),
-    ("bloom", {"hidden_size": 16, "n_layer": 2, "n_head": 4}, "mask of its own|does not use transformers' attention"),
-    ("openai-gpt", {"n_embd": 16, "n_layer": 2, "n_head": 4}, "does not use transformers' attention"),
     ("bert", SMALL, "not causal|tree attention|alone"),
     ("no_such_model", {}, "cannot load"),
 ]

@@ -21,16 +21,16 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from support.command_line import Run as Command
 from support.oracle_model import packed_directory, worst_error
 from support.rank_processes import Case, train_over
+from support.refusal import refusal
 from support.stored_models import save_stored, save_whole_model, set_quantization
 from support.strategies import make
 from support.tiny_vision import save_vision, tiny_vision
-from treepack import TreepackError
 from treepack.data.dataset import PackedDataset
 from treepack.model.adapters.adapter import assign, initial_weights
 from treepack.model.adapters.lora_options import LoraOptions
 from treepack.model.load import load_model
 from treepack.model.loaded import LoadedModel
-from treepack.model.stored_weights import check_stored, check_types, stored_arguments, stored_kind
+from treepack.model.stored_weights import check_stored, check_types, stored_arguments
 from treepack.model.verify.slope import check_slope
 from treepack.train.early_checks import check_scoring, check_training
 from treepack.train.logprobs import open_scoring, scored_rows
@@ -65,13 +65,6 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return packed_directory(tmp_path_factory.mktemp("data") / "packed", TREES, capacity=32)
-
-
-def refusal(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> str:
-    with pytest.raises(TreepackError) as error:
-        function(*arguments, **keywords)
-    assert "\n" not in str(error.value)
-    return str(error.value)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -349,11 +342,6 @@ def test_two_ranks_train_what_one_process_trains_or_refuse(
             ProcessRaisedException, match=rf"its weights are quantised \({kind}\), which ranks cannot sha"
         ):
             train_over(2, tmp_path, [refused])
-
-
-def test_whole_weights_have_no_kind(stored: Callable[[str], Path]) -> None:
-    assert stored_kind(load_model(stored("whole")).causal.config) is None
-    assert stored_kind({"text_config": {}}) is None
 
 
 def test_a_run_lists_weights_with_and_without_decay(

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from support.online_ranks import OPTIONS, SAMPLES, SHARES, WRAPPERS, loss_of, run_wrapped, tree_model
+from support.online_ranks import SAMPLES, SHARES, WRAPPERS, loss_of, run_wrapped, tree_model
 from support.oracle_model import alone, gradients, tiny_model, worst_error
 from support.oracle_online import MemoryBatch, each_alone
-from treepack.online import agree_on_rows, plan_batch
+from treepack.online import agree_on_rows
 
 
 def of_rank(rank: int) -> tuple[list[Tensor], dict[str, Tensor]]:
@@ -52,8 +52,3 @@ def test_ranks_with_one_and_five_rows_train_as_one_through_every_wrapper(tmp_pat
                 assert worst_error(after, {k: 2 * v for k, v in expected.items()}) < 1e-9, where
             assert worst_error(outcome["loss"], mean(*losses)) < 1e-9, where
             assert worst_error(outcome["padding"], mean(zero, losses[1])) < 1e-9, where
-
-
-def test_the_shares_of_the_ranks_are_one_and_five_rows() -> None:
-    rows = [len(plan_batch([torch.tensor(s) for s in share], options=OPTIONS).rows) for share in SHARES]
-    assert rows == [1, 5]

@@ -129,14 +129,6 @@ def test_batches_without_scored_tokens_or_sequences_give_gradients_of_zero() -> 
         assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
 
 
-def test_a_loss_of_entropies_alone_has_its_gradient() -> None:
-    alone, model = tiny_model("qwen3"), tree_model()
-    torch.autograd.backward(loss_of(each_alone(alone, BATCH)[1], None))
-    _, entropies = tree_logprobs_like(model, LISTS, options=ROWS)
-    torch.autograd.backward(loss_of(entropies, None))
-    assert worst_error(gradients(model), gradients(alone)) < 1e-9
-
-
 def test_entropies_that_are_not_wanted_are_none() -> None:
     model = tree_model()
     logprobs, entropies = tree_logprobs_like(model, LISTS, options=replace(ROWS, with_entropies=False))

@@ -136,11 +136,3 @@ def test_a_tree_without_early_ends_has_the_papers_budget_at_every_level(first: i
     (tree,) = grow(SimulatedEngine(fixed_length(64)), options)
     at_depth = np.bincount([node.depth for node in tree.nodes()])
     assert at_depth.tolist() == [1] + [min(16, first * branches**level) for level in range(8)]
-
-
-def test_paths_that_ended_transfer_their_budget_to_the_active_ones() -> None:
-    options = TreeOptions(width=8, segment=8, depth=None, max_tokens=64, fallback="none")
-    trees = grow(SimulatedEngine(fixed_length(8, 64)), options, 8)
-    # One of the two first paths ends: the other one has all 2**2 of the next level, then the rest of the width.
-    tree = next(tree for tree in trees if [node.finish for node in tree.root.children].count(None) == 1)
-    assert np.bincount([node.depth for node in tree.nodes()])[:5].tolist() == [1, 2, 4, 7, 7]

@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from support.command_line import Run
 from support.maze import PROMPT, Maze, SnapshotMaze, maze_engine, reward_of
 from support.refusal import refusal
 from treepack.errors import TreepackError
 from treepack.rollout.engine import Engine
 from treepack.rollout.environment import start_episode
 from treepack.rollout.options import TreeOptions, independent
-from treepack.rollout.queries import QuerySources, read_queries
 from treepack.rollout.query import Query
-from treepack.rollout.records import tree_lines, tree_records
 from treepack.rollout.sampler import sample_tree
 from treepack.rollout.tree import Tree
 
@@ -83,14 +78,6 @@ def test_no_more_environments_are_open_than_paths(options: TreeOptions) -> None:
     assert Maze.most_open <= 8
 
 
-def test_observations_are_in_the_path_and_untrained_in_the_records() -> None:
-    for record in tree_records(sample(SnapshotMaze, SEGMENTS)):
-        ids = record["response_ids"]
-        assert list(record["response_mask"]) == [int(token < 5) for token in ids]
-        assert ids[-1] < 5
-        assert list(record["prompt_token_ids"]) == [PROMPT]
-
-
 @pytest.mark.parametrize("factory", [Maze, SnapshotMaze])
 @pytest.mark.parametrize(
     "cut", ["after an observation", "inside an observation", "inside a turn", "after a stop token"]
@@ -108,23 +95,6 @@ def test_a_prefix_is_continued_in_the_middle_of_its_episode(factory: Any, cut: s
     assert tree.query.prompt.tolist() == whole[: completed.get(cut, len(prefix))]
     assert [leaf.reward for leaf in tree.leaves] == [reward_of(leaf.ids()) for leaf in tree.leaves]
     assert max(leaf.reward or 0 for leaf in tree.leaves) > 0
-
-
-def test_every_prefix_of_a_recorded_rollout_can_be_continued(treepack: Run, tmp_path: Path) -> None:
-    tree = sample(Maze, replace(SEGMENTS, width=4))
-    (tmp_path / "rollouts.jsonl").write_bytes(tree_lines(tree))
-    trie = tmp_path / "trie"
-    assert treepack("build-trie", tmp_path / "rollouts.jsonl", "--out", trie).status == 0
-    i, leaf = max(enumerate(tree.leaves), key=lambda each: each[1].end)
-    row = {"group_id": "q", "trajectory_id": f"q/{i}", "num_continuations": 2}
-    rows = [row | {"num_tokens": size} for size in range(1, leaf.start + len(leaf.tokens))]
-    (tmp_path / "prefixes.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    sources = QuerySources(trie=trie, has_environment=True)
-    queries = read_queries(tmp_path / "prefixes.jsonl", sources).queries
-    assert len(queries) == len(rows)
-    for query in queries:
-        leaves = sample(SnapshotMaze, independent(width=2, max_tokens=20), query).leaves
-        assert [leaf.reward for leaf in leaves] == [reward_of(leaf.ids()) for leaf in leaves]
 
 
 @pytest.mark.parametrize(

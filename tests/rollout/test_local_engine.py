@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import json
 import logging
 from collections.abc import Awaitable, Callable, Iterator
@@ -319,21 +318,6 @@ def test_bfloat16_logprobs_are_within_a_hundredth_of_a_forward_pass() -> None:
     model.set_attn_implementation("eager")
     for prompt, segments in zip(prompts, answers, strict=True):
         assert largest_error(model, prompt, segments) < 1e-2
-
-
-@pytest.mark.slow
-def test_a_model_with_a_sliding_window_samples_right_without_shared_pages() -> None:
-    config = copy.deepcopy(read_config(MODEL)[0])
-    config.use_sliding_window, config.sliding_window = True, 16
-    config.layer_types = ["sliding_attention", "full_attention"] * (config.num_hidden_layers // 2)
-    model = build_model(str(MODEL), config, torch.float32, 0)
-
-    async def sample(engine: LocalEngine) -> list[Segment]:
-        return await engine.extend(tokens(40), count=3, max_tokens=8, seed=0)
-
-    segments = closing(LocalEngine(model, WARM, options=SMALL), sample)
-    model.set_attn_implementation("eager")
-    assert largest_error(model, tokens(40), segments) < 1e-5
 
 
 def test_windows_and_sinks_count_in_what_is_sampled() -> None:

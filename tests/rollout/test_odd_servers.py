@@ -8,15 +8,13 @@ import json
 import zlib
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from aiohttp import web
 
-from support.command_line import Run
-from support.engine_server import APIS, EngineServer, in_thread, running
+from support.engine_server import APIS, EngineServer, running
 from support.watched_engines import fingerprint
 from treepack.errors import TreepackError
 from treepack.rollout.engine import EngineError, Segment
@@ -272,37 +270,3 @@ def test_the_bound_follows_from_the_request() -> None:
     assert bound(1, 1) == 64_000_000 + 1_000 + 36
     assert bound(8, 1000) - bound(1, 1) > 8_000 * 999
     assert bound(8, 1000, routes=True) > bound(8, 1000) + 8 * 1003 * 94 * 8 * 4  # 94 layers with 8 experts as int32
-
-
-def test_a_run_that_got_too_long_an_answer_is_resumed(
-    treepack: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("treepack.rollout.servers.server.LONGEST_ANSWER", 100_000)
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("".join(f'{{"prompt_token_ids": [1, {number}]}}\n' for number in range(2, 8)))
-    server = OddServer()
-
-    def sample(out: str, *options: str) -> Any:
-        with in_thread(server) as url:
-            # Without the port, which differs, the options of both runs are equal.
-            return treepack(
-                *("rollout", prompts, "--engine", url, "--sampler", "independent", "--width", 2, "--max-tokens", 6),
-                *("--concurrency", 1, "--out", tmp_path / out, "--quiet", *options),
-            )
-
-    def late(answer: Any) -> Any:
-        return b" " * 300_000 if len(server.requests) > 6 else answer
-
-    assert sample("whole").status == 0
-    server.requests.clear()
-    server.change = late
-    result = sample("parts")
-    assert result.status == 1
-    assert result.err.count("\n") == 1
-    assert "the answer is longer than 0 MB" in result.err
-    num_lines = len((tmp_path / "parts").read_bytes().splitlines())
-    assert 0 < num_lines < 12
-    server.change = None
-    assert sample("parts", "--resume").status == 0
-    lines = [sorted((tmp_path / name).read_bytes().splitlines()) for name in ("whole", "parts")]
-    assert lines[0] == lines[1]

@@ -234,8 +234,5 @@ def check_cancels(turns: range) -> int:
     raise AssertionError("the queries take more turns than were tried")
 
 
-@pytest.mark.parametrize(
-    "offset", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)]
-)
-def test_a_cancel_at_any_turn_loses_no_tree_and_leaves_no_task_running(offset: int) -> None:
-    assert check_cancels(range(1 + offset, 10_000, 3)) > 50
+def test_a_cancel_at_any_turn_loses_no_tree_and_leaves_no_task_running() -> None:
+    assert check_cancels(range(1, 10_000, 3)) > 50

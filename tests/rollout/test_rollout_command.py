@@ -9,7 +9,6 @@ import json
 import shlex
 import shutil
 from collections.abc import Iterator
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from support.engine_server import EngineServer, in_thread
 from support.paths import ROOT
 from treepack.files.manifest import read_manifest
 from treepack.rollout.answers import answer_test, has_boxed
-from treepack.rollout.options import BRANCHING, FALLBACK, TreeOptions
 
 REWARDS = """
 def even(text, fields, *, ids):
@@ -282,23 +280,6 @@ def test_tables_have_their_own_numbers_of_rollouts(treepack: Run, folder: Path) 
     write("roots.jsonl", {"group_id": "q0", "num_rollouts": 3})
     done = treepack(*command, "--sampler", "independent", "--width", 4)
     assert (done.status, "has the numbers of rollouts; leave out --width" in done.err) == (2, True)
-
-
-def test_a_reward_that_raises_names_the_function_and_the_record(treepack: Run, folder: Path, server: str) -> None:
-    arguments = ("--sampler", "independent", "--width", 2, "--reward", "made_rewards:broken", "--out", "out.jsonl")
-    done = treepack("rollout", "prompts.jsonl", "--engine", server, "--max-tokens", 24, "--quiet", *arguments)
-    assert done.status == 1
-    for part in ("prompts.jsonl:", "made_rewards:broken", "ValueError: no solution", "no tree was finished"):
-        assert part in done.err
-
-
-def test_defaults_and_choices_are_those_of_the_library() -> None:
-    options = {option.name: option for option in import_module("treepack_cli.rollout").rollout.params}
-    usual = TreeOptions()
-    assert (options["first_forks"].default, usual.first_forks) == ("2", 2)
-    assert (options["branching_temperature"].default, usual.branching_temperature) == ("2", (2.0, 2.0))
-    assert tuple(options["branching"].type.choices) == BRANCHING
-    assert tuple(options["fallback"].type.choices) == FALLBACK
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from support import virtual_time
 from support.tree_estimates import PROMPT, grow, grow_tree, log_normal_law, query, two_speeds
-from support.watched_engines import FailingEngine, Request, ScriptedLaw, WatchedEngine, fingerprint
+from support.watched_engines import FailingEngine, ScriptedLaw, WatchedEngine, fingerprint
 from treepack.errors import TreepackError
 from treepack.rollout.engine import EngineError, Segment
 from treepack.rollout.episode import SingleTurn
@@ -128,18 +128,6 @@ def test_trees_are_equal_bit_for_bit_in_any_completion_order() -> None:
         sequences.add(tuple(engine.requests))
     assert len(orders) > 3
     assert len(sequences) > 3
-
-
-def test_the_requests_of_a_query_are_a_function_of_seed_and_answers() -> None:
-    def requests(seed: int, order: int | None) -> set[Request]:
-        engine = WatchedEngine(
-            SimulatedEngine(two_speeds()), order=None if order is None else np.random.default_rng(order)
-        )
-        virtual_time.run(grow_tree("q0", engine, SMALL, seed=seed))
-        return set(engine.requests)
-
-    assert requests(1, None) == requests(1, 3) == requests(1, 4)
-    assert requests(1, None) != requests(2, None)
 
 
 def test_another_query_has_other_seeds_for_the_same_prompt() -> None:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 
-from support.engine_server import APIS, VOCAB_SIZE, EngineServer, in_thread, random_law, running, tempered
+from support.engine_server import APIS, VOCAB_SIZE, EngineServer, random_law, running, tempered
 from support.refusal import refusal
 from support.watched_engines import fingerprint
 from treepack.errors import TreepackError
@@ -324,15 +324,3 @@ def test_a_cancelled_call_closes_its_request_at_the_server() -> None:
 
     server = EngineServer()
     assert use(server, act) == 2
-
-
-def test_a_server_runs_beside_a_test_without_an_event_loop() -> None:
-    async def act(url: str) -> int:
-        engine = await connect(url, SAMPLING)
-        try:
-            return len(await ask(engine))
-        finally:
-            await engine.close()
-
-    with in_thread(EngineServer()) as url:
-        assert asyncio.run(act(url)) == 2

@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM
 from support.command_line import Run
 from support.oracle_model import packed_directory, tiny_config
 from support.strategies import make
-from treepack.errors import TreepackError
 from treepack.objectives.objective import choose_objective
 from treepack.train.loop import train
 from treepack.train.options import TrainOptions
@@ -119,17 +118,6 @@ def test_every_token_runs_backward_once_and_trunk_forward_twice(packed: Path, co
         assert metrics.passes == {"tokens_forward": metrics.tokens + trunk, "tokens_backward": metrics.tokens}
 
 
-def test_rows_shorter_than_a_piece_change_no_bit(packed: Path, config: Path, tmp_path: Path) -> None:
-    for name, carry in (("whole", None), ("pieces", 60)):
-        go(open_run(packed, config, replace(OPTIONS, carry=carry, pass_tokens=60, steps=2)), tmp_path / name)
-    whole, pieces = tmp_path / "whole", tmp_path / "pieces"
-    assert (pieces / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
-    assert [each["loss"] for each in lines(pieces)] == [each["loss"] for each in lines(whole)]
-    assert all(each["tokens_forward"] == each["tokens"] for each in lines(pieces))
-    assert record(whole, "run.json")["chosen"]["carry"] is None
-    assert record(whole, "train.json")["options"]["carry"] is None
-
-
 def test_two_runs_and_a_resumed_one_agree_in_every_bit(packed: Path, config: Path, tmp_path: Path) -> None:
     options = replace(OPTIONS, carry=5)
     for name in ("one", "two"):
@@ -198,29 +186,3 @@ def test_recorded_values_are_compared_in_pieces_too(packed: Path, config: Path) 
     assert pieces is not None
     assert pieces.gap == pytest.approx(whole.gap, rel=1e-5)
     assert pieces.num_terms == whole.num_terms > 0
-
-
-@pytest.mark.slow
-def test_a_lack_of_memory_in_pieces_names_the_smallest_plan(packed: Path, config: Path, tmp_path: Path) -> None:
-    run = open_run(packed, config, replace(OPTIONS, carry=5))
-
-    def fails(*_: Any) -> None:
-        raise torch.OutOfMemoryError("no memory")
-
-    run.loaded.model.base_model.layers[1].register_forward_hook(fails)
-    with pytest.raises(
-        TreepackError, match=r"out of memory in row \d+ of \d+ tokens.* in pieces of 5 with the smallest plan"
-    ):
-        go(run, tmp_path / "out")
-
-
-@pytest.mark.parametrize(
-    ("changes", "complaint"),
-    [
-        ({"carry": 0}, "carry is 0; expected a number of tokens of at least 1, auto or None"),
-        ({"carry": "all"}, "carry is 'all'; expected"),
-    ],
-)
-def test_options_that_exclude_pieces_are_refused(changes: dict[str, Any], complaint: str) -> None:
-    with pytest.raises(TreepackError, match=complaint):
-        TrainOptions(**changes)

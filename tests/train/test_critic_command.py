@@ -172,12 +172,3 @@ def test_recorded_experts_are_replayed_and_a_model_without_routers_refuses_them(
     assert np.abs(values(trie, "ignore") - together).max() > 1e-3
     batch = Critic(trie, [np.arange(3)], critic("qwen3"), CriticOptions())
     assert "routes ignore" in refusal(next, critic_values(batch))
-
-
-def test_a_model_that_does_not_exist_is_said_as_by_the_other_commands(
-    treepack: Run, directory: Path, tmp_path: Path
-) -> None:
-    name = tmp_path / "nosuch"
-    done = treepack("critic", directory, "--model", name, "--device", "cpu", "--out", tmp_path / "a")
-    assert done.status == 1
-    assert f"{name}: no such file or folder; give the folder of a model" in done.err

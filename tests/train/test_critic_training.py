@@ -111,17 +111,14 @@ def test_a_new_head_gives_zero_and_beside_it_the_policy_loss_is_unchanged(
     assert not (tmp_path / "policy" / VALUE_FILE).exists()
 
 
-@pytest.mark.parametrize("objective", [pytest.param(VALUE, marks=pytest.mark.slow), BOTH], ids=["value", "both"])
-def test_a_stopped_run_continues_bit_for_bit_with_its_head(
-    packed: Path, base: Path, tmp_path: Path, objective: Objective
-) -> None:
-    go(packed, base, tmp_path / "whole", objective)
-    go(packed, base, tmp_path / "parts", objective, until=3)
-    go(packed, base, tmp_path / "parts", objective)
+def test_a_stopped_run_continues_bit_for_bit_with_its_head(packed: Path, base: Path, tmp_path: Path) -> None:
+    go(packed, base, tmp_path / "whole", BOTH)
+    go(packed, base, tmp_path / "parts", BOTH, until=3)
+    go(packed, base, tmp_path / "parts", BOTH)
     for name in ("model.safetensors", VALUE_FILE):
         assert (tmp_path / "parts" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
     assert "cannot resume: --value-clip was" in refusal(
-        go, packed, base, tmp_path / "parts", replace(objective, value_clip=0.3)
+        go, packed, base, tmp_path / "parts", replace(BOTH, value_clip=0.3)
     )
 
 
@@ -164,12 +161,11 @@ def test_adapters_train_a_head_which_a_later_run_continues(packed: Path, base: P
 
 
 @pytest.mark.parametrize("changes", [{"carry": 16}, {"checkpoint_layers": "all"}, {"dtype": "bf16"}], ids=str)
-@pytest.mark.parametrize("objective", [pytest.param(VALUE, marks=pytest.mark.slow), BOTH], ids=["value", "both"])
 def test_pieces_recomputation_and_bf16_keep_the_loss(
-    packed: Path, base: Path, tmp_path: Path, objective: Objective, changes: dict[str, Any]
+    packed: Path, base: Path, tmp_path: Path, changes: dict[str, Any]
 ) -> None:
-    (plain, *_), _ = go(packed, base, tmp_path / "plain", objective, epochs=1, rows_per_step=100)
-    (other, *_), run = go(packed, base, tmp_path / "other", objective, epochs=1, rows_per_step=100, **changes)
+    (plain, *_), _ = go(packed, base, tmp_path / "plain", BOTH, epochs=1, rows_per_step=100)
+    (other, *_), run = go(packed, base, tmp_path / "other", BOTH, epochs=1, rows_per_step=100, **changes)
     rel = 0.05 if "dtype" in changes else 1e-4
     assert other.loss == pytest.approx(plain.loss, rel=rel)
     assert other.grad_norm == pytest.approx(plain.grad_norm, rel=rel)
@@ -177,13 +173,6 @@ def test_pieces_recomputation_and_bf16_keep_the_loss(
     assert head is not None
     assert head.weight.dtype == torch.float32
     assert head.weight.grad is not None
-
-
-def test_held_out_rows_have_a_value_loss_and_explained_variance(packed: Path, base: Path, tmp_path: Path) -> None:
-    run = open_run(packed, base, replace(OPTIONS, objective=VALUE, epochs=1, eval_every=1), held_out=packed)
-    first, *_ = train(run, tmp_path / "out")
-    assert {"eval_value_loss", "eval_explained_variance"} <= first.evaluation.keys()
-    assert "eval_return_square" not in first.evaluation
 
 
 def test_the_command_trains_and_verifies_a_critic(treepack: Run, packed: Path, base: Path, tmp_path: Path) -> None:

@@ -80,14 +80,6 @@ def test_with_a_constant_rate_an_extended_run_has_the_bits_of_one_long_run(
     assert files(tmp_path / "parts") == files(whole)
 
 
-def test_more_epochs_extend_a_run_too(packed: Path, config: Path, tmp_path: Path) -> None:
-    go(packed, config, tmp_path / "whole", steps=None, epochs=3)
-    go(packed, config, tmp_path / "parts", steps=None, epochs=2)
-    _, notes = go(packed, config, tmp_path / "parts", steps=None, epochs=3)
-    assert notes == ["resumed after step 6 of 9", "6 steps become 9"]
-    assert files(tmp_path / "parts") == files(tmp_path / "whole")
-
-
 def test_another_schedule_is_computed_over_all_steps_and_its_rates_are_named(
     packed: Path, config: Path, tmp_path: Path
 ) -> None:

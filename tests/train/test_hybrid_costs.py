@@ -41,19 +41,3 @@ def test_a_row_of_a_hybrid_costs_the_forecast_of_its_layers(packed: Path, tmp_pa
     tokens, pairs = run.dataset.num_tokens, run.dataset.num_pairs
     assert len(tokens) > 1
     np.testing.assert_allclose(run.costs(), 2.0 * ((shape.per_token + vectors) * tokens + shape.scores * pairs))
-
-
-def test_only_the_attention_layers_of_a_hybrid_have_pairs(packed: Path, tmp_path: Path) -> None:
-    kinds = ["full_attention"] * 4
-    hybrid, full = (
-        run_of(packed, tmp_path / f"{name}.json", **HYBRID, **fields)
-        for name, fields in (("hybrid", {}), ("full", {"layer_types": kinds}))
-    )
-    tokens, pairs = hybrid.dataset.num_tokens, hybrid.dataset.num_pairs
-
-    def per_pair(run: TrainingRun) -> float:
-        # costs = a tokens + b pairs, from all rows
-        (_, b), *_ = np.linalg.lstsq(np.stack([tokens, pairs], 1), run.costs(), rcond=None)
-        return float(b)
-
-    assert per_pair(full) == pytest.approx(4 * per_pair(hybrid))

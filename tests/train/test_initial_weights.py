@@ -12,7 +12,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from support.oracle_model import packed_directory, tiny_config
-from support.rank_processes import Case, train_over
 from support.refusal import refusal
 from support.strategies import make
 from treepack.errors import TreepackError
@@ -112,12 +111,3 @@ def test_a_run_without_a_checkpoint_and_a_damaged_one_are_named(folder: Path) ->
     data = next(step.glob("*.safetensors"))
     data.write_bytes(data.read_bytes()[:-1])
     assert "step-00000003 is damaged" in refusal(opened, folder, step)
-
-
-@pytest.mark.slow
-def test_sharded_weights_start_from_a_checkpoint_too(folder: Path) -> None:
-    changes = {"init_from": str(folder / "first" / "checkpoints" / "step-00000002"), "steps": 2}
-    cases = [Case("run", folder / "packed", folder / "tiny.json", changes)]
-    results = [train_over(size, folder, cases)["run"] for size in (2, 0)]
-    losses = [[record["loss"] for record in result["records"]] for result in results]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)

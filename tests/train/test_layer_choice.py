@@ -92,14 +92,6 @@ def test_layers_that_are_offloaded_are_recomputed_and_recorded(treepack: Run, pa
     assert json.loads((out / "train.json").read_text())["options"]["checkpoint_layers"] == 3
 
 
-def test_a_resumed_run_takes_the_recorded_number(treepack: Run, packed: Path, config: Path) -> None:
-    out = packed.parent / "out"
-    command = ["train", str(packed), "--model", str(config), "--device", "cpu", "--out", str(out)]
-    assert treepack(*command, "--steps", "1", "--checkpoint-layers", "0").status == 0
-    assert treepack(*command, "--steps", "2", "--checkpoint-layers", "auto", "--resume").status == 0
-    assert json.loads((out / "train.json").read_text())["options"]["checkpoint_layers"] == 0
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +14,6 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 from torch.nn.modules.module import register_module_module_registration_hook
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import AutoModelForCausalLM
 
 from support import interpreter  # noqa: F401
@@ -107,27 +105,6 @@ def test_the_loss_of_a_step_is_one_mean_over_all_its_tokens(packed: Path, config
         members = [by_id[name] for row in step.rows for name in run.dataset[row].trajectory_ids]
         assert metrics.loss == pytest.approx(loss_alone(plain, members), rel=1e-5)
         assert metrics.tokens < metrics.tokens_flat == 18 * len(members)
-
-
-def test_accumulation_over_rows_gives_the_gradient_of_one_mean(tmp_path: Path, config: Path) -> None:
-    weights = []
-    for capacity in (20, 40, 400):  # about one trajectory a row, a few, and all in one row; always one step
-        path = packed_directory(tmp_path / str(capacity), rollouts(), capacity=capacity)
-        run = open_run(path, config, replace(CPU, rows_per_step=100, clip=0.0))
-        list(train(run, tmp_path / f"out{capacity}"))
-        weights.append(run.loaded.model.state_dict())
-    for other in weights[1:]:
-        for name, weight in weights[0].items():
-            torch.testing.assert_close(other[name], weight, rtol=1e-3, atol=2e-5)
-
-
-@pytest.mark.parametrize("changes", [{"checkpoint_layers": "all"}, {"loss_chunk": 3}, {"attention": "flex"}])
-def test_what_saves_memory_changes_nothing(packed: Path, config: Path, tmp_path: Path, changes: dict[str, Any]) -> None:
-    expected = list(train(open_run(packed, config, CPU), tmp_path / "a"))
-    metrics = list(train(open_run(packed, config, replace(CPU, **changes)), tmp_path / "b"))
-    for step, reference in zip(metrics, expected, strict=True):
-        assert step.loss == pytest.approx(reference.loss, rel=1e-4)
-        assert step.grad_norm == pytest.approx(reference.grad_norm, rel=1e-3)
 
 
 @pytest.mark.parametrize("attention", ["reference", "flex"])
@@ -252,37 +229,6 @@ def test_out_of_memory_names_the_row_and_a_remedy(packed: Path, config: Path, tm
         list(train(run, tmp_path / "out"))
 
 
-@pytest.mark.slow
-def test_out_of_memory_in_joined_rows_names_them_and_makes_shorter_passes(
-    packed: Path, config: Path, tmp_path: Path
-) -> None:
-    run = open_run(packed, config, replace(CPU, pass_tokens=4096))
-
-    def fails(*_: Any) -> None:
-        raise torch.OutOfMemoryError("no memory")
-
-    run.loaded.model.base_model.layers[1].register_forward_hook(fails)
-    notes: list[str] = []
-    with pytest.raises(TreepackError, match=r"^out of memory in row \d+ of \d+ tokens with the smallest plan"):
-        list(train(run, tmp_path / "out", note=notes.append))
-    expected = (
-        r"out of memory in rows \d.* and \d+ of [\d,]+ tokens, which are one pass; it runs again .* of 2,048 tokens"
-    )
-    assert any(re.match(expected, note) for note in notes)
-
-
-def test_out_of_memory_in_the_update_is_one_sentence(packed: Path, config: Path, tmp_path: Path) -> None:
-    def fails(*_: Any) -> None:
-        raise torch.OutOfMemoryError("no memory")
-
-    handle = register_optimizer_step_pre_hook(fails)
-    try:
-        with pytest.raises(TreepackError, match="out of memory in the update of the weights with the smallest plan"):
-            list(train(open_run(packed, config, CPU), tmp_path / "out"))
-    finally:
-        handle.remove()  # of all optimisers of this process
-
-
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("can't allocate memory")])
 def test_a_model_that_does_not_fit_is_one_sentence(
     packed: Path, config: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
@@ -333,6 +279,8 @@ def test_an_existing_output_is_replaced_only_when_asked(packed: Path, config: Pa
         {"checkpoint_every": -1},
         {"max_skipped": -1},
         {"gather_dtype": "fp8"},
+        {"carry": 0},
+        {"carry": "all"},
     ],
 )
 def test_options_without_meaning_are_refused_by_name(fields: dict[str, Any]) -> None:
@@ -371,27 +319,6 @@ def test_verification_of_the_kernel_is_in_float32(packed: Path, config: Path) ->
     run = open_verification(packed, config, replace(CPU, attention="triton"))
     report = verify_gradients(run.loaded, [run.dataset[0]])
     assert (report.passed, report.dtype, report.attention) == (True, "float32", "triton")
-
-
-def test_attention_that_cannot_run_is_refused_before_training(packed: Path, config: Path) -> None:
-    with pytest.raises(TreepackError, match="flash needs a Hopper or Blackwell GPU"):
-        open_run(packed, config, replace(CPU, attention="flash"))
-
-
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-UNCAPPED = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
-
-
-@pytest.mark.parametrize(("kind", "fields"), [("qwen3_moe", EXPERTS), ("gemma2", UNCAPPED)])
-def test_verification_passes_for_experts_and_for_models_without_sdpa(
-    packed: Path, tmp_path: Path, kind: str, fields: dict[str, Any]
-) -> None:
-    qwen3 = json.loads(tiny_config(tmp_path / "qwen3.json").read_text())
-    path = tmp_path / "model.json"
-    path.write_text(json.dumps({**qwen3, "model_type": kind, **fields}))
-    run = open_verification(packed, path, CPU)
-    report = verify_gradients(run.loaded, list(run.dataset))
-    assert (report.passed, report.dtype) == (True, "float64")
 
 
 @pytest.mark.parametrize("name", ["foo", "mps", "meta", "xla", "", "cpu:1", "cuda:", "cuda:9999"])

@@ -15,12 +15,9 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from support.command_line import Run
-from support.oracle_model import packed_directory, tiny_config
 from support.refusal import refusal
-from support.strategies import make
 from treepack.errors import TreepackError
 from treepack.train.step import StepMetrics
 from treepack.train.watch.metrics import MetricsLog, TensorBoardLog, read_metrics, scalars
@@ -106,10 +103,6 @@ def test_a_resumed_run_finds_the_whole_lines_up_to_its_step_byte_for_byte(
     ]
     assert path.read_bytes() == b"".join(line + b"\n" for line in survived)
     assert [entry.name for entry in tmp_path.iterdir()] == ["m.jsonl"]
-
-
-def test_a_resumed_run_without_a_file_begins_one(tmp_path: Path) -> None:
-    assert read_metrics(write_log(tmp_path / "m.jsonl", {"step": 5}, keep_until=4)) == {"step": [5]}
 
 
 @pytest.mark.parametrize(("written", "keep_until", "lost"), [(5, 3, 0), (3, 3, 0), (1, 3, 2), (0, 3, 3), (2, 0, 0)])
@@ -243,16 +236,6 @@ def test_unknown_and_missing_trackers_are_refused_before_training(monkeypatch: p
     monkeypatch.setattr(sys, "meta_path", [])  # no package can be found any more
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
     assert "--report-to wandb needs wandb, which is not installed; install" in refusal(check_sinks, ["wandb"])
-
-
-def test_the_command_reports_every_step(treepack: Run, tmp_path: Path) -> None:
-    packed = packed_directory(tmp_path / "packed", [make("a", [1, 2, 3]), make("b", [1, 4])], capacity=8)
-    config = tiny_config(tmp_path / "tiny.json")
-    arguments = ["train", str(packed), "--model", str(config), "--steps", "2", "--out", str(tmp_path / "out")]
-    done = treepack(*arguments, "--report-to", "tensorboard")
-    assert done.status == 0, done.err
-    events = EventAccumulator(str(tmp_path / "out" / "tensorboard")).Reload()
-    assert [event.step for event in events.Scalars("train/loss")] == [1, 2]
 
 
 def test_the_command_offers_every_tracker(treepack: Run) -> None:

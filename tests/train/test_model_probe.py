@@ -82,21 +82,6 @@ def test_peaks_and_times_give_the_bytes_and_seconds_of_a_token(loaded: LoadedMod
     assert not loaded.model.training
 
 
-# In KiB: a compiled layer with LoRA of Qwen3-8B, and one without compilation.
-@pytest.mark.slow
-def test_the_bytes_of_any_number_of_recomputed_layers_are_those_of_the_pass(tmp_path: Path) -> None:
-    model = load_model(tiny_config(tmp_path / "tiny.json", num_hidden_layers=18))
-    adapt_layers(model.causal, checkpointing=True, compiled=False, recomputed=1)
-    for layer in (LayerBytes(95, 24, 60, 360), LayerBytes(200, 24, 90, 290)):
-        device = SimulatedDevice(free=10**12, layer=layer)
-        result = probe(model, device, lengths=(16, 64))
-        needed = [device.fixed + int(4000 * layer.peak(n, 18)) for n in range(19)]
-        ratios = [result.pass_bytes(4000, n, 16) / each for n, each in enumerate(needed)]
-        assert min(ratios) > 0.999
-        assert max(ratios) < 1.08  # one layer that is not recomputed keeps its input twice
-        assert max(ratios[:12]) < 1.001
-
-
 def test_short_passes_have_their_peak_before_the_layers_run_backward_and_long_ones_after(loaded: LoadedModel) -> None:
     # Per token 3 inputs of 10 bytes, and 100 at the end of the forward pass, or 500 while a layer runs again. The first
     # 200,000 bytes are free again when the layers run backward: of 256 tokens the first peak is 130,000 bytes larger.
@@ -108,15 +93,6 @@ def test_short_passes_have_their_peak_before_the_layers_run_backward_and_long_on
     assert long == pytest.approx(device.fixed + 10_000 * 530, rel=1e-6)
     # With inputs in host memory, two of three stay.
     assert result.pass_bytes(10_000, LAYERS, 16, moved=10) == pytest.approx(device.fixed + 10_000 * 520, rel=1e-6)
-
-
-def test_logits_that_need_less_memory_than_assumed_do_not_bend_the_line(loaded: LoadedModel) -> None:
-    # 16 targets are assumed to need 9,600 bytes of logits, and need none: the line begins below 0.
-    device = SimulatedDevice(free=10**9, fixed=1000, layer=LayerBytes(kept=300, input=10, end=1000, again=500))
-    result = probe(loaded, device)
-    assert result.forward.fixed == 1000 - 9600
-    assert result.pass_bytes(10_000, LAYERS, 16) == pytest.approx(1000 + 10_000 * 1030, rel=1e-6)
-    assert result.pass_bytes(1, LAYERS, 1) >= 0
 
 
 def test_longer_passes_run_until_the_processor_is_not_what_they_wait_for(loaded: LoadedModel) -> None:
@@ -152,13 +128,6 @@ def test_compiled_layers_run_one_graph_and_the_other_numbers_follow(loaded: Load
     assert result.seconds_recomputed == pytest.approx(1.25 * device.seconds)
 
 
-def test_compiled_passes_are_not_longer_than_they_need_to_be(loaded: LoadedModel) -> None:
-    plain = probe(loaded, SimulatedDevice(free=10**9, launch=0.002))  # 20 tokens
-    device = SimulatedDevice(free=10**9)
-    probe(loaded, device, compiled=True, plain=plain, counts=(0,))
-    assert device.longest == 64  # 128 tokens take 6.4 starts
-
-
 def test_a_pass_that_does_not_fit_by_the_shorter_ones_is_not_run(loaded: LoadedModel) -> None:
     # 128 tokens fit, and 256 only if layers are recomputed; a pass that does not fit would raise an error.
     device = SimulatedDevice(free=1_000_000 + 300_000, launch=0.02)
@@ -172,15 +141,6 @@ def test_memory_that_is_too_small_for_the_first_passes_is_an_error(loaded: Loade
     with pytest.raises(torch.OutOfMemoryError):
         probe(loaded, SimulatedDevice(free=1_000_000))
     assert not loaded.model.training
-
-
-def test_a_model_without_layers_to_recompute_has_one_line(tmp_path: Path) -> None:
-    plain = load_model(tiny_config(tmp_path / "tiny.json", num_hidden_layers=LAYERS))
-    device = SimulatedDevice(free=10**9)
-    result = probe(plain, device)
-    assert result.num_layers == 0
-    assert result.backward.kept == result.backward.recomputed == pytest.approx(device.kept)
-    assert device.passes == 4 + 1
 
 
 def test_made_up_sequences_use_the_tokens_of_a_row() -> None:

@@ -6,24 +6,13 @@ import json
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from support.oracle_model import packed_directory, tiny_config
 from support.strategies import make
 from treepack.train.loop import train
 from treepack.train.options import TrainOptions
 from treepack.train.setup.opening import open_run
-from treepack.train.watch.pass_times import NUM_ROWS, PassTimes, slowest_pass
-
-
-def test_rows_have_the_seconds_of_their_pass_and_padding_none() -> None:
-    times = PassTimes(torch.device("cpu"))
-    for rows in ((4, 1), (), (2,), (4,)):
-        with times.measure(rows):
-            pass
-    seconds = times.of_rows()
-    assert seconds.keys() == {4, 1, 2}
-    assert all(value > 0 for value in seconds.values())
+from treepack.train.watch.pass_times import NUM_ROWS, slowest_pass
 
 
 def test_the_slowest_pass_has_the_tokens_of_all_its_rows_and_the_ids_of_some() -> None:

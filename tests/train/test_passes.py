@@ -48,28 +48,10 @@ def test_every_row_is_in_one_pass_and_ranks_get_equally_many(
     assert len(shares[0]) <= len(alone[0])
 
 
-@given(tokens=st.lists(st.integers(1, 20), min_size=1, max_size=30), limit=st.integers(20, 60))
-def test_there_are_few_passes(tokens: list[int], limit: int) -> None:
-    joining = joining_of(tokens, limit)
-    passes = plan_passes(range(len(tokens)), np.array(tokens, float), joining)
-    # First-fit decreasing: at most 11/9 of the minimum and one, and the minimum is at least the total over the limit.
-    assert len(passes) <= 11 / 9 * max(1, -(-sum(tokens) // limit)) * 1.25 + 1
-
-
 def test_passes_have_about_equal_cost() -> None:
     joining = joining_of([6, 4, 4, 3, 3, 2], 10)
     passes = plan_passes(range(6), joining.tokens.astype(float), joining)
     assert sorted(joining.tokens[list(each)].sum() for each in passes) == [7, 7, 8]
-
-
-def test_a_step_of_short_rows_is_spread_over_all_ranks() -> None:
-    shares = deal(range(8), np.ones(8), 4, joining_of([8] * 8, 64))
-    assert [len(each) for share in shares for each in share] == [2, 2, 2, 2]
-
-
-def test_a_long_row_is_a_pass_of_its_own() -> None:
-    shares = deal(range(3), np.array([90.0, 5.0, 5.0]), 1, joining_of([90, 5, 5], 10))
-    assert shares == [[(0,), (1, 2)]]
 
 
 @pytest.mark.parametrize("size", [1, 3])

@@ -81,26 +81,6 @@ def test_two_ranks_train_as_one_process_does(packed: Path) -> None:
     assert set(graphs) == {graphs[0]}, "rows of other lengths compile nothing more"
 
 
-@pytest.mark.slow
-def test_weights_are_read_shard_by_shard_also_where_transformers_merges_them(packed: Path) -> None:
-    folder = packed.parent
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-    for name in ("qwen3", "gpt2", "qwen3_moe"):
-        fields = json.loads(tiny_config(folder / "model.json", name.removesuffix("_moe")).read_text()) | experts
-        config = AutoConfig.for_model(name, **{key: value for key, value in fields.items() if key != "model_type"})
-        torch.manual_seed(1)
-        AutoModelForCausalLM.from_config(config).save_pretrained(folder / name, max_shard_size="8KB")
-        assert len(list((folder / name).glob("*.safetensors"))) > 1  # otherwise no index would be read
-        (folder / name / "generation_config.json").write_text('{"eos_token_id": [3, 7], "max_new_tokens": 99}')
-    cases = [Case(name, packed, folder / name, {"epochs": 2, "seed": 3}) for name in ("qwen3", "gpt2", "qwen3_moe")]
-    results, expected = (train_over(size, folder, cases) for size in (3, 0))
-    for case in cases:
-        assert_same(results[case.name], expected[case.name])
-        generation = json.loads((results[case.name]["out"] / "generation_config.json").read_text())
-        assert (generation["eos_token_id"], generation["max_new_tokens"]) == ([3, 7], 99)
-        assert not any("every rank read the whole model" in note for note in results[case.name]["notes"])
-
-
 def test_a_single_file_is_read_and_an_index_in_the_same_directory_is_not(tmp_path: Path) -> None:
     config = json.loads(tiny_config(tmp_path / "model.json").read_text())
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(config.pop("model_type"), **config))

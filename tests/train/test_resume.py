@@ -181,15 +181,6 @@ def test_how_a_run_is_carried_out_may_change(packed: Path, config: Path, tmp_pat
     assert notes[0].startswith("resumed after step 3 of")
 
 
-def test_moments_move_to_host_memory_and_back_without_a_changed_bit(
-    packed: Path, config: Path, whole: Path, tmp_path: Path
-) -> None:
-    out = tmp_path / "out"
-    for until, offloads in ((2, False), (2, True), (None, False)):
-        go(packed, config, out, until=until, offload_optimizer=offloads)
-    assert_equal_runs(out, whole)
-
-
 def test_an_unfinished_run_is_neither_overwritten_nor_resumed_unasked(
     packed: Path, config: Path, tmp_path: Path
 ) -> None:
@@ -199,15 +190,6 @@ def test_an_unfinished_run_is_neither_overwritten_nor_resumed_unasked(
     )
     steps = train(open_run(packed, config, OPTIONS), tmp_path / "out", overwrite=True)
     assert next(steps).step == 1
-
-
-def test_resuming_a_finished_run_trains_nothing(packed: Path, config: Path, whole: Path, tmp_path: Path) -> None:
-    shutil.copytree(whole, tmp_path / "out")
-    before = (tmp_path / "out" / "model.safetensors").read_bytes()
-    steps, notes = go(packed, config, tmp_path / "out")
-    assert steps == []
-    assert notes == [f"{tmp_path / 'out'} is already finished, with 9 steps; --steps with a larger number trains on"]
-    assert (tmp_path / "out" / "model.safetensors").read_bytes() == before
 
 
 def test_a_model_that_could_not_be_written_is_written_by_resume(

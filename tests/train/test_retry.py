@@ -22,7 +22,7 @@ from treepack.fit.pass_memory import ModelProbe, PeakBytes
 from treepack.memory.device_memory import MemoryMeter, StepMemory
 from treepack.model.layers import adapted_layers
 from treepack.train.loop import train
-from treepack.train.optimiser import make_optimiser, prepare_states
+from treepack.train.optimiser import make_optimiser
 from treepack.train.options import TrainOptions
 from treepack.train.ranks import Ranks
 from treepack.train.retry import FittingRun
@@ -157,26 +157,6 @@ def test_an_update_that_fails_leaves_weights_and_moments_untouched(
     assert note.startswith("out of memory in the update of the weights; it runs again")
 
 
-def test_moments_made_beforehand_are_those_of_the_first_update(opened: Callable[..., TrainingRun]) -> None:
-    run = opened()
-    states = []
-    for prepared in (False, True):
-        optimiser = make_optimiser(run)
-        for parameter in run.loaded.model.parameters():
-            parameter.grad = torch.full_like(parameter, 0.5)
-        if prepared:
-            prepare_states(optimiser)
-            assert all(float(state["step"]) == 0 for state in optimiser.state.values())
-        for group in optimiser.param_groups:
-            group["lr"] = 0.0
-        optimiser.step()
-        states.append([optimiser.state[p] for group in optimiser.param_groups for p in group["params"]])
-    for first, second in zip(*states, strict=True):
-        assert first.keys() == second.keys()
-        assert all(torch.equal(first[name], second[name]) for name in first)
-        assert all(first[name].dtype == second[name].dtype for name in first)
-
-
 def test_held_out_rows_are_evaluated_again(opened: Callable[..., TrainingRun], tmp_path: Path) -> None:
     calm = opened()
     undisturbed = go(calm, tmp_path / "calm", []), saved(calm, tmp_path / "calm.pt")
@@ -194,20 +174,6 @@ def test_held_out_rows_are_evaluated_again(opened: Callable[..., TrainingRun], t
     adapted = adapted_layers(run.loaded.causal)
     assert adapted is not None
     assert adapted.recomputed == 0  # the plan of training stays
-
-
-@pytest.mark.slow
-def test_a_run_ends_if_no_smaller_plan_is_left(opened: Callable[..., TrainingRun], tmp_path: Path) -> None:
-    run, notes = opened(), list[str]()
-    in_forward(run, Failing(3, last=10**6))
-    smallest = "2 layers recomputed, whole rows, not joined, logits of 64 targets"
-    with pytest.raises(
-        TreepackError,
-        match=rf"^out of memory in row \d+ of \d+ tokens.* with the smallest plan \({smallest}\)"
-        r", and [\d.]+ GiB are free; pack with",
-    ):
-        go(run, tmp_path / "out", notes)
-    assert notes[-1].endswith(smallest)
 
 
 def test_other_errors_are_not_tried_again(opened: Callable[..., TrainingRun], tmp_path: Path) -> None:

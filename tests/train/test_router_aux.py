@@ -18,7 +18,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 from support.command_line import Run
 from support.oracle_model import Sample, gradients, make_row, packed_directory, tiny_config, worst_error
 from support.oracle_objectives import step_loss
-from support.packed_objectives import as_trajectories, opened, rollouts
+from support.packed_objectives import opened, rollouts
 from support.rank_processes import CPU, Case, train_over
 from support.strategies import make
 from support.tiny_families import KeepFloat64, tiny_family
@@ -111,15 +111,7 @@ def test_rows_of_trees_give_the_gradients_of_the_trajectories_one_by_one(kind: s
         assert worst_error(gradients(model), expected) > 1e-3, "outside the block nothing is added"
 
 
-@pytest.mark.parametrize(
-    ("name", "kind", "limit"),
-    [
-        ("grpo", "qwen3_moe", None),
-        ("gspo", "mixtral", 3),
-        pytest.param("grpo", "qwen3_moe", 3, marks=pytest.mark.slow),
-        pytest.param("gspo", "mixtral", None, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("name", "kind", "limit"), [("grpo", "qwen3_moe", None), ("gspo", "mixtral", 3)])
 def test_policy_losses_add_it_whole_and_in_pieces(tmp_path: Path, name: str, kind: str, limit: int | None) -> None:
     register()
     model, samples, objective = tiny_family(kind), rollouts(), choose_objective(name)
@@ -199,18 +191,6 @@ def test_two_ranks_balance_as_one_process_does(packed: Path, mixture: Path) -> N
         for record, twin in zip(results[name]["records"], twins[other]["records"], strict=True):
             assert record["router_aux"] == pytest.approx(twin["router_aux"], rel=tolerance)
             assert record["grad_norm"] == pytest.approx(twin["grad_norm"], rel=tolerance)
-
-
-@pytest.mark.slow
-def test_two_ranks_balance_a_policy_loss_in_pieces(mixture: Path, tmp_path: Path) -> None:
-    rows = packed_directory(tmp_path / "terms", as_trajectories(rollouts()), capacity=24)
-    changes = {"epochs": 2, "rows_per_step": 3, "router_aux": COEFFICIENT}
-    whole, pieces = (Case(str(carry), rows, mixture, {**changes, "carry": carry}, loss="grpo") for carry in (None, 5))
-    (expected,) = train_over(0, tmp_path, [whole]).values()
-    (result,) = train_over(2, tmp_path, [pieces]).values()
-    for record, twin in zip(result["records"], expected["records"], strict=True):
-        for name in ("router_aux", "grad_norm", "sampler_kl", "entropy", "zero_advantage"):
-            assert record[name] == pytest.approx(twin[name], rel=1e-4)
 
 
 def test_other_models_refuse_it(packed: Path, tmp_path: Path, treepack: Run) -> None:

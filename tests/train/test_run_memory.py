@@ -26,7 +26,6 @@ from treepack.train.setup import model_probe, probe_record, run_memory
 from treepack.train.setup.choice_lines import choice_lines, expectation
 from treepack.train.setup.compute import choose_compute
 from treepack.train.setup.memory_input import MemoryInput
-from treepack.train.setup.piece_probe import measured_pieces
 from treepack.train.setup.probe_record import ProbeRecord, keep_probes, known_probes, pays
 from treepack.train.setup.run_data import open_data
 from treepack.train.setup.run_memory import MemoryChoices, choose_memory, coming_bytes
@@ -142,47 +141,6 @@ def test_ranks_that_share_a_row_count_its_tokens_once(plan: Plan) -> None:
     assert "about 2,000 tokens/s" in rates[1]
 
 
-def test_the_expected_rate_is_the_measured_one(plan: Plan) -> None:
-    choices, given = plan(device_for(0), carry=None)
-    # 1e-4 s a token, and the pairs of attention.
-    assert choices.plan.seconds == pytest.approx(1e-4 * (1 + given.rows().attention))
-
-
-@pytest.mark.slow
-def test_pieces_are_measured_only_if_layers_would_be_recomputed(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
-    original = measured_pieces
-
-    def counted(given: Any, *rest: Any) -> Any:
-        adapted = adapted_layers(given.loaded.causal)
-        assert adapted is not None
-        asked.append(adapted.recomputed)
-        return original(given, *rest)
-
-    monkeypatch.setattr(run_memory, "measured_pieces", counted)
-    roomy, _ = plan(device_for(0))
-    assert roomy.plan.carry is None
-    assert asked == []
-    assert "carry off: whole rows fit" in roomy.lines
-    monkeypatch.setattr(run_memory, "pieces_may_win", lambda *_: True)
-    tight, given = plan(device_for(2))
-    assert asked == [0, 4]
-    assert tight.plan.carry is None or tight.plan.carry < given.rows().longest_of_all
-    # With the record of a machine they are not measured again if they fitted.
-    record: ProbeRecord | None = None
-
-    def keep(_: MemoryInput, chunk: int, measured: ProbeRecord) -> None:
-        nonlocal record
-        record = measured
-
-    monkeypatch.setattr(run_memory, "keep_probes", keep)
-    monkeypatch.setattr(run_memory, "known_probes", lambda *_: record)
-    plan(device_for(2))
-    again, _ = plan(device_for(2))
-    assert asked == [0, 4, 0, 4, 0]  # those that keep all activations did not fit, and are tried again
-    assert again.plan == tight.plan
-
-
 def test_a_plan_for_nothing_is_refused_with_what_would_fit(plan: Plan) -> None:
     device = device_for(4)
     with pytest.raises(TreepackError, match=r"^a row of 1,408 tokens needs at least .* beside weights and optimiser"):
@@ -237,16 +195,6 @@ def test_half_of_the_margin_is_taken_for_a_faster_plan_that_recomputes_all_layer
     assert choices.plan.checkpoint_layers == 2
 
 
-def test_a_plan_that_needs_the_margin_is_better_than_none(plan: Plan) -> None:
-    options: dict[str, Any] = {"carry": None, "offload_checkpoints": False, "offload_optimizer": False}
-    device = device_for(4, total=4_000_000)  # a margin of 320,000 bytes
-    choices, _ = plan(device, **options)
-    assert choices.plan.checkpoint_layers == 4
-    assert device.free - 320_000 < choices.plan.num_bytes <= device.free
-    with pytest.raises(TreepackError, match=r"^a row of 1,408 tokens needs at least .* of GPU memory"):
-        plan(replace(device, free=device.free - 400_000), **options)
-
-
 def test_compilation_that_pays_is_tried_and_measured(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     record: ProbeRecord | None = None
 
@@ -291,30 +239,6 @@ def test_compilation_that_pays_is_tried_and_measured(plan: Plan, monkeypatch: py
     fewer, _ = plan(device, compile="auto", carry=None)
     assert fewer.plan.checkpoint_layers == 2
     assert record.only is None
-
-
-@pytest.mark.parametrize(("layers", "measured"), [(0, {0}), (2, {0, 4}), (4, {4})])
-def test_only_graphs_that_the_run_uses_are_compiled(
-    plan: Plan, monkeypatch: pytest.MonkeyPatch, layers: int, measured: set[int]
-) -> None:
-    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
-    monkeypatch.setattr(run_memory, "pays", lambda *_: True)
-    device = device_for(min(layers, 3))
-    original, compiled = device.run, set[int]()
-
-    def faster(causal: Any, tokens: int) -> None:
-        device.seconds = 0.5e-4 if has_compiled_layers(causal) else 1e-4
-        adapted = adapted_layers(causal)
-        assert adapted is not None
-        compiled.update({adapted.recomputed} if has_compiled_layers(causal) else ())
-        original(causal, tokens)
-
-    monkeypatch.setattr(device, "run", faster)
-    changes: dict[str, Any] = {"checkpoint_layers": "all"} if layers == 4 else {}
-    fused, _ = plan(device, compile="auto", carry=None, **changes)
-    assert fused.plan.compile
-    assert fused.plan.checkpoint_layers == layers
-    assert compiled == measured
 
 
 def test_layers_are_as_before_if_the_compiler_fails(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,7 +100,7 @@ def sentence(run: TrainingRun) -> str:
     return found
 
 
-@pytest.mark.parametrize("temperature", [0.7, pytest.param(1.0, marks=pytest.mark.slow), 1.3])
+@pytest.mark.parametrize("temperature", [0.7, 1.3])
 def test_the_right_temperature_has_no_remark(tmp_path: Path, model: Path, temperature: float) -> None:
     tokens, recorded = sample(at(temperature), at(temperature))
     with_column = packed_rollouts(tmp_path / "column", tokens, recorded, temperature=temperature)

@@ -18,7 +18,6 @@ from support.rank_processes import Case, train_over
 from support.refusal import refusal
 from support.shared_experts import ExpertCase, gradients_over
 from support.strategies import make
-from treepack.errors import TreepackError
 from treepack.model.adapters.lora_options import LoraOptions
 from treepack.model.experts.division import check_share
 from treepack.model.experts.routing import combine_pairs, sort_pairs, spread_tokens
@@ -38,7 +37,6 @@ CASES = {
         ExpertCase("qwen3_moe", 2, sequence_ranks=2, limit=4, replays=True),
     ],
     4: [
-        ExpertCase("qwen3_moe", 2),
         ExpertCase("qwen3_moe", 2, lora=True, limit=4),
         ExpertCase("qwen3_moe", 4),
         ExpertCase("qwen3_moe", 4, lora=True, limit=4),
@@ -135,20 +133,11 @@ def check(mine: dict[str, Any], twin: dict[str, Any]) -> None:
             torch.testing.assert_close(written[name], tensor, rtol=1e-3, atol=3e-5)
 
 
-@pytest.mark.parametrize(
-    ("changes", "complaint"),
-    [
-        (
-            {"expert_ranks": 2},
-            "expert_ranks is 2 and this is one process",
-        ),
-    ],
-)
-def test_ranks_that_cannot_be_are_refused_before_anything_is_loaded(changes: dict[str, Any], complaint: str) -> None:
-    with pytest.raises(TreepackError, match=complaint):
-        open_run("no rows", "no model", TrainOptions(device="cpu", **changes))
-    with pytest.raises(TreepackError, match=complaint):
-        open_verification("no rows", "no model", TrainOptions(device="cpu", **changes))
+@pytest.mark.parametrize("opening", [open_run, open_verification])
+def test_ranks_that_cannot_be_are_refused_before_anything_is_loaded(opening: Any) -> None:
+    assert "expert_ranks is 2 and this is one process" in refusal(
+        opening, "no rows", "no model", TrainOptions(device="cpu", expert_ranks=2)
+    )
 
 
 def test_experts_that_cannot_be_divided_are_refused() -> None:

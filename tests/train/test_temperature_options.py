@@ -120,15 +120,3 @@ def test_gaps_and_greedy_samples_are_refused_before_the_model_is_loaded(treepack
         for command in (("train", "--loss", "grpo"), ("logprobs",)):
             done = treepack(command[0], packed, *command[1:], "--model", model, "--out", tmp_path / "out")
             assert (done.status, message in last_line(done.err)) == (1, True)
-
-
-def test_without_temperatures_nothing_about_them_is_recorded(treepack: Command, tmp_path: Path) -> None:
-    config, packed = tiny_config(tmp_path / "tiny.json"), written(tmp_path / "packed", None)
-    common = (packed, "--model", config, "--device", "cpu")
-    assert treepack("logprobs", *common, "--out", tmp_path / "old").status == 0
-    assert "temperature" not in json.loads((tmp_path / "old" / "manifest.json").read_text())["logprobs"]["old"]
-    done = treepack("train", *common, "--temperature", 0.7, "--out", tmp_path / "sft")
-    assert (done.status, last_line(done.err)) == (
-        1,
-        "treepack: --temperature is not an option of the loss sft; it has no options",
-    )

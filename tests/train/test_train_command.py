@@ -113,9 +113,11 @@ def test_held_out_rows_are_in_the_line_of_their_step_and_in_the_summary(
     [
         (["--patience", "3"], "--patience counts evaluations; give held-out rows with --eval"),
         (["--mix", "0.5,half"], "'0.5,half' is not a list of numbers such as 0.7,0.3"),
+        (["--resume", "--dry-run"], "--dry-run shows the plan of a new run; omit it or --resume."),
+        (["--resume", "--overwrite"], "give one of them"),
     ],
 )
-def test_options_of_mixtures_and_evaluations_that_mean_nothing_are_wrong_usage(
+def test_options_that_mean_nothing_or_exclude_each_other_are_wrong_usage(
     treepack: Run, arguments: list[str], options: list[str], complaint: str
 ) -> None:
     done = treepack(*arguments, *options)
@@ -138,19 +140,6 @@ def test_only_a_run_is_continued(treepack: Run, arguments: list[str], tmp_path: 
     shutil.copytree(tmp_path / "packed", tmp_path / "out")
     done = treepack(*arguments, "--resume")
     assert done.err == f"treepack: {tmp_path / 'out'} has no run to continue; choose another --out\n"
-
-
-def test_resume_has_no_plan_of_a_new_run(treepack: Run, arguments: list[str]) -> None:
-    done = treepack(*arguments, "--resume", "--dry-run")
-    assert done.status == 2
-    assert "--dry-run shows the plan of a new run; omit it or --resume." in done.err
-
-
-def test_resume_and_overwrite_exclude_each_other(treepack: Run, arguments: list[str], tmp_path: Path) -> None:
-    done = treepack(*arguments, "--resume", "--overwrite")
-    assert done.status == 2
-    assert "give one of them" in done.err
-    assert not (tmp_path / "out").exists()
 
 
 def test_an_unfinished_run_is_named_as_such_before_anything_is_loaded(
