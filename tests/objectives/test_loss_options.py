@@ -77,6 +77,19 @@ def test_no_name_of_another_trainer_is_a_preset() -> None:
     assert len(OTHER_LOSSES) > 20
 
 
+# A preset that took another denominator would have other gradients in no other fast test.
+DENOMINATORS_OF_PRESETS = {
+    "token": "bnpo cispo dapo distill dpo dppo_kl dppo_tv dro opd ppo reinforce sft value vespo",
+    "trajectory": "gmpo grpo gspo sapo",
+    "global": "dr_grpo luspo",
+}
+
+
+def test_every_preset_has_its_denominator() -> None:
+    expected = {name: denominator for denominator, names in DENOMINATORS_OF_PRESETS.items() for name in names.split()}
+    assert {name: choose_objective(name).denominator for name in presets_of(own_losses())} == expected
+
+
 def test_constants_keep_their_usual_values_beside_one_that_is_given() -> None:
     assert choose_objective("vespo", loss_constants={"k_neg": 4}).constants == {
         **find_loss("vespo").constants,
