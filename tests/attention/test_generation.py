@@ -17,7 +17,7 @@ from support.refusal import refusal
 from support.tiny_families import tiny_family, transformers_types
 from treepack.attention import allow_generation, register
 
-KINDS = ["qwen3", pytest.param("llama", marks=pytest.mark.slow), "gpt2"]
+KINDS = ["qwen3", "gpt2"]
 
 # Three prompts of 5, 2 and 4 tokens, padded on the left; token 0 is the padding.
 PROMPTS = torch.tensor([[7, 3, 9, 11, 2], [0, 0, 0, 31, 7], [0, 5, 8, 13, 21]])

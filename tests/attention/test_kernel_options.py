@@ -27,7 +27,6 @@ from support import interpreter  # noqa: F401
 from treepack.attention import autograd
 from treepack.attention.autograd import KeptOutputs, backend, triton_attention
 from treepack.attention.build_schedule import build_schedule
-from treepack.attention.dispatch import tree_attention
 from treepack.attention.portable import forward as portable
 from treepack.attention.portable.forward import LoopConfigs, PortableConfig
 from treepack.attention.reach import KeyReach, first_visible
@@ -136,9 +135,7 @@ def test_a_window_that_no_path_exceeds_changes_no_bit() -> None:
 
 
 @pytest.mark.parametrize("end", [chain(300), star(200, 3, 140), star(128, 3, 64), random_tree(129, seed=3)])
-@pytest.mark.parametrize(
-    "reach", [KeyReach("window", 100), pytest.param(KeyReach("chunk", 64), marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("reach", [KeyReach("window", 100)])
 def test_windows_that_begin_inside_and_at_the_edges_of_blocks(end: Tensor, reach: KeyReach) -> None:
     assert first_visible(end, reach) is not None
     check(end, reach, heads=(1, 1))
@@ -146,7 +143,7 @@ def test_windows_that_begin_inside_and_at_the_edges_of_blocks(end: Tensor, reach
 
 @pytest.mark.parametrize(
     ("block", "tile", "queries"),
-    [(64, 32, 16), *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((32, 64, 32), (128, 64, 64)))],
+    [(64, 32, 16), pytest.param(128, 64, 64, marks=pytest.mark.slow)],
 )
 def test_windows_in_every_size_of_block_and_tile(
     monkeypatch: pytest.MonkeyPatch, block: int, tile: int, queries: int
@@ -178,17 +175,13 @@ def test_a_sink_far_above_every_score_takes_the_whole_softmax_and_far_below_none
     assert torch.equal(high, torch.zeros_like(plain))
 
 
-def test_scores_far_above_the_cap_are_finite() -> None:
-    check(random_tree(100, seed=6), softcap=2.0, scale=400.0, tolerance=1e-4)
-
-
 @pytest.mark.parametrize(
     "dims",
     [
         (24, 16),
         (16, 24),
         (192, 128),
-        *(pytest.param(d, marks=pytest.mark.slow) for d in ((96, 96), (320, 64), (8, 40))),
+        *(pytest.param(d, marks=pytest.mark.slow) for d in ((320, 64), (8, 40))),
     ],
 )
 def test_head_dimensions_of_keys_and_values(dims: tuple[int, int]) -> None:
@@ -243,14 +236,6 @@ def test_sinks_keep_their_dtype_and_recomputation_skips_the_kernel(monkeypatch: 
     again = torch.autograd.grad(out, (q, k, v, half), do)
     assert len(calls) == 2
     assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
-
-
-def test_options_reach_the_kernels_through_tree_attention() -> None:
-    end = random_tree(90, seed=12).to(DEVICE)
-    (q, k, v, sinks), _ = draw(end, (2, 1), (24, 16))
-    options: dict[str, Any] = {"start": first_visible(end, KeyReach("window", 20)), "sinks": sinks, "softcap": 3.0}
-    ours, theirs = (tree_attention(q, k, v, end, impl=impl, **options) for impl in ("triton", "reference"))
-    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
 def test_arguments_that_do_not_fit_are_refused() -> None:

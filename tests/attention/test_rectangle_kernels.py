@@ -97,8 +97,8 @@ WINDOW = KeyReach("window", 70)
         (128, KeyReach("chunk", 50)),
         (133, None),
         (299, WINDOW),
-        *(pytest.param(first, None, marks=pytest.mark.slow) for first in (0, 299)),
-        *(pytest.param(first, KeyReach("chunk", 50), marks=pytest.mark.slow) for first in (0, 133, 299)),
+        pytest.param(299, None, marks=pytest.mark.slow),
+        *(pytest.param(first, KeyReach("chunk", 50), marks=pytest.mark.slow) for first in (0, 299)),
     ],
 )
 def test_a_rectangle_from_any_token(first: int, reach: KeyReach | None) -> None:
@@ -112,7 +112,7 @@ def test_several_rows_grouped_heads_and_all_options(reach: KeyReach | None) -> N
     assert results[4].abs().min() > 0
 
 
-@pytest.mark.parametrize("block", [32, pytest.param(64, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("block", [32])
 def test_blocks_and_tiles_smaller_than_those_of_the_schedule(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
     config = PortableConfig(block, 32, 4, 1)
     monkeypatch.setitem(portable.FLOAT32, 64, LoopConfigs(config, config, PortableConfig(block, 16, 4, 1)))
@@ -136,13 +136,6 @@ def test_any_tree_from_any_token(end: Tensor, data: st.DataObject) -> None:
     # If every query sees itself alone, the exact gradients of queries and keys are 0, and only rounding is compared.
     assume(bool(((tokens[:, None] < tokens) & (tokens < end[0][:, None]))[:, first:].any()))
     check(end, first, KeyReach("window", 50) if data.draw(st.booleans()) else None)
-
-
-def test_two_runs_agree_in_every_bit() -> None:
-    row = random_tree(200, seed=34)
-    runs = [check(row, 128, WINDOW, special=True) for _ in range(2)]
-    for result, again in zip(*runs, strict=True):
-        assert torch.equal(result, again)
 
 
 @pytest.mark.parametrize("reach", [None, WINDOW])

@@ -146,11 +146,6 @@ def test_trees_of_short_nodes_are_covered(steps: list[int], size: int, seed: int
     check(random_tree(np.random.default_rng(seed), steps, size))
 
 
-@pytest.mark.parametrize("length", [1, 31, 32, 33, 127, 128, 129, 640, 700])
-def test_chains_of_any_length_are_covered(length: int) -> None:
-    check(chain(length))
-
-
 # Branches begin 0, 2 and 4 tokens after a multiple of 128 and the offset, so each is at every edge of a granule once.
 @pytest.mark.parametrize("offset", [offset for offset in range(128) if offset % 32 < 2 or offset % 32 > 24])
 def test_branches_at_every_offset_are_covered(offset: int) -> None:

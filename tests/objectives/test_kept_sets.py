@@ -21,9 +21,7 @@ from support.strategies import make
 from treepack.carry.backward import CarryOptions, backward_row
 from treepack.carry.verify import in_pieces
 from treepack.data.batch import make_batch
-from treepack.data.joined import join_rows
 from treepack.errors import TreepackError
-from treepack.model import forward
 from treepack.model.adapters.lora_options import LoraOptions
 from treepack.model.forward import WholeRows, prepare_batch
 from treepack.model.verify.gradients import verify_gradients
@@ -99,24 +97,6 @@ def test_a_token_of_several_rollouts_may_have_several_sets() -> None:
     assert len({token for token, _ in trained}) < len(set(trained)) < len(trained)
 
 
-def test_joined_rows_are_scored_as_each_alone(tmp_path: Path) -> None:
-    samples, loaded = with_sets(rollouts(), 1, tempered=True), packed_model("qwen3")
-    dataset = opened(tmp_path / "packed", samples, [i % 2 for i in range(len(samples))])
-    terms = dataset[1].terms
-    assert terms is not None
-    rows = [dataset[0], replace(dataset[1], terms=replace(terms, kept_ids=None))]
-    each = [_scores(loaded, batch) for batch in rows]
-    joined = _scores(loaded, join_rows(rows))
-    torch.testing.assert_close(joined, torch.cat(each), rtol=1e-12, atol=1e-12)
-
-
-def _scores(loaded: Any, batch: Any) -> torch.Tensor:
-    terms = batch.terms
-    scores = WholeRows(loaded).scores(batch, terms.tokens, kept=terms.kept_ids)
-    assert scores.logprobs is not None
-    return scores.logprobs.detach()
-
-
 @pytest.mark.parametrize("limit", [None, 7])
 def test_dpo_is_about_the_whole_vocabulary(tmp_path: Path, limit: int | None) -> None:
     objective, samples = choose_objective("dpo", beta=0.7), with_sets(rollouts(), 0, tempered=False)
@@ -150,16 +130,6 @@ def test_the_verification_runs_each_rollout_over_its_sets(
     report = verify_gradients(run.loaded, batches, **arguments)
     assert (report.passed, report.dtype) == (True, "float64")
     assert report.worst[1] < 1e-10
-
-
-def test_the_verification_fails_if_a_row_ignores_its_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    samples = with_sets(rollouts(), 2, tempered=False)
-    packed = write_rows(tmp_path / "packed", as_trajectories(samples), [0] * len(samples))
-    options = TrainOptions(device="cpu", objective=choose_objective("grpo"))
-    run = open_verification(packed, tiny_config(tmp_path / "tiny.json"), options)
-    monkeypatch.setattr(forward, "loss_sets", lambda *_: None)
-    arguments: dict[str, Any] = {"objective": run.options.objective, "factors": run.factors([0])}
-    assert not verify_gradients(run.loaded, [run.dataset[0]], **arguments).passed
 
 
 @pytest.mark.parametrize("limit", [None, 7])

@@ -162,7 +162,6 @@ def test_loss_and_gradients_are_those_of_trajectories_alone(tmp_path: Path, kind
 
 
 # The cases above have the other presets on one tree.
-@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "name",
     [
@@ -171,9 +170,9 @@ def test_loss_and_gradients_are_those_of_trajectories_alone(tmp_path: Path, kind
         if name not in ("sft", "value", "opd", "distill")
     ],
 )
-def test_loss_and_gradients_agree_on_any_tree(tmp_path: Path, name: str, seed: int) -> None:
+def test_loss_and_gradients_agree_on_any_tree(tmp_path: Path, name: str) -> None:
     objective = choose_objective(name)
-    samples = rollouts(seed=seed, count=7 + seed)
+    samples = rollouts(seed=1, count=8)
     loss, expected = expected_of(plain("qwen3"), step_loss(plain("qwen3"), samples, objective))
     for i, rows in enumerate(packings(samples, objective)):
         total, grads, _ = step_of(packed_model("qwen3"), opened(tmp_path / str(i), samples, rows), objective)
@@ -371,8 +370,7 @@ def joined_dpo(model: Any, samples: Sequence[Rollout], number: Sequence[int], be
     return torch.stack(losses).mean()
 
 
-@pytest.mark.parametrize("packing", [0, 1])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("seed", "packing"), [(0, 0), (1, 1), (2, 1), (3, 0)])
 def test_dpo_compares_rollouts_of_several_trajectories(tmp_path: Path, seed: int, packing: int) -> None:
     objective = choose_objective("dpo", beta=0.7)
     # Groups alternate, and rollouts have samples of one group only.

@@ -191,7 +191,6 @@ def test_the_gradient_of_a_step_is_unbiased(loss: str, denominator: str, with_fa
     [
         ("grpo", "trajectory"),
         pytest.param("gspo", "trajectory", marks=pytest.mark.slow),
-        pytest.param("grpo", "global", marks=pytest.mark.slow),
     ],
 )
 def test_without_leaf_weights_it_is_not(loss: str, denominator: str, with_fallback: Sampled) -> None:

@@ -87,7 +87,7 @@ CASES: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case.values())))
-@pytest.mark.parametrize("kind", ["qwen3", pytest.param("gpt2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["qwen3"])
 def test_loss_and_gradients_are_those_of_trajectories_alone(tmp_path: Path, kind: str, case: dict[str, Any]) -> None:
     objective = choose_objective(**case)
     samples = valued(kind)
@@ -100,7 +100,7 @@ def test_loss_and_gradients_are_those_of_trajectories_alone(tmp_path: Path, kind
         assert (0 < means["value_clip_fraction"] < 1) == (objective.value_clip > 0)
 
 
-@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 3, 4))])
+@pytest.mark.parametrize("seed", [1, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["value", "ppo", "gspo"])
 def test_rows_in_pieces_give_the_same_on_any_tree(tmp_path: Path, name: str, seed: int) -> None:
     objective = choose_objective(name, **({} if name == "value" else {"value_coef": 0.5}))
@@ -146,7 +146,7 @@ def test_recomputed_layers_give_the_same_gradients(tmp_path: Path, name: str) ->
     assert worst_error(grads, expected) <= TOLERANCE
 
 
-@pytest.mark.parametrize("name", ["value", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ppo", "gspo"))])
+@pytest.mark.parametrize("name", ["value", pytest.param("gspo", marks=pytest.mark.slow)])
 def test_verification_compares_values_and_finds_a_leak(tmp_path: Path, name: str) -> None:
     objective = choose_objective(name, **({} if name == "value" else {"value_coef": 0.5}))
     samples = valued()

@@ -5,9 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -27,8 +25,8 @@ from treepack.model.forward import hidden_states
 from treepack.model.layers import adapt_layers, find_layers
 from treepack.model.load import load_model
 from treepack.model.verify.gradients import verify_gradients
-from treepack.recurrent.entry import enter, is_recurrent, model_obstacle
-from treepack.recurrent.interface import convolution, gated_delta_rule, state_space_scan
+from treepack.recurrent.entry import enter, is_recurrent
+from treepack.recurrent.interface import gated_delta_rule, state_space_scan
 
 pytestmark = pytest.mark.skipif(not HAS_RECURRENT, reason="this version of transformers has other recurrent layers")
 
@@ -152,27 +150,6 @@ def observed(model: Any) -> ForwardObservation:
     with observe(model) as seen:
         model(input_ids=HARD.input_ids[None], position_ids=HARD.position_ids[None], record=seen.attention, **options)
     return seen
-
-
-def test_a_version_whose_layers_keep_the_functions_as_attributes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Layer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.causal_conv1d_fn = convolution
-
-        def forward(self, hidden: Tensor) -> Tensor:
-            return self.causal_conv1d_fn(hidden, hidden)
-
-    class Config:
-        pass
-
-    module: Any = ModuleType("early.modeling_early")
-    module.Layer, Layer.__module__, Config.__module__ = Layer, module.__name__, "early.configuration_early"
-    monkeypatch.setitem(sys.modules, "early", ModuleType("early"))
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    reason = model_obstacle(Config())
-    assert reason is not None
-    assert "this version of transformers offers no function for" in reason
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from support import interpreter  # noqa: F401
-from support.attention_trees import caterpillar, chain, ends_of, forests, star
+from support.attention_trees import chain, ends_of, forests, star
 from support.kernel_inputs import poisoned_empty
 from treepack.recurrent import twin
 from treepack.recurrent.chunks import TokenChunks, build_chunks
@@ -86,17 +86,6 @@ def test_chunks_in_use_with_any_widths_and_groups_of_heads(
 ) -> None:
     chunks = build_chunks(BRANCHES)
     inputs = draw_inputs(BRANCHES.shape[1], widths=widths, key_heads=key_heads, delta=delta)
-    assert error(by_kernels(inputs, chunks), compute(twin.scan_plainly, inputs, chunks, torch.float64)) < 1e-5
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("end", "size", "widths"),
-    [(caterpillar(2, 12, 1, 2), 16, (16, 16)), (chain(300), 64, (72, 40)), (star(99, 5, 65), 64, (40, 72))],
-)
-def test_deep_and_wide_trees(end: Tensor, size: int, widths: tuple[int, int]) -> None:
-    chunks = build_chunks(end, size=size)
-    inputs = draw_inputs(end.numel(), widths=widths)
     assert error(by_kernels(inputs, chunks), compute(twin.scan_plainly, inputs, chunks, torch.float64)) < 1e-5
 
 

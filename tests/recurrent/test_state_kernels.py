@@ -119,12 +119,6 @@ def test_more_heads_than_a_program_of_the_sums_takes() -> None:
     assert close(decays(g, chunks), sum_decays(g.double(), chunks))
 
 
-def test_rows_without_tokens_have_no_states() -> None:
-    chunks = build_chunks(torch.zeros(1, 0, dtype=torch.int32))
-    results = run_kernels(draw_states(chunks, 16, 16).to(torch.float32), chunks)
-    assert [len(x) for x in results] == [0, 0, 0, 0]
-
-
 @pytest.mark.parametrize(
     ("runs", "heads", "values", "block"),
     [(1, 32, 128, 32), (2, 32, 128, 64), (1, 48, 128, 64), (1, 1, 64, 32), (0, 32, 128, 32)],

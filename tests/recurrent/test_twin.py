@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,9 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from support.attention_trees import caterpillar, chain, ends_of, random_tree, star
-from support.token_scans import convolve_tokens, scan_tokens
+from support.token_scans import scan_tokens
 from treepack.recurrent.chunks import build_chunks, find_parents, flatten_ends
-from treepack.recurrent.convolution import build_ancestors, build_taps, convolve_plainly
 from treepack.recurrent.interface import normalise
 from treepack.recurrent.twin import scan_plainly
 
@@ -138,28 +136,6 @@ def test_decays_that_vanish_leave_nothing_but_numbers(rule: str) -> None:
     assert all(bool(x.isfinite().all()) for x in results(out, inputs))
 
 
-def test_a_branch_does_not_change_by_its_siblings() -> None:
-    inputs = make_inputs(12, "delta")
-    chunks = build_chunks(ends_of((4, -1), (4, 0), (4, 0)))
-    before = scan_plainly(inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta, chunks)
-    other = inputs.v.detach().clone()
-    other[4:8] += 1  # the first branch
-    after = scan_plainly(inputs.q, inputs.k, other, inputs.g, inputs.beta, chunks)
-    assert torch.equal(before[:4], after[:4])
-    assert torch.equal(before[8:], after[8:])
-    assert not torch.equal(before[4:8], after[4:8])
-
-
-def test_equal_inputs_give_equal_bits() -> None:
-    end = random_tree(300, 5)
-    inputs = make_inputs(300, "delta")
-    runs = [
-        results(scan_plainly(inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta, build_chunks(end)), inputs)
-        for _ in range(2)
-    ]
-    assert all(torch.equal(x, y) for x, y in zip(*runs, strict=True))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_lower_precisions_compute_in_float32_and_round_once(dtype: torch.dtype) -> None:
     inputs = make_inputs(100, "delta")
@@ -171,44 +147,6 @@ def test_lower_precisions_compute_in_float32_and_round_once(dtype: torch.dtype) 
     expected = scan_plainly(q.double(), k.double(), v.double(), g.double(), beta.double(), chunks)
     assert found.dtype == dtype
     assert error([found.double()], [expected.detach()]) < 2 * torch.finfo(dtype).eps
-
-
-@pytest.mark.parametrize("taps", [1, 3, 4])
-@pytest.mark.parametrize("activation", [None, "silu"])
-def test_a_convolution_reads_ancestors(taps: int, activation: str | None) -> None:
-    end = torch.cat([star(1, 5, 2), ends_of((1, -1), (1, 0), (1, 1), (3, 1), (1, -1), (1, -1), (3, -1))])
-    generator = torch.Generator().manual_seed(0)
-    x, do = (torch.randn(end.numel(), 6, generator=generator, dtype=torch.float64) for _ in range(2))
-    weight, bias = (torch.randn(6, n, generator=generator, dtype=torch.float64) for n in (taps, 1))
-    leaves = [each.requires_grad_() for each in (x, weight, bias)]
-    found = convolve_plainly(x, weight, bias[:, 0], activation, build_taps(end, taps))
-    expected = convolve_tokens(x, weight, bias[:, 0], find_parents(flatten_ends(end)))
-    expected = expected if activation is None else torch.nn.functional.silu(expected)
-    gradients = [[out.detach(), *torch.autograd.grad(out, leaves, do)] for out in (found, expected)]
-    assert error(*gradients) < 1e-14
-
-
-def test_ancestors_before_the_root_are_minus_one() -> None:
-    #  0 - 1 - 2
-    #       `- 3        two rows of 4 tokens
-    rows = torch.tensor([[4, 4, 3, 4], [4, 4, 3, 4]])
-    assert build_ancestors(rows, 3).tolist() == [
-        [0, 1, 2, 3, 4, 5, 6, 7],
-        [-1, 0, 1, 1, -1, 4, 5, 5],
-        [-1, -1, 0, 0, -1, -1, 4, 4],
-    ]
-
-
-def test_the_gradient_of_a_state_is_the_sum_over_the_branches_that_follow_it() -> None:
-    # One token with value v, and n branches of one token that read it: do/dv = n * exp(g) q k each.
-    n = 7
-    chunks = build_chunks(ends_of((1, -1), *[(1, 0)] * n))
-    q, k = torch.ones(n + 1, 1, 1, dtype=torch.float64), torch.ones(n + 1, 1, 1, dtype=torch.float64)
-    v = torch.zeros(n + 1, 1, 1, dtype=torch.float64, requires_grad=True)
-    g = torch.full((n + 1, 1), -0.5, dtype=torch.float64)
-    scan_plainly(q, k, v, g, None, chunks)[1:].sum().backward()  # type: ignore[no-untyped-call]
-    assert v.grad is not None
-    assert v.grad.flatten().tolist() == pytest.approx([n * math.exp(-0.5), *[1.0] * n])
 
 
 @pytest.mark.parametrize("rule", RULES)
