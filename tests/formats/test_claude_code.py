@@ -215,6 +215,11 @@ INIT = {"type": "system", "subtype": "init", "session_id": "S", "tools": ["f"], 
 BOUNDARY = {"type": "system", "subtype": "compact_boundary", "session_id": "S"}
 
 
+def told(*lines: Line) -> list[list[tuple[str, float]]]:
+    """Texts and weights of each conversation of a stream, in the order of the file."""
+    return [[(str(words), weight) for _, words, weight in turns(chat)] for _, chat in chats(read([INIT, *lines]))]
+
+
 @pytest.mark.parametrize(
     ("lines", "reason"),
     [
@@ -272,6 +277,13 @@ def test_a_stream_of_cursor_is_refused_by_its_name() -> None:
     tool = {"type": "tool_call", "subtype": "started", "session_id": "S", "tool_call": {"readToolCall": {}}}
     with pytest.raises(TreepackError, match="3: is an export of Cursor"):
         read([INIT, streamed("user", "u"), tool, streamed("assistant", [text("A")], id="m")])
+
+
+def test_an_api_error_in_a_stream_is_neither_trained_nor_in_a_prompt() -> None:
+    failed = streamed("assistant", [text("API Error")], id="m1", error="overloaded")
+    failed["message"]["model"] = claude_code.SYNTHETIC
+    lines = [streamed("user", "u"), failed, streamed("user", "again"), streamed("assistant", [text("B")], id="m2")]
+    assert told(*lines) == [[("u", 0.0), ("again", 0.0), ("B", 1.0)]]
 
 
 def said(line: str, parent: str, name: str, *parts: Any, **more: Any) -> Line:

@@ -13,13 +13,15 @@ import pytest
 from support import law
 from support.command_line import Run
 from support.paths import ROLLOUTS
+from support.readings import read_whole
 from treepack import BuildOptions, read_to_trie
 from treepack.files.input_files.inputs import list_inputs
 from treepack.files.input_files.record_files import read_records
 from treepack.files.manifest import read_manifest
+from treepack.formats.trainers.verifiers import REJECTED
 from treepack.ingest.readers.fields.failures import failure_of
 from treepack.ingest.readers.registry import formats_by_name
-from treepack.trajectory import Trajectory
+from treepack.trajectory import Tokens, Trajectory
 from treepack.trie.store.trie_files import read_trie
 
 MINI = "run-a/lib__mend-3/lib__mend-3.traj.json"
@@ -197,6 +199,23 @@ def trace(name: str, reward: float, **fields: Any) -> dict[str, Any]:
     rewards = {"solved": {"score": reward, "weight": 1.0}}
     one = {"id": name, "task": {"key": "k"}, "agent": {"name": "agent"}, "rewards": rewards, "nodes": nodes}
     return {"id": name, "env": {"id": "v"}, "task": {"key": "k"}, "traces": [one | {"ok": True, "errors": []} | fields]}
+
+
+def test_a_compaction_that_no_node_continues_is_not_trained(tmp_path: Path) -> None:
+    (tmp_path / "traces.jsonl").write_text(json.dumps(trace("t", 1.0)))
+    trie, log = read_to_trie([tmp_path / "traces.jsonl"])
+    assert trie.tokens.tolist() == [1, 2, 3, 4, 5, 6, 7, 60, 61, 8, 9, 70, 71]
+    assert log.counts[f"skipped: {REJECTED}"] == 1
+    # Nodes after an attempt continue it, and an edge to no node accepts nothing.
+    value = trace("t", 1.0)
+    nodes = value["traces"][0]["nodes"]
+    nodes[7]["semantic_parents"][0]["node"] = [5]
+    nodes += [{**nodes[3], "parent": 4}, {**nodes[2], "parent": 8}]
+    items = [item for item in read_whole("verifiers", value) if isinstance(item, Trajectory)]
+    assert all(isinstance(item.content, Tokens) for item in items)
+    trained = {token for item in items for token in item.content.tokens.tolist()}  # type: ignore[union-attr]
+    assert {50, 51} <= trained
+    assert {60, 61}.isdisjoint(trained)
 
 
 ERRORS = [{"type": "SandboxError", "message": "gone"}]

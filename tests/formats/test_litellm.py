@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from support.readings import read_as, reasons, trajectories
+from support.readings import chat_of, read_as, reasons, trajectories
 from treepack.errors import TreepackError
 from treepack.trajectory import Chat, Trajectory
 
@@ -44,6 +44,14 @@ def test_facts_that_differ_between_the_calls_of_a_session_are_noted() -> None:
 def outline(item: Trajectory) -> list[tuple[str, str]]:
     assert isinstance(item.content, Chat)
     return [(message["role"], message["content"]) for message in item.content.messages]
+
+
+def test_calls_of_a_session_are_joined_in_the_order_of_their_start() -> None:
+    later = payload([ASK, FIVE, ASK], {"role": "assistant", "content": "Yes."}, start=9.0, trace_id="s")
+    (item,) = trajectories(read(later, payload([ASK], FIVE, trace_id="s")))
+    assert outline(item) == [("user", "2 + 3?"), ("assistant", "5"), ("user", "2 + 3?"), ("assistant", "Yes.")]
+    assert chat_of(item).message_weights == [0.0, 1.0, 0.0, 1.0]
+    assert item.trajectory_id == "s"
 
 
 def test_choices_of_one_call_are_a_group() -> None:

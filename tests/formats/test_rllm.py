@@ -9,14 +9,16 @@ from typing import Any
 import pytest
 
 from support.paths import ROLLOUTS
-from support.readings import Items, chat_of, only, read_as, read_whole, trajectories
+from support.readings import Items, chat_of, only, read_as, read_whole, tokens_of, trajectories
 from support.token_rollouts import back
 from treepack.errors import TreepackError
 from treepack.formats.trainers.rllm import SOME_NOTE
 from treepack.trajectory import Chat, Skipped, Tokens, Trajectory
 
 SAMPLES = ROLLOUTS
+EPISODE = json.loads((SAMPLES / "rllm" / "episode_hash1a2b_idq7_0.json").read_text())
 TRACES = [json.loads(line) for line in (SAMPLES / "rllm-gateway.jsonl").read_text().splitlines()]
+IDS = [151644, 872, 198, 17, 151645, 198, 50, 51, 2, 8, 9, 52, 2]
 USER, ANSWER = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}
 
 
@@ -34,6 +36,20 @@ def sessions(traces: list[dict[str, Any]]) -> Items:
 
 def episode(steps: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
     return {"id": "q:3", "is_correct": True, "trajectories": [{"steps": steps} | more]}
+
+
+def test_steps_with_token_ids_are_joined_and_agents_have_groups_of_their_own() -> None:
+    solver, judge = read(EPISODE)
+    assert back(solver) == (IDS, [6, 7, 8, 11, 12], [-0.5, -0.25, -0.125, -1.0, -0.0625], 1.0)
+    content = tokens_of(solver)
+    assert content.advantage is not None
+    assert content.advantage.tolist() == [0.5, 0.5, 0.5, 0.5, 0.25]
+    assert back(judge) == ([151644, 60, 61, 2], [2, 3], [-0.25, -0.5], 1.0)
+    assert [(item.trajectory_id, item.group_id) for item in (solver, judge)] == [
+        ("q7:0/0", "q7:solver"),
+        ("q7:0/1", "q7:judge"),
+    ]
+    assert (solver.metadata["agent"], solver.metadata["weight_version"]) == ("solver", 7)
 
 
 def test_steps_without_token_ids_are_joined_by_their_messages() -> None:
@@ -60,6 +76,13 @@ def test_token_ids_of_some_steps_only_are_not_mixed_with_text() -> None:
     (trajectory,) = read(episode(steps))
     assert isinstance(trajectory.content, Chat)
     assert trajectory.notes == (SOME_NOTE,)
+
+
+def test_fields_that_nobody_knows_are_metadata_or_noted() -> None:
+    (trajectory,) = read(episode([{"chat_completions": [USER, ANSWER]}], difficulty=3, signals={"a": 1.0}))
+    assert (trajectory.metadata["difficulty"], trajectory.notes) == (3, ("field 'signals' not used",))
+    session = only(sessions([TRACES[0] | {"region": "eu"}]))
+    assert session.metadata["region"] == "eu"
 
 
 def test_an_episode_without_anything_generated_is_skipped() -> None:

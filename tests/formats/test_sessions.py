@@ -224,6 +224,13 @@ def test_the_agent_of_tau2_does_not_see_what_the_user_does_with_tools() -> None:
     assert trajectory.notes == ()
 
 
+def test_the_messages_that_a_task_begins_with_are_not_trained() -> None:
+    value = tau2_run(simulation(ASK, HELLO, ASK, ANSWER))
+    value["tasks"] = [{"id": "2"}, {"id": "3", "initial_state": {"message_history": [ASK, HELLO]}}]
+    ((_, content),) = chats(read_value(tau2.read_tau2, value))
+    assert content.message_weights == [0.0, 0.0, 0.0, 0.0, 1.0]
+
+
 def test_tools_that_the_run_kept_are_schemas() -> None:
     kept = {"f": {"name": "f", "doc": "Does.", "params": {"type": "object"}, "returns": {}}}
     ((_, content),) = chats(read_value(tau2.read_tau2, tau2_run(simulation(ASK, ANSWER), tool_defs=kept)))

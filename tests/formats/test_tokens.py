@@ -159,6 +159,15 @@ def test_every_name_has_one_kind() -> None:
     assert len(KINDS) == sum(len(names) for names in NAMES.values())
 
 
+def test_the_trained_tokens_are_those_of_all_masks() -> None:
+    value = {**PAIR, "response_mask": [1, 1], "tool_mask": [1, 0], "loss_mask": [0, 1, 1, 1]}
+    assert trained(value) == [2]
+    labels = {"input_ids": IDS, "labels": [-100, 6, 7, -100]}
+    assert trained(labels) == [1, 2]
+    assert trained(labels | {"assistant_masks": [0, 1, 0, 1]}) == [1]
+    assert trained(PAIR | {"labels": [-100, 8]}) == [3]
+
+
 def test_without_a_mask_the_response_is_trained() -> None:
     assert trained(PAIR) == [2, 3]
     assert trained({"tokens": IDS, "response_length": 1}) == [3]

@@ -34,6 +34,14 @@ def test_a_pair_is_two_trajectories_of_a_group_of_its_own() -> None:
     assert messages_of(items) == [([USER, GOOD], [0.0, 1.0]), ([USER, BAD], [0.0, 1.0])]
 
 
+def test_the_implied_prompt_of_texts_ends_before_a_space() -> None:
+    items = sides("trl-preference", {"chosen": "The sky is blue.", "rejected": "The sky is green."})
+    assert [item.content for item in items] == [
+        PromptCompletion("The sky is", " blue."),
+        PromptCompletion("The sky is", " green."),
+    ]
+
+
 @pytest.mark.parametrize(
     ("prompt", "chosen", "rejected"),
     [
