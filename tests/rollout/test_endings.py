@@ -58,6 +58,20 @@ def test_a_repetition_that_segments_cut_ends_the_path_at_the_first_possible_cut(
     assert (leaf.finish, leaf.end - 1) == (REPETITION, end)
 
 
+def test_random_text_and_short_rulers_are_no_repetition() -> None:
+    rng = np.random.default_rng(0)
+    for size in range(1, 2000, 13):
+        assert not ends_in_repeats(rng.integers(1, 50, size).astype(np.int32), 2)
+    assert not ends_in_repeats(np.full(MIN_REPEATED - 1, 45, np.int32), 8)
+    assert ends_in_repeats(np.full(MIN_REPEATED, 45, np.int32), 8)
+
+
+def test_long_runs_need_as_many_copies_as_the_option_says() -> None:
+    paragraph = np.arange(40, dtype=np.int32)
+    assert not ends_in_repeats(np.tile(paragraph, 7), 8)
+    assert ends_in_repeats(np.tile(paragraph, 8), 8)
+
+
 def test_a_path_ends_for_the_first_of_answer_stop_repetition_length_and_depth() -> None:
     """All five hold at once after 70 tokens; without the first one, the next is the reason."""
     run = [5] * 69
