@@ -63,7 +63,7 @@ class _LazyCommands(click.Group):
         return sorted(SUMMARIES)
 
     def get_command(self, ctx: click.Context | None, cmd_name: str) -> click.Command | None:
-        """Return the command `cmd_name` from the file with its name, or None."""
+        """Return the command `cmd_name` from the file with its name, or None if no such command exists."""
         if cmd_name not in SUMMARIES:
             return None
         name = cmd_name.replace("-", "_")

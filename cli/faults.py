@@ -37,7 +37,7 @@ def describe_fault(error: BaseException) -> str:
             sys.stderr.write(text if text.endswith("\n") else f"{text}\n")
     message = described(error)
     if _LOST_RANK.search(message):
-        cause = message.partition(". ")[0]  # gloo adds advice for its developers
+        cause = message.partition(". ")[0]  # gloo adds advice for the developers of gloo
         return f"stopped because another rank of the run ended or does not answer ({cause}); see the error of that rank"
     if isinstance(error, MemoryError) or _NO_MEMORY.search(message):
         return "memory ran out; read fewer inputs at once, use fewer --workers, or raise a limit such as ulimit -v"

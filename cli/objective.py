@@ -44,7 +44,7 @@ def _parse_constants(_: click.Context, parameter: click.Parameter, values: tuple
     return constants or None
 
 
-# Without defaults, because they differ by loss, and an option that the loss does not use is refused.
+# Without defaults, because the defaults depend on the loss, and an option that the loss does not use is refused.
 _CHANGES: dict[str, dict[str, Any]] = {
     **{name: {"default": None, "show_default": False} for name in _NAMES.split()},
     "loss": {"type": _LossChoice(list(presets_of(all_losses())))},

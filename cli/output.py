@@ -31,7 +31,7 @@ def show_end(*written: Any, then: str | None = None) -> None:
 
     Args:
         written: paths or addresses of the outputs; None entries are ignored.
-        then: the next command; None without one.
+        then: the next command, or None.
     """
     if is_quiet():
         return
@@ -187,7 +187,7 @@ def reserve_directory(out: AnyPath, inputs: list[Any], *, overwrite: bool) -> No
 
 
 def lock_until_end(out: AnyPath) -> None:
-    """Lock an output until the command ends, so that a second command is refused before any work.
+    """Lock an output until the command ends, so that a second command with this output is refused before any work.
 
     Raises:
         TreepackError: another process writes `out`.

@@ -3,7 +3,7 @@
 click.Path would make "s3://bucket/rows" the local path "s3:/bucket/rows".
 
     FILE: READ           Path, or the address of s3://, gs:// and hf://
-    TRIE: TRIE           the same for a trie; an output of treepack prepare means the trie in it, with a note
+    TRIE: TRIE           the same for a trie; an output of treepack prepare is read as the trie in it, with a note
     PACKED: PACKED       the same for packed rows
     PATH...: LOOK        raw rollouts, a trie or packed rows; a string, because it may be a glob or "-"
     --out: WRITE         a path or an address that can be written, so not hf://

@@ -139,7 +139,7 @@ def step_progress(
 
 
 def _fitting(values: Mapping[str, str], room: int) -> list[str]:
-    """Return the first values, which are the most important ones, within `room` characters; one or more.
+    """Return the first values, which are the most important ones, within `room` characters; at least one.
 
     {"loss": "1.25", "lr": "1e-05"}, 15 -> ["loss=1.25"]
     """

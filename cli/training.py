@@ -111,7 +111,7 @@ def train_model(
         _keep_compiled_code()
         ranks = join_ranks(find_device(options.device))
         try:
-            # The lock of `out` is held until the end, so that a second command is refused before any work.
+            # The lock of `out` is held until the end, so that a second command with it is refused before any work.
             with stage_lines(shown=ranks.leads), open_place(out, ranks) as place:
                 summary = _train_in(place, packed, model, options, run_options, ranks, start, overwrite=overwrite)
                 if "stopped" in summary:

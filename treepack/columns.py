@@ -7,8 +7,8 @@ Schemas, tries, rows, batches, checks and `show` are loops over this table. To a
 field of its name to `trajectory.Tokens`, `pack.row.RowTerms` and `data.batch.TermTensors`; tests compare these fields
 with the table. The entry goes last, because files keep the order of their columns. Then use the column in a loss.
 
-Not in the table, because they follow other rules: token ids and the structure of the tree, trained spans and their
-weights, the routes of experts (they are part of a node's identity), and the values of a critic at nodes.
+Not in the table, because different rules apply to each: token ids and the structure of the tree, trained spans and
+their weights, the routes of experts (they are part of a node's identity), and the values of a critic at nodes.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Numbers:
         return np.broadcast_to(values, num)
 
     def join(self, parts: Sequence[Any]) -> NDArray[Any]:
-        """Concatenate `parts`, one or more, as `dtype`."""
+        """Concatenate `parts`, at least one, as `dtype`."""
         return np.concatenate(parts).astype(self.dtype, copy=False)
 
     def is_missing(self, values: Any) -> _Bools:
@@ -80,7 +80,7 @@ class Lists:
         return lists
 
     def join(self, parts: Sequence[Any]) -> RaggedArray:
-        """Concatenate `parts`, one or more."""
+        """Concatenate `parts`, at least one."""
         return join_lists(parts)
 
     def is_missing(self, values: Any) -> _Bools:

@@ -140,7 +140,7 @@ class ProcessTeam(Generic[_State]):
 
     @property
     def size(self) -> int:
-        """Number of processes that work, one or more."""
+        """Number of processes that work, at least one."""
         return max(1, len(self._queues))
 
     def in_order(

@@ -85,7 +85,7 @@ def as_columns(records: list[Trajectory]) -> Sequences:
 
 
 def join(batches: list[Sequences]) -> Sequences:
-    """Concatenate `batches`, one or more, in their order."""
+    """Concatenate `batches`, at least one, in their order."""
     if len(batches) == 1:
         return batches[0]
     tokens = np.concatenate([batch.tokens for batch in batches])
@@ -327,7 +327,7 @@ class SpanView:
 
 
 def _joined(pieces: list[NDArray[Any]]) -> NDArray[Any]:
-    """Concatenate `pieces`, one or more; a single one is not copied."""
+    """Concatenate `pieces`, at least one; a single one is not copied."""
     return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
 
@@ -379,7 +379,7 @@ def take_rows(table: pa.Table, rows: Int64 | Int32) -> pa.Table:
 
 
 def _num_values(column: pa.ChunkedArray) -> int:
-    """Return the number of values of the lists, also under nulls."""
+    """Return the number of values in the lists, also under nulls."""
     offsets = [chunk.offsets for chunk in column.chunks]
     return sum(each[-1].as_py() - each[0].as_py() for each in offsets)
 

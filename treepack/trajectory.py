@@ -99,7 +99,7 @@ class Chat:
     `message_weights[i]` is the loss weight of message i: 0 if it is not trained, and 0 for every role but assistant.
     `message_temperatures[i]` is the temperature at which message i was sampled, None if it is not known.
     `message_cuts[i]` is True if a limit or a filter cut message i, so that its end token was not sampled.
-    `message_bounds[i]` are other bounds of the text that the model wrote in message i, None without any.
+    `message_bounds[i]` are other bounds of the text that the model wrote in message i, or None.
     `chat_template_kwargs` are variables of the chat template, for example `{"enable_thinking": false}`.
     """
 
@@ -237,7 +237,7 @@ def as_routes(rows: NDArray[Any], num_tokens: int, *, source: str, name: str) ->
 
 
 def check_experts(rows: NDArray[Any], *, source: str, name: str) -> int:
-    """Return the largest of recorded experts, integers of any shape; 0 without one.
+    """Return the largest of recorded experts, integers of any shape; 0 if `rows` is empty.
 
     Raises:
         TreepackError: it is above 32,767.

@@ -174,7 +174,7 @@ def once_work(trie: Trie) -> FlopCount:
 
 
 def turns_work(trie: Trie, turns: SortedTurns) -> FlopCount:
-    """Return the work of the samples of `turns` of `trie` one by one; each trains one turn."""
+    """Return the work of the samples of `turns` of `trie` one by one; each sample trains one turn."""
     is_weighted = trie.trajectories["weight"].to_numpy()[turns.owner] > 0
     targets = (turns.ends - turns.starts)[is_weighted].sum()
     return FlopCount(int(turns.ends.sum()), _pairs(turns.ends), int(targets))

@@ -28,7 +28,7 @@ from treepack.trie.trie import Trie
 def local_paths(paths: Paths) -> list[str]:
     """Return `paths` as text, with a local copy in the place of the address of a trie or packed directory.
 
-    An output of `treepack prepare` means the packed directory in it.
+    An output of `treepack prepare` is read as the packed directory in it.
 
     Raises:
         TreepackError: there is none, the store cannot be reached, or a part is missing or damaged.

@@ -141,8 +141,8 @@ class _ListPlan:
 def _granule_stages(extremes: Tensor, past: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the query blocks at which the stages of each granule begin, masked, ending and over [B, granules].
 
-    To later query blocks (from `past` on), a granule passes through three stages: it is full, then it is
-    partial and outlives the block (from `masked` on), then it ends in a block (`ending` up to `over`).
+    For later query blocks (from `past` on), a granule passes through three stages: it is full, then it is partial and
+    outlives the block (from `masked` on), then it ends in a block (`ending` up to `over`).
     """
     # Vectors of the picture's row, granules 0 ... 11 or blocks 0 ... 2. Granule 5 holds ends of 192 and 384.
     # past [1 1 1 1 2 2 2 2 3 3 3 3], masked [3 3 3 3 3 2 3 2 3 3 3 3], ending and over [3 3 3 3 3 3 3 2 3 3 3 3];
@@ -298,8 +298,8 @@ def _key_blocks(extremes: Tensor, length: int, first_tile: int) -> tuple[Tensor,
     granules = last.new_full((len(last), count * _PER_KEY_BLOCK), -1)
     granules = granules.scatter_(1, block * _PER_KEY_BLOCK + slot, order).view(len(last), count, _PER_KEY_BLOCK)
 
-    # A granule is full from the next tile, or from first_tile on. A block takes the minima of first and
-    # full_end, the maxima of full_begin and last. Granules [4 5 6 8] in tiles: first 2 2 3 4, full_end 6 3 6 6,
+    # A granule is full from the tile after it, or from first_tile on. A block takes the minima of first and full_end,
+    # the maxima of full_begin and last. Granules [4 5 6 8] in tiles: first 2 2 3 4, full_end 6 3 6 6,
     # last 6 6 6 6 -> first 2, full_begin 5, full_end 3 (raised to 5, because nothing is full), last 6
     own = order // (QUERY_TILE // GRANULE)
     lows, highs = torch.stack([first, full_last]), torch.stack([first.maximum(own + 1), last])

@@ -80,9 +80,9 @@ class AttentionKind(NamedTuple):
     """The attention that a layer asks for.
 
     head_dims   of query and key, of value
-    reach       its window or chunk, None without one
+    reach       its window or chunk, or None
     has_sinks   True if it has attention sinks
-    softcap     the cap of its scores, None without one
+    softcap     the cap of its scores, or None
     """
 
     head_dims: tuple[int, int]
@@ -143,7 +143,7 @@ def _attention_mask_of(
         return plain_mask(*arguments, attention_mask=attention_mask, config=config, **options)
     if attention_mask is not None:
         raise BadCallError(f"attention: an attention_mask is given; {_MASK_GIVEN}", code=_ITS_OWN_MASK)
-    if options.get("use_vmap"):  # transformers sets it if the model's code adds a separate mask function
+    if options.get("use_vmap"):  # transformers sets it if the model's code adds a mask function
         raise BadCallError(f"attention: {_ITS_OWN_MASK}; {_REMEDY}", code=_ITS_OWN_MASK)
     size = options.get("local_size")
     if size is None:

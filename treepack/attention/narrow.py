@@ -71,7 +71,7 @@ def _listed_pairs(whole: Schedule, start: Tensor) -> tuple[Tensor, Tensor]:
     lowest = start.view(-1, QUERY_BLOCK).amin(dim=1) // GRANULE
     low, high = middle, last
     for _ in range(int((last - middle).max()).bit_length()):
-        # [B nq]; if the search is over, low = high and both stay
+        # [B nq]; after the end of a search, low = high and both stay
         probe = (low + high) // 2
         is_before = (low < high) & (whole.granules[probe.clamp(max=len(whole.granules) - 1)] < lowest)
         low, high = torch.where(is_before, probe + 1, low), torch.where(is_before, high, probe)

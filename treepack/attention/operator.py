@@ -43,7 +43,7 @@ class PackedSchedules:
 
     Attributes:
         values: int32 [n] on the device of the layers, all tensors of all schedules one after the other.
-        layout: int64 on the CPU: a separate number for each pass, then sizes of each schedule; see `_sizes_of`.
+        layout: int64 on the CPU: a different number for each pass, then sizes of each schedule; see `_sizes_of`.
         reaches: the reach of each schedule, as (kind, size), or None.
     """
 

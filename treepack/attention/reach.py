@@ -28,7 +28,7 @@ class KeyReach(NamedTuple):
 
     kind    "window": the query and the `size` - 1 tokens before it. "chunk": the query and the tokens before it in its
             chunk, if every path is divided into chunks of `size` tokens from its first token on.
-    size    tokens, 1 or more
+    size    tokens, at least 1
     """
 
     kind: str

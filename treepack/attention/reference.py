@@ -101,7 +101,7 @@ def _softmax(scores: Tensor, seen: Tensor, sinks: Tensor | None, softcap: float 
     scores = scores.masked_fill(~seen, -torch.inf)
     if sinks is None:
         return scores.softmax(-1)
-    # [H] -> [B, H, queries, 1], a separate column that is dropped after the softmax
+    # [H] -> [B, H, queries, 1], an extra column that is dropped after the softmax
     column = sinks.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:3], 1)
     return torch.cat([scores, column], dim=-1).softmax(-1)[..., :-1]
 

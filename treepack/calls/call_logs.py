@@ -54,7 +54,7 @@ def path_since(
 ) -> tuple[list[Any], CallPrompt]:
     """Return the entries from the nearest of `prompts` above the entry `last` up to it, and this prompt.
 
-    Entries name the one before them as `parent`; a cycle ends at its first entry.
+    Entries name the one before them as `parent`; a cycle of parents is followed only once.
     """
     path: dict[str, Any] = {}
     while last is not None and last not in prompts and last in entries and last not in path:
@@ -78,7 +78,7 @@ class CallLog:
 
     @property
     def model(self) -> str | None:
-        """The names of the models, or None without one."""
+        """The names of the models, or None."""
         return ", ".join(self.models) or None
 
     @property

@@ -41,7 +41,7 @@ class TokenCall:
     temperatures`): one per token of the response, one per trained token, or one for all. None and empty lists count as
     absent. `routes` are the recorded experts of prompt and response (`route_fields`), and `kept` the kept sets of the
     tokens of the response, or of its trained ones (`kept_fields`). `ending` is the raw value of the
-    field with the reason why the response ended (`endings`), None without one. `name` is as in `ChatCall`.
+    field with the reason why the response ended (`endings`), or None. `name` is as in `ChatCall`.
     """
 
     prompt: Any

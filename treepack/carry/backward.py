@@ -53,7 +53,7 @@ class CarryOptions:
     chunk: int = CHUNK  # tokens whose logits are in memory at a time
     memory: CarryMemory | None = None  # one budget for all rows; None keeps carried tensors on the model's device
     # Makes the context in which each pass runs forward. Autocast remembers weights that it has cast, even in a pass
-    # without a graph, so each pass needs a separate context.
+    # without a graph, so each pass needs a new context.
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def __post_init__(self) -> None:

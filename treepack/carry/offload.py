@@ -262,7 +262,7 @@ class HostStaging:
             for column, rows in zip(layer.keys_values, slot.buffer.keys_values, strict=True):
                 slot.event = column.read(raw(rows[: now.first]), 0) or slot.event
         if with_sums and not slot.has_sums:
-            # The pop of a piece needs the sums of the piece too.
+            # The pop of a piece needs the sums of that piece too.
             end = now.first + (now.size if now.kind == "pop" else 0)
             known = min(layer.sums_end, end)
             for column, rows in zip(layer.sums, slot.buffer.sums, strict=True):

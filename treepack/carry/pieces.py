@@ -264,7 +264,7 @@ def local_ends(subtree_end: Int32 | Int64, order: Int64, each: PiecePass) -> Int
     for begin, end, at in (*each.stack, (each.begin, each.end, each.first)):
         tokens = order[begin:end]
         last = subtree_end[tokens]
-        # Ancestors of the piece's first token and of others are before it in the row; its tokens are in it.
+        # Ancestors of tokens of the piece are before its first token in the row, or in the piece.
         is_seen = (last > own[0]) & ((tokens < own[0]) | (at == each.first))
         # own [40 41 47], first 128: a token whose subtree ends at 45 -> 130, at 60 -> 131
         place = slice(at, at + end - begin)

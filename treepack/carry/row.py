@@ -142,7 +142,7 @@ def open_row(
     Args:
         loaded: the model.
         batch: the row, on any device.
-        limit: tokens of a piece, 1 or more.
+        limit: tokens of a piece, at least 1.
         with_gradients: False for one forward pass over every token.
         memory: the budget of carried tensors; None keeps all of them on the model's device.
 

@@ -70,7 +70,7 @@ def build_trie_on(
         inputs: files, folders and globs that all machines see, addresses, or tries that `build-trie` wrote.
         out: the directory to write, on a disk that all machines share, or an address.
         options: how to read, tokenise and share; `workers` has no meaning here.
-        share_bytes: stored bytes of the input for each task, one file or more; None for `_SHARE_BYTES`, and more if
+        share_bytes: stored bytes of the input for each task, at least one file; None for `_SHARE_BYTES`, and more if
             there would be more than `_MAX_SHARES` tasks. The result does not depend on it.
         overwrite: replace `out` if treepack wrote it.
         progress: called after each share with the tokens read so far, and then with the tokens merged.

@@ -49,7 +49,7 @@ class RayScheduler:
 
     @property
     def num_workers(self) -> int:
-        """Number of CPUs of the cluster, one or more; it follows a cluster that grows."""
+        """Number of CPUs of the cluster, at least one; it follows a cluster that grows."""
         if time.monotonic() > self._counted + _RECOUNT:  # it is asked for at each call, and Ray takes a millisecond
             self._num_cpus = max(1, int(self._ray.cluster_resources().get("CPU", 1)))
             self._counted = time.monotonic()

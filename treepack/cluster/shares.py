@@ -1,4 +1,4 @@
-"""A share of the input of `build-trie --ray`: whole files, of which one task builds a trie in a separate place.
+"""A share of the input of `build-trie --ray`: whole files, of which one task builds a trie in a separate directory.
 
     cut_shares(files, bytes)                 --> Share, Share, TRIE, Share     in the order of the input
     build_share(share, job, earlier)         --> ShareRecord                   in a task

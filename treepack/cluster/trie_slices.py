@@ -80,7 +80,7 @@ def trie_slices(
 
     A cut is at the start of a training step if one is near, else at the start of a tree, else at the place that
     repeats the minimum of tokens. There may be fewer slices than asked for, if the trie has no more places for cuts;
-    each slice has one trajectory or more.
+    each slice has at least one trajectory.
 
     Args:
         directory: a trie directory, or its address.
@@ -150,7 +150,7 @@ class _Cut:
 
 
 def _best_cut(places: _Places, target: int, spacing: float, whole_trees: bool, whole_groups: bool) -> _Cut | None:
-    """Return the best cut near token `target` of the trie, None without one; slices have `spacing` tokens."""
+    """Return the best cut near token `target` of the trie, or None; slices have `spacing` tokens."""
     for window in _WINDOWS:
         # Even places of neighbouring cuts are `spacing` apart, so half of it keeps the cuts in order.
         reach = [places.node_at(target + side * spacing / 2) for side in (-1, 1)]
@@ -284,7 +284,7 @@ class _Places:
 
 
 def read_slice(directory: str | AnyPath, part: TrieSlice, *, tokens: bool = True) -> Trie:
-    """Read a slice as a separate trie: its nodes are the chain and then the nodes of the slice, numbered from 0.
+    """Read a slice as a trie: its nodes are the chain and then the nodes of the slice, numbered from 0.
 
     Only the row groups of the slice are read. Their pages are checked by checksums, and the parts by their sizes.
 
@@ -354,7 +354,7 @@ def _read_rows(location: DirectoryLocation, groups: Sequence[PartGroups], column
 def _node_lengths(depth: Int64, node_end: Int32, end_node: Int32, num_tokens: Int32) -> Int64:
     """Return the tokens of each node, int64 [num_nodes], without reading them.
 
-    A node ends before its first child. A node without a child ends with a trajectory.
+    A node ends where its first child begins. A node without a child ends at the end of a trajectory.
     """
     # depth [0, 2, 4, 2], node_end [4, 3, 3, 4] -> ends [2, 4, ., .]; lengths [5, 3] of the ends [2, 3] -> [2, 4, 5, 3]
     stop = np.append(depth[1:], 0)

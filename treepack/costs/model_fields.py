@@ -4,7 +4,7 @@
     config.json --list_layers--> ["linear_attention", "linear_attention", "linear_attention", "full_attention", ...]
 
 Newer configurations list the kinds of their layers. Older ones have a pattern, an interval or the indices of the layers
-with attention, in a way of each family; `list_layers` reads them as transformers does.
+with attention, each family in its own way; `list_layers` reads them as transformers does.
 """
 
 from __future__ import annotations

@@ -61,11 +61,11 @@ class TermTensors:
 
     trajectory int32 [N]; weight float64 [N]; advantage float64 [N]; the log-probabilities float32 [N]; group int32 [K],
     equal for trajectories of the row that share a group; reward float64 [K]; rollout int32 [K], the first trajectory of
-    the same rollout (-1 for a turn of several paths), or None if all differ. A critic learns `returns` float64
-    [N], and `old_values` float64 [N] are its old values of the states before the tokens. `edge_factor` float64 [N]
-    gives each edge of the sampled tree a total weight of 1. `position` int32 [N] is the place of the token in its
-    trajectory, from 0. A column that the directory lacks is None; a missing value is NaN. `teacher` has the teacher's
-    law at each of `tokens`, and `teacher_logprob` float32 [N] its log-probability.
+    the same rollout (-1 for a turn of several paths), or None if each trajectory is a separate rollout. A critic
+    learns `returns` float64 [N], and `old_values` float64 [N] are its old values of the states before the tokens.
+    `edge_factor` float64 [N] gives each edge of the sampled tree a total weight of 1. `position` int32 [N] is the place
+    of the token in its trajectory, from 0. A column that the directory lacks is None; a missing value is NaN. `teacher`
+    has the teacher's law at each of `tokens`, and `teacher_logprob` float32 [N] its log-probability.
     """
 
     tokens: Tensor

@@ -40,7 +40,7 @@ def epoch_order(
         steps: training step of every row of the dataset; rows without a step come first.
         rows: indices of the rows to order, ascending.
         seed: not negative.
-        epoch: counted from 0; each epoch has a separate order.
+        epoch: counted from 0; each epoch has a different order.
         blocks: number of blocks into which the rows of each step are cut; each is shuffled alone.
         owners: the directory of every row of the dataset, ascending; None for one directory.
     """
@@ -76,7 +76,7 @@ def block_of_rows(
 
 
 def file_order(steps: Sequence[int | None], *, blocks: int = 1) -> list[Int64]:
-    """Return all rows in the order of the files, cut into parts at changes of the training step; blocks take turns."""
+    """Return all rows in the order of the files, cut whenever the training step changes; blocks take turns."""
     # steps [0, 0, 1, 0] -> cuts [2, 3] -> parts [0, 1], [2], [3]: a step that comes back starts another part.
     cuts = [row for row in range(1, len(steps)) if steps[row] != steps[row - 1]]
     return [interleave(part, blocks) for part in np.split(np.arange(len(steps)), cuts)]

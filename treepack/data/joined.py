@@ -47,7 +47,7 @@ def usual_pass(device: torch.device) -> int:
 
 
 def join_rows(batches: Sequence[Batch], *, multiple: int = 1) -> Batch:
-    """Return rows, one or more, as one batch, padded to a multiple of `multiple` tokens.
+    """Return rows, at least one, as one batch, padded to a multiple of `multiple` tokens.
 
     The rows must have the same columns of terms. Their own padding is left out. Groups of different rows stay apart,
     as they are when each row is computed alone. `row_id` and `step` come from the first row.

@@ -28,7 +28,7 @@ _DIGEST = hashlib.sha256().digest_size
 
 @dataclass(frozen=True)
 class MachineTables:
-    """The tables of the directory whose manifest has the hash `key`, in `folder`; one for each process if None."""
+    """The tables of the directory whose manifest has the hash `key`, in `folder`; each process has its own if None."""
 
     folder: Path | None
     key: str
@@ -89,7 +89,7 @@ def _write(path: Path, table: pa.Table) -> None:
     with pa.ipc.new_file(sink, table.schema) as writer:
         writer.write_table(table.combine_chunks())
     body = sink.getvalue()
-    # A new name, because a file system without locks lets two processes write the table.
+    # A unique name, because a file system without locks lets two processes write the table.
     temporary = path.with_suffix(f".{secrets.token_hex(4)}.partial")
     try:
         with temporary.open("wb") as file:

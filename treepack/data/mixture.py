@@ -43,7 +43,7 @@ class MixedDataset:
     """
 
     def __init__(self, sources: Sequence[PackedDataset]) -> None:
-        """Join directories, one or more.
+        """Join directories, at least one.
 
         Raises:
             TreepackError: their tokenizers differ, or their loss weights cannot be compared.

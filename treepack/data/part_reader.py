@@ -2,7 +2,7 @@
 
     local     every part is checked by its sha256 and stays open
     remote    footers by range, once for all processes of a machine (`data.machine_tables`)
-              row groups from a copy of the part (`files.remote.part_copies`), or by range before that
+              row groups from a copy of the part (`files.remote.part_copies`), or by range until a copy exists
 
 Reading by range is needed beside copies. A part of 2^24 random tokens in rows of at most 65,536 has 46.1 MB in 58 row
 groups. Its footer and scalar columns, which are all that the start of a run reads, have 0.12 MB, and a row group has
@@ -170,7 +170,7 @@ class PartReader:
         return table.replace_schema_metadata({"columns": columns})
 
     def _read_copy(self, group: StoredGroup, columns: list[str]) -> pa.Table | None:
-        """Return columns of a row group from the copy of its part, or None without a copy."""
+        """Return columns of a row group from the copy of its part, or None if it has no copy."""
         path = self._copies.find(group.file) if self._copies is not None else None
         if path is None or self._copies is None:
             return None

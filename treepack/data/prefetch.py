@@ -90,7 +90,7 @@ class Prefetch:
 
 
 def read_pass(dataset: AnyDataset, rows: Sequence[int]) -> Batch:
-    """Return the rows of a pass, joined into one batch; padding without any.
+    """Return the rows of a pass, joined into one batch; padding if `rows` is empty.
 
     Raises:
         TreepackError: if a row cannot be read.

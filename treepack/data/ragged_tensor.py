@@ -81,6 +81,6 @@ class RaggedTensor:
 
 
 def join_ragged(parts: Sequence[RaggedTensor]) -> RaggedTensor:
-    """Concatenate `parts`, one or more."""
+    """Concatenate `parts`, at least one."""
     sizes = torch.cat([part.sizes for part in parts])
     return RaggedTensor(torch.cat([part.values for part in parts]), torch.nn.functional.pad(sizes.cumsum(0), (1, 0)))

@@ -3,8 +3,8 @@
     Provenance --complete_manifest--> Manifest --write_manifest--> manifest.json
     manifest.json --read_manifest--> Manifest, every entry of which has its type
 
-A directory without a manifest is unfinished, and `read_manifest` refuses it. The manifest has a separate hash in one
-line, the sha256 of the file without this line:
+A directory without a manifest is unfinished, and `read_manifest` refuses it. The manifest contains a hash of itself
+in one line, the sha256 of the file without this line:
 
     grep -v '^  "sha256"' manifest.json | sha256sum
 

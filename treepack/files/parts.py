@@ -116,7 +116,7 @@ class PartWriter:
 
 
 def token_slices(sizes: Int64, limit: int) -> Iterator[tuple[int, int]]:
-    """Yield ranges [start, end) of consecutive items that reach `limit` tokens, with one item or more each.
+    """Yield ranges [start, end) of consecutive items that reach `limit` tokens, with at least one item each.
 
     `sizes` int64 [num_items] are their tokens; the last range may have fewer.
     """
@@ -234,7 +234,7 @@ def read_row_groups(
     All tables have the same columns. If `whole`, each table is a part.
 
     Raises:
-        TreepackError: the part does not exist, one is damaged, or the columns differ.
+        TreepackError: a part is missing or damaged, or the columns differ.
     """
     entries = [entry for entry in manifest["files"] if entry["name"].startswith(stem)]
     if not entries:

@@ -2,7 +2,7 @@
 
 out/trie/  out/packed/  [out/advantages/]
 
-out, PACKED --prepared_part--> out/packed                 a directory without a separate manifest
+out, PACKED --prepared_part--> out/packed                 a directory that has no manifest itself
 out, RATED_TRIE                out/advantages, or without one out/trie
 other paths                    the path itself
 """

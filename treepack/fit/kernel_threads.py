@@ -3,8 +3,8 @@
     compile_in_threads(device, run)       kernels that are not compiled yet do not run, and a thread compiles each
 
 A pass that runs its kernels meets them one after the other and waits for each of them: the recurrent layers of a hybrid
-have about twenty. The numbers of the pass are made of memory that no kernel has written, so its results are of no
-use; kernels of this package write no indices, which other operations would follow.
+have about twenty. Here the pass reads memory that no kernel has written, so its results are of no use; kernels of this
+package write no indices, which other operations would follow.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class KernelThreads:
         return True
 
     def wait(self) -> None:
-        """Wait for all threads; a kernel that does not compile fails again at its launch."""
+        """Wait for all threads; a kernel that does not compile fails again when it is launched."""
         self._pool.shutdown()
 
 

@@ -68,7 +68,7 @@ class ModelProbe:
         """Return the bytes of a token at a peak if the first `recomputed` layers run again."""
         if recomputed and recomputed == self.num_layers:
             return peak.recomputed
-        # Memory that one more recomputed layer does not keep: at the end of the forward pass there is nothing else.
+        # Memory that one more recomputed layer saves: at the end of the forward pass there is nothing else.
         spared = (self.forward.kept - self.forward.recomputed) / max(1, self.num_layers)
         # The peak is while kept layers run backward, or in the recomputed layer that runs backward first, when they are
         # free: 4 layers, kept 40, spared 8, recomputed 15 -> 40 32 24 16 15

@@ -50,10 +50,10 @@ def until_it_fits(
     Args:
         attempt: computes with a plan.
         plan: of the first attempt.
-        smaller: returns the plan to try after one that failed with an error, None without one.
+        smaller: returns the plan to try after one that failed with an error, or None.
         device: the device that computes.
-        place: "in row 3 of 512 tokens", in the sentences, unless the error has a place.
-        remedy: advice if no plan fits.
+        place: "in row 3 of 512 tokens", in the sentences, unless the error names a place.
+        remedy: advice for the user if no plan fits.
         undo: removes the traces of an attempt that failed, such as gradients.
         waits: returns True if other ranks wait inside the attempt that failed, which cannot run again then.
         words: returns a plan in words.

@@ -58,7 +58,7 @@ def smaller_plan(
     Args:
         plan: the plan that was too large.
         longest: tokens of the longest row.
-        num_layers: layers that can be recomputed, 0 without any.
+        num_layers: layers that can be recomputed, possibly 0.
         can_carry: True if rows can run in pieces.
         tokens: tokens of the pass that failed, None if it had as many as the plan allows.
     """

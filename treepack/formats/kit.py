@@ -6,7 +6,7 @@
     read_calls, read_chats, CallLog     calls of a model, as ids or as messages, to the trajectories of their rollout
     JsonObject, as_text, object_at, ..  checked values of fields (`readers.fields.values`)
 
-A name that only one or two formats need is imported from its module.
+A name that only one or two formats need is imported from the module that defines it.
 """
 
 from __future__ import annotations

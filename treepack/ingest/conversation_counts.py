@@ -39,7 +39,7 @@ class Conversations:
     """Conversations that a chat template rendered, and their samples.
 
     Attributes:
-        num_conversations: conversations with one sample or more; each path of a search tree is one.
+        num_conversations: conversations with at least one sample; each path of a search tree is one.
         num_rollouts: these, and rollouts of token ids or plain text.
         num_samples: samples of all of them, and `tokens_flat`, their tokens: the totals of the trie.
         num_turns: trained turns of the conversations: their samples by `--expand turns --per-path`.

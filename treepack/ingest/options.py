@@ -156,7 +156,7 @@ class BuildOptions:
         return tools
 
     def column_map(self) -> column_map.ColumnMap | None:
-        """Return the map of `columns`, read from its file if it is a path; None without one.
+        """Return the map of `columns`, read from its file if it is a path, or None if none is given.
 
         Raises:
             TreepackError: the file cannot be read, or the map is not valid.
@@ -164,7 +164,7 @@ class BuildOptions:
         return None if self.columns is None else column_map.column_map(self.columns)
 
     def template_file(self) -> TemplateFile | None:
-        """Return the chat template, read from its file; None without one.
+        """Return the chat template, read from its file, or None if none is given.
 
         Raises:
             TreepackError: the file cannot be read or is not valid Jinja.

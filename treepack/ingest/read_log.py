@@ -50,7 +50,7 @@ class ReadLog:
 
     Attributes:
         counts: the number of each note, and of each reason for skipping as `skipped: <reason>`.
-        num_rollouts: rollouts that became one sample or more.
+        num_rollouts: rollouts that became at least one sample.
         num_conversations: the conversations among them, which a chat template renders.
         num_samples: samples of all rollouts: a conversation becomes several if the template rewrites earlier turns.
         num_skipped: rollouts that became no sample. Files and records that are not rollouts are only in `counts`.
@@ -158,7 +158,7 @@ class ReadLog:
         }
 
     def skipped_record(self, groups: Iterable[str]) -> JsonObject | None:
-        """Return the skipped rollouts as the manifest of a trie records them, or None.
+        """Return the skipped rollouts as the manifest of a trie records them, or None if none was skipped.
 
         `groups` are the groups of the trie: a group that lost a rollout and is not among them lost all of its rollouts.
         """
@@ -181,7 +181,7 @@ class ReadLog:
 
 
 def without_unused(counts: Mapping[str, int]) -> tuple[dict[str, int], str]:
-    """Return `counts` without the notes on fields that are not used, and one line about them, "" without any.
+    """Return `counts` without the notes on fields that are not used, and one line about these notes, or "".
 
     Bookkeeping of a program, such as `message.usage.input_tokens` and `gitBranch`, is no news.
     """

@@ -37,7 +37,7 @@ def use_tree_attention(model: nn.Module, device: torch.device, autocast: torch.d
     Args:
         model: the model.
         device: the device on which the trainer runs it.
-        autocast: dtype of the autocast under which the trainer runs it; None without one.
+        autocast: dtype of the autocast under which the trainer runs it, or None.
 
     Raises:
         TreepackError: if there is no model of transformers inside.

@@ -45,7 +45,7 @@ def check_trainer(trainer: Any) -> None:
 def check_parallelism(name: str, *arguments: Any) -> None:
     """Refuse context, sequence and tensor parallelism of accelerate in `arguments`, which may have parallelism_config.
 
-    accelerate divides padded sequences, and exchanges them in a separate attention, which knows no trees.
+    accelerate divides padded sequences, and exchanges them in attention code that does not support trees.
 
     Raises:
         TreepackError: naming the option and the remedy.

@@ -133,7 +133,7 @@ def policy_trainer(
 
 
 def _fixed_order(trainer: Any) -> str | None:
-    """Return the option of TRL under which the loss depends on the cut into micro-batches, None without one."""
+    """Return the option of TRL under which the loss depends on the cut into micro-batches, or None."""
     loss = getattr(trainer, "loss_type", None)
     if loss is not None and loss not in _ORDER_FREE:
         return f"loss_type={loss!r}"

@@ -62,7 +62,7 @@ def check_program(program: str, owner: Any, names: Sequence[str], *, user: str) 
 
 
 def installed_version(program: str) -> str | None:
-    """Return the version of an installed package, None without one."""
+    """Return the version of a package, or None if it is not installed."""
     try:
         return importlib.metadata.version(program)
     except importlib.metadata.PackageNotFoundError:

@@ -71,7 +71,7 @@ class LayerOffload:
         def pack(tensor: Tensor) -> Tensor | OffloadedTensor:
             return self.put(tensor) if _identity(tensor) == identity else tensor
 
-        # torch saves the inputs under these hooks, and everything inside under others.
+        # torch saves the inputs under these hooks, and everything inside under the hooks of `checkpoint`.
         with saved_tensors_hooks(pack, _unpack):
             return checkpoint(function, states, *arguments, use_reentrant=False, **options)
 

@@ -136,7 +136,7 @@ def zeros_in_host(count: int, device: torch.device) -> NDArray[np.float32]:
     if device.type != "cuda" or not count:
         return np.zeros(count, np.float32)
     driver: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    # New pages, because the driver pins no page twice. Not pin_memory=True, which rounds up to a power of two.
+    # Separate pages, because the driver pins no page twice. Not pin_memory=True, which rounds up to a power of two.
     block = np.frombuffer(mmap(-1, 4 * count, flags=MAP_PRIVATE | MAP_ANONYMOUS), np.float32)
     logging.getLogger("treepack").info("pinning %.1f GiB of host memory for the optimiser", block.nbytes / 2**30)
     if int(driver.cudaHostRegister(block.ctypes.data, block.nbytes, 0)):

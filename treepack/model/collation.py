@@ -173,7 +173,7 @@ def _run(model: Any, inputs: dict[str, Any], compute: Callable[[Tensor, OutputLa
     # Layers make their schedules in it when they need them, once for all layers of a kind.
     columns["schedule"] = BatchSchedules(inputs["subtree_end"])
     source = f"{type(causal).__name__} (model type {causal.config.get_text_config().model_type})"
-    use_routes(causal, source, None)  # the check runs a separate row
+    use_routes(causal, source, None)  # the check runs a different row
     check_first_batch(model, causal, inputs["position_ids"])
     if routes is not None:
         check_routes(causal, source, routes)

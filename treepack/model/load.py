@@ -83,7 +83,7 @@ def load_model(
             weights. The directory of an adapter of PEFT gives its base model with the adapter on it.
         attention: an implementation of `attention.dispatch`, or "auto".
         dtype: dtype of the weights.
-        autocast: dtype of the autocast under which the model will run; None without autocast.
+        autocast: dtype of the autocast under which the model will run, or None.
         device: device of the weights.
         seed: seed of random weights.
         lora: a new adapter, and the precision of its base; None for no new adapter over a base as it is.

@@ -55,7 +55,7 @@ class LoadedModel:
 
     @property
     def sequence(self) -> SequenceGroup | None:
-        """The ranks that compute every row together (`sequence.share.share_rows`); None without any."""
+        """The ranks that compute every row together (`sequence.share.share_rows`), or None if each works alone."""
         return sequence_of(self.causal)
 
     @property

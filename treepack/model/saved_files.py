@@ -6,8 +6,8 @@
     the same                    --write_files---> files in the directory of the saved model
 
 They are collected when a run opens, so that it cannot fail at the end because of them, and written after its last step.
-Nothing is serialised again: an older transformers reads `rope_theta` where that version wrote it, and unknown fields
-stay.
+Nothing is serialised again: `rope_theta` stays in the place where an older transformers wrote it and reads it, and
+unknown fields stay.
 """
 
 from __future__ import annotations

@@ -158,7 +158,7 @@ def _only_dequantizes(step: Any) -> bool:
 def prepare_products(model: Any, dtype: Any = None) -> None:
     """Let all layers of 4 bits of bitsandbytes compute in a way that has gradients, and in `dtype` unless it is None.
 
-    A checkpoint has a separate dtype for products. On CPUs with AVX512-BF16, bitsandbytes changes the order of the
+    A checkpoint may set another dtype for products. On CPUs with AVX512-BF16, bitsandbytes changes the order of the
     weights in the first pass without gradients, and from then on runs a kernel in bfloat16 that has no backward pass.
     """
     for module in model.modules():

@@ -6,7 +6,7 @@
         language_model   (decoder)                      language_model
       lm_head                                         lm_head
 
-    config --choose_config---> the whole configuration, or that of the text half alone without weights
+    config --choose_config---> the whole configuration, or that of the text half alone if no weights are loaded
            --model_class-----> AutoModelForCausalLM, or a class of transformers whose models have no towers
 
 The model's own code computes the logits, so scales and caps fit its type. Its parameters have the names of the

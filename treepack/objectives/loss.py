@@ -1,4 +1,4 @@
-"""One loss as a value: its names, its formula, and its columns; each file of `treepack.losses` defines one.
+"""One loss as a value: its names, its formula, and the columns it reads; each file of `treepack.losses` defines one.
 
     Loss(name, presets, over, surrogate, whole, options, constants, reads)
 
@@ -76,10 +76,10 @@ class Loss:
     Attributes:
         name: the name in run.json, which is also one of `presets`.
         presets: the names of `--loss` that select it.
-        over: the terms of the sum.
+        over: the numbers that the loss sums; see the header.
         surrogate: the quantity to maximise. Over terms, from `surrogates.TermNumbers` of n terms and the `Objective`,
             a `surrogates.Surrogate`. Over pairs, from the P differences between the shifts of the chosen and the
-            rejected rollout and the `Objective`, float64 [P]. Each number may depend only on one term or pair.
+            rejected rollout and the `Objective`, float64 [P]. The number of a term or pair must not depend on others.
         whole: a number of the trajectory of each term, which the surrogate reads as `TermNumbers.whole`.
         options: options that the loss reads, besides the common ones of all losses over the same.
         constants: numbers of the loss alone with their usual values, which `--loss-constant` changes.

@@ -123,7 +123,7 @@ def objective_loss(
 
 
 def step_means(sums: dict[str, float], left_out: Collection[str] = ()) -> dict[str, float]:
-    """Return the means of a step from the summed sums of `objective_loss` of its rows; empty without any.
+    """Return the means of a step from the summed sums of `objective_loss` of its rows; {} if these are empty.
 
     `left_out` are names of means that are not returned, because the data determines them.
     """

@@ -1,6 +1,6 @@
 """Names of losses in verl 0.9.1, TRL 1.16 and slime that are not presets here, with the options to give instead.
 
-A package may have a separate loss under such a name; then that loss is taken.
+A package may define a loss with such a name; then that loss is taken.
 """
 
 from __future__ import annotations

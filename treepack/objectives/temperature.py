@@ -5,8 +5,8 @@
 
 Losses of reinforcement learning are about the distribution that was sampled, softmax(logits / temperature). sft and
 losses of pairs have nothing to do with the sampler and compute at 1. A column with old or reference log-probabilities
-is useful only if the loss computes others at the same temperature, over the same words, so `treepack logprobs`
-records both in the manifest.
+is useful only if the loss computes the current ones at the same temperature, over the same words, so
+`treepack logprobs` records both in the manifest.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def refuse_temperatures(datasets: Sequence[PackedDataset], temperature: float | 
 
     Args:
         datasets: the directories of one run.
-        temperature: the option, for terms without a temperature; None without one.
+        temperature: the option, for terms without a temperature, or None.
 
     Raises:
         TreepackError: a temperature is 0 or differs from the option; or some terms have one, others do not, and there

@@ -18,7 +18,7 @@ DEFAULT_CAPACITY = 1 << 16  # tokens; the memory of a longer row is seldom there
 class OnlineOptions:
     """Options of planning and computing a batch in memory."""
 
-    # Maximum tokens of a row; a longer sequence gets a separate row. None is `DEFAULT_CAPACITY`, so that a trainer's
+    # Maximum tokens of a row; a longer sequence gets a row of its own. None is `DEFAULT_CAPACITY`, so that a trainer's
     # micro-batch is usually one row, which has no more tokens than the micro-batch.
     capacity: int | None = None
     # "contiguous" cuts the order of the trie into rows with the minimum number of tokens; "auto" searches longer for

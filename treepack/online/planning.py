@@ -4,7 +4,7 @@
     shared      0      2        2        0          shared   0        2        0
 
 A sequence that is a prefix of the next one costs nothing in its row, so only the others, the leaves, are planned. A
-leaf that is longer than the capacity gets a separate row.
+leaf that is longer than the capacity gets a row of its own.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class SortedForest:
 
     `order` int64 [num_sorted] are the sequences that are not empty, sorted by their tokens. `shared` int64 [num_sorted]
     are the tokens that each shares with the one before, and `lengths` int64 [num_sorted] its tokens. `routes` are the
-    recorded experts of `tokens`, None without any.
+    recorded experts of `tokens`, or None.
     """
 
     tokens: Int32

@@ -18,12 +18,12 @@ from treepack.model.accept.first_batch import sharding_groups
 
 
 def find_replicas(model: nn.Module) -> DistributedDataParallel | None:
-    """Return the wrapper that exchanges whole gradients, None without one."""
+    """Return the wrapper that exchanges whole gradients, or None."""
     return next((each for each in model.modules() if isinstance(each, DistributedDataParallel)), None)
 
 
 def agree_on_rows(model: nn.Module, num_rows: int) -> int:
-    """Return the maximum number of rows over the ranks that train `model` together, 1 or more.
+    """Return the maximum number of rows over the ranks that train `model` together, at least 1.
 
     All of these ranks must call it together. Without such ranks it returns `num_rows`, or 1.
     """

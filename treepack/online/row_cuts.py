@@ -45,7 +45,7 @@ def whole_row(row: Batch) -> RowShare:
 
 
 def row_shares(row: Batch, limit: int) -> list[RowShare]:
-    """Return rows of at most `limit` tokens, each with one sequence or more; one row if nothing can be cut."""
+    """Return rows of at most `limit` tokens, each with at least one sequence; one row if nothing can be cut."""
     if row.num_tokens <= limit:
         return [whole_row(row)]
     device, row = row.input_ids.device, row.to("cpu")

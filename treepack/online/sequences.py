@@ -59,8 +59,8 @@ class FlatSequences:
     Sequence i has the tokens `tokens[offsets[i] : offsets[i + 1]]`; it may be empty. `tokens` int32 [N_flat], `offsets`
     int64 [num + 1], `places` int64 [N_flat]. `scored` int64 [N] are the indices of scored tokens, ascending, never the
     first token of a sequence. `temperature` is one for all, or float64 [N], one for each of `scored`. `routes`
-    [N_flat, layers, k] are recorded experts, see `trajectory.missing_route`; None without any. `kept_ids` [N]
-    are the sets of token ids of `scored`, ascending, None without any.
+    [N_flat, layers, k] are recorded experts, see `trajectory.missing_route`, or None. `kept_ids` [N] are the sets of
+    token ids of `scored`, ascending, or None.
     """
 
     form: BatchForm

@@ -85,7 +85,7 @@ def _expect(row: Row, column: str, good: np.ndarray) -> None:
 
 
 def _nearest(row: Row) -> Int64:
-    """Return for each token the nearest token before it whose subtree contains it, -1 without one.
+    """Return for each token the nearest token before it whose subtree contains it, or -1.
 
     It is the token just before, or an ancestor of that token, because subtrees nest.
     """

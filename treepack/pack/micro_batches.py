@@ -62,7 +62,7 @@ def micro_batches(
         sequences: a list of 1-D integer arrays; or a tuple (values, offsets): sequence i is
             `values[offsets[i] : offsets[i + 1]]`.
         capacity: maximum tokens of a micro-batch, where tokens of a shared prefix count once. A longer sequence gets
-            a separate micro-batch.
+            a micro-batch of its own.
         ranks: number of data-parallel ranks. If there are too few sequences, some entries are empty; their ranks must
             still take part in the collective operations of the step.
         flat: the trainer computes each sequence alone, so `capacity` and work count every token of every sequence.

@@ -1,4 +1,4 @@
-"""Options of packing: limits of a row, how rows are planned, and the weights of their losses.
+"""Options of packing: limits of a row, how rows are planned, and how much each token counts in the loss.
 
 This file imports no numerical library, so that the command line can take its options from here.
 """

@@ -154,7 +154,7 @@ def _build(end: Tensor, size: int, order: str | None) -> TokenChunks:
     inside = torch.arange(len(node_of)) - node_first[node_of]
     begin = node_begin[node_of] + inside * size
     length = torch.minimum(node_length[node_of] - inside * size, torch.tensor(size))
-    # The parent of a node's first token is the last token of that node, so the parent chunk is that node's last one.
+    # The parent of a node's first token is the last token of the parent node, so the parent chunk is its last one.
     token_node = starts.long().cumsum(0) - 1
     above = parent[node_begin]
     node_parent = torch.where(above < 0, -1, token_node[above.clamp(min=0)]) if count else above

@@ -6,7 +6,7 @@
 A model calls its convolution and its scan as functions of its module, modeling_qwen3_next.torch_chunk_gated_delta_rule
 for example, and passes its keyword arguments to them. transformers wraps these functions: if flash-linear-attention,
 mamba-ssm or causal-conv1d is installed, the wrapper calls it instead, and drops the arguments that it does not take.
-The package `kernels` adds a separate wrapper. So the functions are replaced in the module, which changes the
+The package `kernels` adds another wrapper. So the functions are replaced in the module, which changes the
 calls of all models of this module and of no other.
 """
 
@@ -81,7 +81,7 @@ def _with_hint(reason: str) -> str:
 def _called_functions(module: ModuleType) -> set[str]:
     """Return the names of functions of the module that the forward passes of its layers call.
 
-    A layer that keeps a function as a separate attribute, as in early versions of transformers, does not count.
+    A layer that keeps a function in one of its attributes, as in early versions of transformers, does not count.
     """
     layers = [each for each in vars(module).values() if inspect.isclass(each) and issubclass(each, nn.Module)]
     names: set[str] = set()
@@ -171,7 +171,7 @@ def _in_torch(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _modules(model: nn.Module) -> list[ModuleType]:
     """Return the modules of transformers that define the layers of the model."""
-    # FSDP2 gives layers a separate class, below the one of transformers.
+    # FSDP2 gives layers a new class, below the one of transformers.
     classes = {base for layer in model.modules() for base in type(layer).__mro__}
     names = sorted({each.__module__ for each in classes if each.__module__.startswith("transformers.models.")})
     return [sys.modules[name] for name in names]

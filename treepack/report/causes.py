@@ -29,7 +29,7 @@ from treepack.trie.trie import Trie
 
 _MAX_EXAMPLES = 3  # for each cause
 BEFORE, AFTER = 160, 360  # characters of an example before and after the parting
-TOKENS_BEFORE, TOKENS_AFTER = 12, 24  # tokens of it without a tokenizer or if the tokens differ
+TOKENS_BEFORE, TOKENS_AFTER = 12, 24  # tokens of it without a tokenizer, or if the tokens differ
 _WORDS = re.compile(r"\w+|\s+|[^\w\s]")
 
 _Decode = Callable[[list[list[int]]], list[str]]

@@ -65,7 +65,7 @@ def light_colours() -> dict[str, str]:
 
 
 def printed_spec(chart: ReportChart, colours: dict[str, str]) -> Spec:
-    """Return the specification of a chart with colours, size and title, which the page sets for its charts."""
+    """Return the specification of a chart with the colours, size and title that the page sets for its charts."""
     spec: Spec = _replaced(chart.spec, colours) | _SIZE | {"autosize": {"type": "fit", "contains": "padding"}}
     title = {"text": chart.title, "anchor": "start", "fontSize": 12, "color": colours["text"]}
     if chart.name == "rewards":  # the page shows the tokens of a cell in a tooltip

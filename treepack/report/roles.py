@@ -207,8 +207,8 @@ def _first_line(text: str, added: Sequence[str]) -> str:
 def mark_roles(trie: Trie, headers: Sequence[MessageHeader], vocabulary: dict[str, int], decode: _Decode) -> TokenRoles:
     """Return the role of each token. A message starts with the first token of its header, which counts to its role.
 
-    If two paths separate inside a header, the message starts after that point. Tokens before the
-    first header are the system's; in a tree without any header, roles are unknown.
+    If two paths separate inside a header, the message starts after that point. Tokens before the first header are the
+    system's; in a tree without any header, roles are unknown.
 
     Args:
         trie: the trie.

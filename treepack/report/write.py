@@ -48,7 +48,7 @@ class ReportSummary:
     Attributes:
         page: the HTML page, or None.
         pictures: the directory of the pictures, or None.
-        decoded: True if the page shows text; else it shows token ids, without a tokenizer.
+        decoded: True if the page shows text; else it shows token ids, because the tokenizer is missing.
         has_text: True if the page has the text or the ids of the rollouts.
         tokens_left_out: tokens beyond the text limit.
         page_bytes: size of the page, 0 without one.

@@ -209,7 +209,7 @@ def _add_continuations(trie: Trie, group: Int64, recorded: _RecordedWeights, wei
     """Give continuations their part of `weights` [2, n], in place, parents before their continuations.
 
     Raises:
-        TreepackError: a continuation differs from its parent in group or tokens, or is its parent too.
+        TreepackError: a continuation differs from its parent in group or tokens, or names itself as parent.
     """
     if not recorded.parents:
         return

@@ -32,7 +32,7 @@ def rollout_codes(table: pa.Table) -> Int64 | None:
     if "rollout_id" not in table.column_names or table["rollout_id"].null_count == table.num_rows:
         return None
     # One number for id and source: ids q q r of sources 1 2 1 -> pairs (0, 0) (0, 1) (1, 0) -> 0 1 2. A row without a
-    # rollout_id gets a separate number, after all others.
+    # rollout_id gets a new number, after all others.
     is_sample = table["rollout_id"].is_valid().to_numpy()
     codes = np.arange(table.num_rows) + table.num_rows * table.num_rows
     rows = table.select(["rollout_id", "source"]).filter(pa.array(is_sample))

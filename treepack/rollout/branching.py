@@ -16,7 +16,7 @@ from treepack.trajectory import Float64, Int64
 def level_forks(
     active: list[TreeNode], *, level: int, first: int, num_leaves: int, options: TreeOptions, rng: np.random.Generator
 ) -> Int64:
-    """Return the number of continuations of each `active` path, 1 or more each; int64 [len(active)].
+    """Return the number of continuations of each `active` path, at least 1 each; int64 [len(active)].
 
     The tree has first * branches**level paths at `level` if none ends early. All of them are divided among the active
     paths, so ended paths transfer their budget (TreePO, section 2.2); leaves and paths never exceed the width.

@@ -60,7 +60,7 @@ class Engine(Protocol):
     async def extend(self, ids: Int32, *, count: int, max_tokens: int, seed: int) -> list[Segment]:
         """Continue `ids` int32 [n] `count` times, by 1 to `max_tokens` tokens each.
 
-        `seed`, in [0, 2**62), makes the answer repeatable if the engine can do it.
+        `seed`, in [0, 2**62), makes the answer repeatable if the engine supports it.
 
         Raises:
             TemporaryError: another attempt may succeed.

@@ -16,7 +16,7 @@ class Query:
         key: unique in a run. Seeds and `--resume` depend on it. It is the group_id of a prompt, and for a prefix
             "<rollout id>@<number of tokens>".
         group_id: group of the rollouts (GRPO's group).
-        prompt: token ids to continue, int32 [n], one or more.
+        prompt: token ids to continue, int32 [n], at least one.
         count: rollouts wanted; None takes the number of the sampler.
         step: training step of the rollouts, or None.
         untrained_prefix: field of an augmented query: its first tokens are never trained.

@@ -141,7 +141,7 @@ def _means(values: np.ndarray, before: np.ndarray, weights: np.ndarray) -> Rollo
 
 
 def _mean_of(means: list[tuple[int, RolloutMeans]]) -> RolloutMeans | None:
-    """Return the mean of `means` of trees, each with the number of its leaves; None without any."""
+    """Return the mean of `means` of trees, each with the number of its leaves; None if they have no leaves."""
     total = sum(count for count, _ in means)
     if total == 0:
         return None

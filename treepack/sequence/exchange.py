@@ -62,7 +62,7 @@ def _exchange(x: Tensor, tokens: list[int], heads: list[int], group: Any, gather
 
 
 def exchange(x: Tensor, tokens: list[int], heads: list[int], group: Any, *, gathers_tokens: bool) -> Tensor:
-    """Return all tokens of this rank's heads [T, h, ...], of its tokens with all heads [t, H, ...]; or back.
+    """Return all tokens of this rank's heads [T, h, ...] from its tokens with all heads [t, H, ...]; or back.
 
     Args:
         x: the own tokens, or the own heads.

@@ -74,7 +74,7 @@ def share_rows(causal: Any, group: Any) -> None:
 
 
 def sequence_of(causal: Any) -> SequenceGroup | None:
-    """Return the ranks that compute the rows of a model together; None if each rank computes other rows."""
+    """Return the ranks that compute the rows of a model together; None if each rank computes whole rows."""
     group: SequenceGroup | None = getattr(causal, _GROUP, None)
     return group
 

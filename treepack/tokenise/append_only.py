@@ -55,7 +55,7 @@ def continues(before: RenderedTurn, turn: RenderedTurn) -> bool:
 
 
 def turn_totals(turns: Sequence[RenderedTurn]) -> Counter[str]:
-    """Return the sums of a conversation with these trained turns, one or more."""
+    """Return the sums of a conversation with these trained turns, at least one."""
     num_parts = 1 + sum(not continues(before, turn) for before, turn in pairwise(turns))
     return Counter({TURNS: len(turns), PARTS: num_parts, SPLIT: int(num_parts > 1)})
 
@@ -67,7 +67,7 @@ def append_only_text(
 
     Args:
         chat: the conversation, with the messages that `render` takes.
-        turns: its trained turns, one or more.
+        turns: its trained turns, at least one.
         render: the chat template of the conversation.
         special: special tokens of the tokenizer, one of which may end a turn.
 

@@ -211,7 +211,7 @@ def _converted(value: Any) -> Any:
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:
-    """Return the object in a JSON file, or None without a file."""
+    """Return the object in a JSON file, or None if the file does not exist."""
     if not path.is_file():
         return None
     value: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))

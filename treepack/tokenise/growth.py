@@ -51,7 +51,7 @@ def _rules(part: Any) -> Iterator[dict[str, Any]]:
 
 
 def _growth(rule: dict[str, Any]) -> int:
-    """Return by how much a rule can make a text longer, 1 or more."""
+    """Return by how much a rule can make a text longer, at least 1."""
     if rule.get("type") == "Replace":
         shortest = len(rule["pattern"].get("String", ""))  # a regular expression may match the empty text
         return max(1, -(-len(rule["content"]) // shortest)) if shortest else len(rule["content"]) + 1

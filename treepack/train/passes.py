@@ -4,8 +4,8 @@
     rows of a step --deal--> for each rank its passes; () is a pass of padding
 
 A pass costs the processor as much time as any other, however few tokens it has, so short rows are joined up to `limit`
-tokens. A row of more tokens is a separate pass. Losses and metrics are still computed row by row. All ranks run the
-same number of passes, because they communicate in every layer. The passes have about equal costs:
+tokens. A row of more tokens becomes a pass by itself. Losses and metrics are still computed row by row. All ranks run
+the same number of passes, because they communicate in every layer. The passes have about equal costs:
 
     limit 10, rows of 6 4 4 3 3 2 tokens      1 rank: (6 4) (4 3 3) (2)  -> balanced (6 2) (4 3) (4 3)
                                               2 ranks: 4 passes instead of 3, so that no rank runs padding

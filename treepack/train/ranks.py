@@ -60,7 +60,7 @@ class Ranks:
             TreepackError: their number is not a multiple of it.
         """
         check_sequence_ranks(sequence, self.size, grouped=self.grouped)
-        # If the ranks of a row are on several machines, no machine has separate rows.
+        # If the ranks of a row are on several machines, no machine has rows of its own.
         divided = self.machines is None or self.size // sequence % self.machines == 0
         return replace(self, sequence=sequence, machines=self.machines if divided else 1)
 

@@ -173,7 +173,7 @@ class FittingRun:
             self.run.balance.drop()
 
     def _smaller_after(self, run: TrainingRun, error: Exception) -> TrainingRun | None:
-        """Return the run with a smaller plan after a failed allocation; None without one.
+        """Return the run with a smaller plan after a failed allocation, or None.
 
         Raises:
             TreepackError: other ranks wait for this one inside of a pass.

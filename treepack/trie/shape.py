@@ -88,7 +88,7 @@ def check_trained(table: pa.Table, lengths: Int64 | Int32) -> None:
 
 
 def _wrong_spans(spans: SpanView, lengths: Int64 | Int32) -> int | None:
-    """Return the first trajectory with a wrong span, None without one; `lengths` are their tokens."""
+    """Return the first trajectory with a wrong span, or None; `lengths` are their tokens."""
     owner = np.repeat(np.arange(len(lengths)), np.diff(spans.offsets))
     # A span may start at the end of the previous span of its trajectory; the first may start at 1, because no token
     # predicts token 0. Owners [0, 0, 1] with ends [4, 9, 5] -> earliest starts [1, 4, 1].

@@ -20,12 +20,12 @@ RANGE_TOKENS = 1 << 22
 
 
 def ranges_of_nodes(trie: Trie) -> Iterator[tuple[int, int]]:
-    """Yield ranges [first, end) of nodes that own `RANGE_TOKENS` tokens or more; the last one may own fewer."""
+    """Yield ranges [first, end) of nodes that own at least `RANGE_TOKENS` tokens; the last one may own fewer."""
     yield from _release_after_each(trie, ranges(trie.node_start, RANGE_TOKENS))
 
 
 def ranges_of_trajectories(trie: Trie) -> Iterator[tuple[int, int]]:
-    """Yield ranges [first, end) of trajectories that have `RANGE_TOKENS` tokens or more, counted one by one."""
+    """Yield ranges [first, end) of trajectories that have at least `RANGE_TOKENS` tokens, counted one by one."""
     yield from _release_after_each(trie, ranges(np.concatenate([[0], np.cumsum(trie.lengths)]), RANGE_TOKENS))
 
 

@@ -44,7 +44,7 @@ class Trie:
         trajectories: table of `schema.trajectory_columns`, one row per trajectory.
         share: "all", "group" or "none", see `build_trie`.
         token_values: float64 [N_tree], a critic's value after each token; None if there are none or they were not read.
-        routes: [N_tree, layers, k], the experts of each token, see `trajectory.Tokens`; None without any.
+        routes: [N_tree, layers, k], the experts of each token, see `trajectory.Tokens`, or None.
         storage: of the arrays that are mapped files, and of arrays that are made from the trie.
     """
 

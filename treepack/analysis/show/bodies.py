@@ -168,7 +168,7 @@ def _id_rows(words: _StyledTokens, first: int, look: DrawingOptions, width: int)
     if look.full:
         yield from _full_rows(words.within(0, num), first, width)
         return
-    # A word takes two columns or more, its blank included, so no more of them than this fit.
+    # A word takes at least two columns, its blank included, so no more of them than this fit.
     max_words = width // 2 + 1
     if num <= max_words and sum(len(word) + 1 for word, _ in words.within(0, num)) - 1 <= width:
         yield TextRow(first, _join(words.within(0, num)))
@@ -192,7 +192,7 @@ def _full_rows(words: list[_Word], first: int, width: int) -> Iterator[TextRow]:
 
 
 def _take(words: list[_Word], room: int) -> list[_Word]:
-    """Return the first of `words` that fit `room` columns, one or more."""
+    """Return the first of `words` that fit `room` columns, at least one."""
     used = -1
     for i, (word, _) in enumerate(words):
         used += 1 + len(word)

@@ -22,7 +22,7 @@ _REPLACEMENT = "\ufffd"
 
 @dataclass(frozen=True, slots=True)
 class _DecodedToken:
-    """Text that token `index` adds. A `special` token has a separate text; an `unknown` id has no text."""
+    """Text that token `index` adds. A `special` token is decoded alone; an `unknown` id has no text."""
 
     index: int
     text: str

@@ -198,7 +198,7 @@ def forest_of_row(row: Row) -> DrawnForest:
 
 
 def path_of_row(row: Row, trajectory: int) -> DrawnForest:
-    """Return the path of one trajectory of a row, with the weights of this trajectory if the row has terms.
+    """Return the path of one trajectory of a row, with the weights of the trajectory if the row has terms.
 
     Without terms, a token has the sum of the weights of all trajectories that share it.
     """

@@ -131,7 +131,7 @@ class NodeLines:
             return ""
         parts = []
         if self.by_turn and self.begins_turn[first]:
-            # argmax finds the first untrained token; it is 0 without one, and then the turn ends with the tokens.
+            # argmax finds the first untrained token; it is 0 if all are trained; then the turn ends with the tokens.
             stop = first + int((forest.loss_weight[first:] == 0).argmax() or len(forest.loss_weight) - first)
             parts = [f"turn {self.turn[first]}: {quantity_in_digits(stop - first, 'token')}"]
             for name, values in forest.values.items():

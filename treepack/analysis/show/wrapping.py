@@ -69,7 +69,7 @@ def table_lines(table: Table) -> Iterator[Text]:
 
 @dataclass(frozen=True, slots=True)
 class TokenText:
-    """Text of token number `place`, to be wrapped. A `whole` text gets a separate row."""
+    """Text of token number `place`, to be wrapped. A `whole` text gets a row of its own."""
 
     place: int
     text: str

@@ -5,7 +5,7 @@ the first. Blocks with very many queries are divided into shares (`key_shares`),
 adds up their sums. With windows or chunks the queries are a list of tiles instead of a range, and no block is divided.
 The blocks of one branch end together, so programs that start together read the same queries from the L2 cache. Scores
 are transposed (keys down, queries across), which makes P and dS operands in registers. The log-sum-exp is the initial
-value of the scores' accumulator, and delta that of dP's accumulator, so neither takes more registers.
+value of the scores' accumulator, and delta that of dP's accumulator, so neither needs extra registers.
 
 Same inputs and outputs as `portable_backward`.
 """

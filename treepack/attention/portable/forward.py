@@ -3,7 +3,7 @@
 One program computes one block of queries of one head, as `naive_forward` does: first the partial section of the block's
 list, under the mask, then the full section, without a mask. A tile of keys is gathered from 1, 2 or 4 granules:
 
-    key token = granules[entry + i // 32] * 32 + i % 32        i = 0 ... tile - 1; negative without a granule
+    key token = granules[entry + i // 32] * 32 + i % 32        i = 0 ... tile - 1; negative for granule -1
     visible   = start[query] <= key <= query < end[key]        without windows, only the part after start
 
 A rectangle has queries from the token `origin` on, `Schedule.first`: in tensors of queries, token t is row t - origin.
@@ -86,7 +86,7 @@ PORTABLE = {
     512: LoopConfigs(PortableConfig(32, 32, 8, 2), PortableConfig(16, 32, 8, 1), PortableConfig(32, 16, 8, 1)),
 }
 # For float32, whose exact products the matrix units do not compute. Up to 256 these shapes spill at most 24 bytes a
-# thread. At 512, dk and dv spill 1,440 bytes, because a program has 32 keys or more.
+# thread. At 512, dk and dv spill 1,440 bytes, because a program has at least 32 keys.
 FLOAT32 = {
     64: LoopConfigs(PortableConfig(64, 32, 8, 1), PortableConfig(64, 32, 8, 1), PortableConfig(32, 32, 8, 1)),
     128: LoopConfigs(PortableConfig(32, 32, 8, 1), PortableConfig(32, 32, 8, 1), PortableConfig(32, 16, 8, 1)),
@@ -128,7 +128,7 @@ def bend(b_s, factor, cap):
 
 @triton.jit
 def key_tokens(p_granules, entry, TILE: tl.constexpr):
-    """Return the TILE tokens of the granules that start at `entry`; negative without a granule.
+    """Return the TILE tokens of the granules that start at `entry`; negative for granule -1, which means none.
 
     Each granule is a scalar load. If they were loaded as one vector, Triton 3.6 would pipeline the granules instead of
     the keys, and read wrong keys.
@@ -184,7 +184,7 @@ def load_key_tile(
     TILE: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Return one gathered tile: tokens, their subtree_end (0 without a granule), keys and values."""
+    """Return one gathered tile: tokens, their subtree_end (0 for tokens of granule -1), keys and values."""
     # [TILE]
     o_k = key_tokens(p_granules, entry, TILE)
     m_k = (o_k >= 0) & (o_k < length)

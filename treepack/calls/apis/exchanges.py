@@ -50,7 +50,7 @@ class ApiExchange:
 
     @property
     def session(self) -> str | None:
-        """Session of the exchange, from the record, its `metadata` or the metadata of the request; None without one."""
+        """Session of the exchange, from the record, its `metadata` or the metadata of the request, or None."""
         for fields in (self.rest, self.rest.get("metadata"), self.request.get("metadata")):
             if isinstance(fields, dict):
                 for name in _SESSIONS:
@@ -60,13 +60,13 @@ class ApiExchange:
 
     @property
     def name(self) -> str:
-        """Name of the exchange if it is a separate rollout."""
+        """Name of the exchange if it is a rollout by itself."""
         name = self.record.value.get("custom_id") or self.response.get("id")
         return name if isinstance(name, str) else self.record.label
 
 
 def body(value: Any) -> JsonObject:
-    """Return the request or response in `value`, wrapped in "body" or not; empty without one."""
+    """Return the request or response in `value`, wrapped in "body" or not; {} if `value` is no object."""
     # {"status_code": 200, "body": {"id": ..}} -> {"id": ..}, and {"id": ..} -> {"id": ..}
     inner = value.get("body") if isinstance(value, dict) else None
     unwrapped = inner if isinstance(inner, dict) else value

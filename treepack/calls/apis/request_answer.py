@@ -101,7 +101,7 @@ def dialogue(value: Message, source: str) -> ChatDialogue:
 def answer_messages(answer: Any, source: str = "") -> list[Any] | None:
     """Return an answer as messages: a text, messages, or the response of an API; None if it is something else.
 
-    JSON text of messages or of a response is parsed; any other JSON is text of the model.
+    JSON text of messages or of a response is parsed; any other JSON is text that the model wrote.
     """
     if isinstance(answer, list) and len(answer) == 1 and isinstance(answer[0], str):
         answer = answer[0]

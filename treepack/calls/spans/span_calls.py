@@ -263,7 +263,7 @@ def _logged(
 
 
 def _tools(schemas: Any, notes: dict[str, None]) -> Any:
-    """Return schemas without empty ones, which exporters write in place of removed ones; None without any."""
+    """Return schemas without empty ones, which exporters write in place of removed ones; None if all are empty."""
     if not isinstance(schemas, list):
         return schemas or None
     if any(schema in ({}, None) for schema in schemas):

@@ -114,7 +114,7 @@ def read_file(records: Iterator[Record], options: ReadOptions) -> Outcomes:
 
 
 def _name(span: TraceSpan) -> str:
-    """Return the conversation of a span, or else its trace; a span without one is a separate conversation.
+    """Return the conversation of a span, or else its trace; a span with neither is a conversation by itself.
 
     Raises:
         TreepackError: the conversation is neither text nor a number.
@@ -153,7 +153,7 @@ def _read(name: str, talk: _SpanConversation, others: Sequence[TraceSpan], optio
 
 
 def _facts_only(span: TraceSpan) -> TraceSpan | None:
-    """Return `span` with nothing but the attributes that describe its conversation; None without any."""
+    """Return `span` with only the attributes that describe its conversation, or None if it has none."""
     kept = {
         name: value
         for name, value in span.attributes.items()

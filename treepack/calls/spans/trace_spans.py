@@ -192,7 +192,7 @@ def _plain(attributes: Any) -> Any:
 
 
 def get(attributes: JsonObject, name: str) -> Any:
-    """Return the attribute `name`, written flat or nested; None without one."""
+    """Return the attribute `name`, written flat or nested, or None if it is missing."""
     # {"llm.model_name": "m"} and {"llm": {"model_name": "m"}} have "llm.model_name".
     if name in attributes:
         return attributes[name]
@@ -207,7 +207,7 @@ def get(attributes: JsonObject, name: str) -> Any:
 
 
 def tree(attributes: JsonObject, prefix: str) -> Any:
-    """Return the attributes below `prefix`, flat or nested, as nested objects and lists; None without any."""
+    """Return the attributes below `prefix`, flat or nested, as nested objects and lists; None if none exist."""
     # prefix "llm.tools", {"llm.tools.0.tool.json_schema": "{}"} -> [{"tool": {"json_schema": "{}"}}]
     whole = parsed(get(attributes, prefix))
     start = prefix + "."

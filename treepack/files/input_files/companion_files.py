@@ -20,7 +20,7 @@ _ENDINGS = ("", ".gz", ".zst")  # in this order: the plain file wins
 
 
 def companion_path(record: Record, name: str) -> Path | None:
-    """Return the path of the file `name` in the folder of `record`, plain or compressed, or None."""
+    """Return the path of the file `name` in the folder of `record`, plain or compressed, or None if it is missing."""
     if record.path == STDIN:  # standard input is in no folder
         return None
     folder = Path(record.path).parent

@@ -91,7 +91,7 @@ def _blocks_from(
 
 
 def _first_line(stream: Any, path: str, max_size: int) -> tuple[int, bytes]:
-    """Return number and bytes of the first line that is not blank, without the mark; no bytes without one."""
+    """Return number and bytes of the first line that is not blank, without the mark; no bytes if all are blank."""
     number = 0
     while line := read_line(stream, b"", max_size):
         number += 1

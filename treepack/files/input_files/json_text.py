@@ -17,7 +17,7 @@ from typing import Any
 
 from treepack.errors import TreepackError
 
-# A header of CSV: two names or more, which contain no braces or colons as JSON does.
+# A header of CSV: at least two names, which contain no braces or colons as JSON does.
 _CSV_HEADER = re.compile(rb'\s*"?[\w .-]+"?([,;\t]"?[\w .-]+"?)+\s*')
 _SPACE = re.compile(r"[ \t\r\n]*")
 

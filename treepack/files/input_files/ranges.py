@@ -43,7 +43,7 @@ from treepack.trajectory import Skipped
 MIN_FILE = 1 << 17
 # A first line that is longer is read by `json_files`, which may find that the file is one document.
 _MAX_FIRST_LINE = 1 << 24
-# Stored bytes of the row groups of a block, one group or more.
+# Stored bytes of the row groups of a block, at least one group.
 GROUP_BYTES = 1 << 22
 
 

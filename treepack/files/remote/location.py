@@ -6,8 +6,8 @@
 
     locate(path) -> DirectoryLocation --> bytes of a file, sizes, streams, Parquet files
 
-Each client of a remote filesystem raises other exceptions; here every exception becomes one sentence. `manifest` and
-`dataset` give the files their meaning; `object_store` writes.
+Every client of a remote filesystem raises different exceptions; here every exception becomes one sentence. `manifest`
+and `dataset` give the files their meaning; `object_store` writes.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class DirectoryLocation:
         return {entry.base_name: entry.size for entry in entries if entry.type == fs.FileType.File}
 
     def open_stream(self, name: str) -> pa.NativeFile:
-        """Open a file to read it once from the start; the filesystem raises its errors."""
+        """Open a file to read it once from the start; errors of the filesystem are not converted."""
         if self.remote is not None:
             store = object_store.client(self.remote)
             file = store.open(self._path(name), "rb", block_size=_AHEAD_BYTES, cache_type="readahead")

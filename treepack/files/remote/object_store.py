@@ -9,7 +9,7 @@ one sentence here.
 A write may have a condition, so that of two writers one wins and the other gets `ExistsError`:
 
     expected=ANY        replace whatever is there
-    expected=None       only if the object does not exist      If-None-Match: *  of S3, ifGenerationMatch=0 of GCS
+    expected=None       only if the object does not exist    If-None-Match: *  of S3, ifGenerationMatch=0 of GCS
     expected="v1"       only if its version is still "v1"    If-Match of S3; elsewhere compared just before
 """
 
@@ -77,7 +77,7 @@ class ObjectInfo:
 
 
 def read_object(path: RemotePath) -> bytes | None:
-    """Return the bytes of an object, or None.
+    """Return the bytes of an object, or None if it does not exist.
 
     Raises:
         TreepackError: the store cannot be reached, or denies the access.
@@ -96,7 +96,7 @@ def read_range(path: RemotePath, offset: int, size: int) -> bytes:
 
 
 def info(path: RemotePath) -> ObjectInfo | None:
-    """Return the size and the version of an object, or None.
+    """Return the size and the version of an object, or None if it does not exist.
 
     Raises:
         TreepackError: see `read_object`.

@@ -3,7 +3,7 @@
     FOLDER/SHA256.parquet             a whole part, checked against the manifest while it was downloaded
     FOLDER/SHA256.partial             a part on its way; the process that downloads it holds its lock
 
-    find(name)  --> path of the copy; waits if a process of this machine is downloading it; None without one
+    find(name)  --> path of the copy, or None; waits if a process of this machine is downloading it
     want(name)  --> a thread downloads the part soon; the reader does not wait and reads by range meanwhile
     expect(...) --> the same for the parts of the rows that come next
     claim(...)  --> the parts that this machine will read, by default all of the directory
@@ -12,7 +12,7 @@ The name of a copy is the hash of its content, so several data sets and runs sha
 copies with the oldest use are removed; a process that has one open can still read it. Parts that together
 fit into the limit are all copied. Otherwise a part is copied when at least half of its row groups were read by range
 or come soon, because rows in random order would download whole parts for single rows. A copy never has to exist: if
-the disk is full or the store does not answer, the reader meets the fault in its requests.
+the disk is full or the store does not answer, the requests of the reader meet the same fault.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class PartCopies:
         self._fits = self._claimed <= self._room
 
     def find(self, name: str) -> Path | None:
-        """Return the path of the copy of a part, None without one; wait for a download that has started.
+        """Return the path of the copy of a part, or None; wait for a download that has started.
 
         Raises:
             AlteredError: a part was altered in the store; any part, because rows of it may have been read by range.
@@ -278,7 +278,7 @@ class PartCopies:
         return offset == entry["bytes"] and digest.hexdigest() == entry["sha256"]
 
     def _reserve(self, descriptor: int, entry: _PartEntry) -> bool:
-        """Give the open file the size of the part, and remove old copies for it; False without room."""
+        """Give the open file the size of the part, and remove old copies for it; False if it does not fit."""
         with locked(self.cache / ROOM):
             _, fits = make_room(self.cache, entry["bytes"], limit=self.limit, spare=_SPARE)
             if fits:

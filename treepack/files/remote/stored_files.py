@@ -19,14 +19,14 @@ from treepack.files.remote.object_store import ObjectInfo
 
 
 def read_stored(path: AnyPath) -> bytes | None:
-    """Return the bytes of a file, or None."""
+    """Return the bytes of a file, or None if it does not exist."""
     if not isinstance(path, Path):
         return object_store.read_object(path)
     return path.read_bytes() if path.exists() else None
 
 
 def object_info(path: AnyPath) -> ObjectInfo | None:
-    """Return size and version of an object; None without one, and for every path of this machine."""
+    """Return size and version of an object; None if it does not exist, and for every path of this machine."""
     return None if isinstance(path, Path) else object_store.info(path)
 
 

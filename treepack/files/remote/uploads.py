@@ -94,7 +94,7 @@ class FolderUploads:
         return object_store.list_objects(self.out / name)
 
     def read(self, name: str) -> bytes | None:
-        """Return the bytes of an object, or None; wait while the store does not answer."""
+        """Return the bytes of an object, or None if it does not exist; wait while the store does not answer."""
         return patiently(lambda: object_store.read_object(self.out / name))
 
     def remove(self, names: Iterable[str]) -> None:

@@ -124,7 +124,7 @@ def _is_call(record: Record) -> bool:
 
 
 def _above(entries: dict[str, Record], record: Record) -> Iterator[Record]:
-    """Yield the entries before `record`, from its parent to the root; a cycle of parents ends at its first entry."""
+    """Yield the entries before `record`, from its parent to the root; a cycle of parents is followed only once."""
     seen: set[str] = set()
     parent = record.value.get("parentId")
     while isinstance(parent, str) and parent in entries and parent not in seen:

@@ -153,7 +153,7 @@ def _is_reply(item: JsonObject, step: JsonObject) -> bool:
 def _prompt(steps: list[JsonObject], number: int, source: str) -> list[JsonObject] | None:
     """Return the prompt of the call of a step: [] if the program made the step, None if the file lacks the prompt."""
     step = steps[number]
-    # The program marks its steps with the query [{}].
+    # A step that the program made has the query [{}].
     if "query" in step:
         query = objects_at(step, "query", source)
         return [] if query == [{}] else query

@@ -66,7 +66,7 @@ def read_tau2(record: Record, options: ReadOptions) -> Outcomes:
             yield from _read_simulation(record, {}, options)
         return
     simulations = objects_at(value, "simulations", source)
-    # A run in many files has its simulations in other files.
+    # If a run has many files, its simulations are in other files.
     parts = [replace(record, source=f"{source}: simulations[{k}]", value=each) for k, each in enumerate(simulations)]
     for path in [] if simulations else _simulation_files(record):
         parts.append(replace(record, source=str(path), value=read_document(path)))

@@ -109,7 +109,7 @@ def _runs(record: Record) -> Iterator[tuple[str, JsonObject]]:
 
 
 def _trace_of(run: JsonObject, record: Record) -> str:
-    """Return the trace of a run; a root without one is a trace.
+    """Return the trace of a run; the id of the run if it is a root without a trace.
 
     Raises:
         TreepackError: the trace is neither text nor a number, or a run with a parent has none.

@@ -101,7 +101,7 @@ def _read_litellm(records: Iterator[Record], options: ReadOptions) -> Outcomes:
 
 
 def _name(value: JsonObject, source: str) -> str | None:
-    """Return the session of a call, or the trace that it shares with retries and other calls; None without one."""
+    """Return the session of a call, or the trace that it shares with retries and other calls, or None."""
     holders = (value, object_or_empty(parsed(value.get("metadata"))))
     names = ("session_id", "litellm_session_id", "trace_id")
     field, name = next(((each, holder[each]) for each in names for holder in holders if holder.get(each)), ("", None))

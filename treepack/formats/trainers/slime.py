@@ -59,7 +59,7 @@ def _read_slime(record: Record, options: ReadOptions) -> Outcomes:
         TreepackError: a response that is not text, or an error of the `tokens` reader.
     """
     value = record.value
-    # The label is the expected answer, and no label of the rollout.
+    # The field `label` is the expected answer, and no label of the rollout.
     options = replace(options, harmless=options.harmless | {"label"})
     if not isinstance(value.get("samples"), list):
         for item in _read_sample(record, options):

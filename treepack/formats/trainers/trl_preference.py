@@ -139,7 +139,7 @@ def _parts(value: JsonObject, source: str) -> tuple[Any, Any, Any]:
 
 
 def _start_of_answer(chosen: str, rejected: str, num: int) -> int:
-    """Return the starts of the answers in two texts of which the first `num` characters are equal."""
+    """Return the start of the answers in two texts of which the first `num` characters are equal."""
     # "Human: Hi\n\nAssistant: I do" and "..: I did" -> the prompt ends with "Assistant:"
     marks = list(_TURN.finditer(chosen, 0, num))
     if marks and marks[-1]["model"]:

@@ -8,7 +8,7 @@ A node contains the tokens that it adds to the tokens of its parent. Its mask se
 tokens of the template, and its log-probabilities and advantages have one value per sampled token. If the nodes of a
 trace have tokens, these are read, joined along each path from the root. If not, the messages are read. Agents that are
 not trainable are skipped. Traces of an episode with the same agent and the same reward, such as the rollouts of
-sub-agents, are one rollout, which counts once in its group. With other rewards each is a separate rollout.
+sub-agents, are one rollout, which counts once in its group. With different rewards, each is a separate rollout.
 """
 
 from __future__ import annotations

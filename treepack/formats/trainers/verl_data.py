@@ -72,7 +72,7 @@ def _with_thinking(value: JsonObject, record: Record) -> JsonObject:
     # {"enable_thinking": true} is a variable of the chat template, not a field of the rollout.
     variables = value.get("chat_template_kwargs") or {}
     if not isinstance(variables, dict):
-        return value  # the reader of chats refuses it with a separate message
+        return value  # the reader of chats refuses it
     return value | {"chat_template_kwargs": variables | {"enable_thinking": thinking}}
 
 

@@ -3,7 +3,7 @@
     rollouts/step_12/train_rollouts.jsonl   run/global_step_12/0.jsonl     out/step=12/part-0.parquet     step 12
     dumps/rollouts_step_12.jsonl            run/iter_12/rollouts.jsonl     rollout_data/12.jsonl of verl
 
-Trainers write the rollouts of each step into a folder or a separate file, and number tasks from 0 in each. Without
+Trainers write the rollouts of each step into a separate folder or file, and number tasks from 0 in each. Without
 the step, a group would mix the rollouts of several policies. The file name counts before the folders, and the innermost
 folder before the others. Only the path counts that the caller gave, or that a search found below it.
 """
@@ -56,7 +56,7 @@ def with_step(
 
 
 def step_of_path(path: str, format: str) -> int | None:  # noqa: A002
-    """Return the step that a path, or a source such as `path:17`, names for a file of this format; None without one."""
+    """Return the step that a path, or a source such as `path:17`, names for a file of this format, or None."""
     # "s3://bucket/step_3/r.jsonl:17" -> folders "s3:" "bucket" "step_3", file "r.jsonl"
     folder, _, name = path.rpartition("/")
     return _step(folder, _PLACE.split(name, maxsplit=1)[0], format)

@@ -126,7 +126,7 @@ def is_episode(value: JsonObject, name: str) -> bool:
 
 
 def lists_of_objects(value: JsonObject) -> list[str]:
-    """Return the names of the fields that are lists of one object or more, and of nothing else."""
+    """Return the names of the fields that are lists of at least one object, and of nothing else."""
     return [name for name, field in value.items() if isinstance(field, list) and field and is_messages(field)]
 
 

@@ -81,7 +81,7 @@ def _find(source: str) -> Path | None:
 
 
 def _read_fields(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file; empty without one, of which loading the model gives the error."""
+    """Return the object in a JSON file; {} if it cannot be read, because loading the model reports that."""
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
     except OSError:

@@ -52,7 +52,7 @@ class LocalAdapter:
 
 
 def find_adapter(source: str | Path) -> LocalAdapter | None:
-    """Return the adapter in the directory, at the address or under the hub name `source`; None without one.
+    """Return the adapter in the directory, at the address or under the hub name `source`, or None.
 
     Raises:
         TreepackError: its configuration is damaged or names no base model, or the store fails.

@@ -6,7 +6,7 @@ from treepack.errors import TreepackError
 
 
 def check_share(num_experts: int, size: int, source: str) -> None:
-    """Refuse a number of ranks that cannot divide the experts of a model; `num_experts` is 0 without any.
+    """Refuse a number of ranks that cannot divide the experts of a model; `num_experts` is 0 if it has none.
 
     Raises:
         TreepackError: with a number that can.

@@ -305,7 +305,7 @@ def _block(size: int, largest: int) -> int:
 
 
 def _low_rank_of(term: LowRankTerm | None, x: Tensor) -> tuple[Tensor, Tensor, dict[str, int]]:
-    """Return the tensors and the constants of a low-rank term for a kernel; `x` twice without one."""
+    """Return the tensors and the constants of a low-rank term for a kernel; `x` twice if `term` is None."""
     low, b = term or (x, x)
     rank = 0 if term is None else low.shape[1]
     return low, b, {"RANK": rank, "BLOCK_R": _block(rank, 32)}

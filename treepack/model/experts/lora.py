@@ -92,7 +92,7 @@ class ExpertAdapter(NamedTuple):
 
 
 def adapter_of(experts: Any, name: str, *, first: int = 0, count: int | None = None) -> ExpertAdapter | None:
-    """Return the adapters in use of the weight `name`, one after another; None without one.
+    """Return the adapters in use of the weight `name`, one after another, or None.
 
     Args:
         experts: the module.

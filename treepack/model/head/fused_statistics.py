@@ -12,7 +12,7 @@ Running values of a target, with m the largest z so far and d = z - m <= 0:
 
     total = sum exp(d)      weighted = sum d exp(d)      lse = m + log(total)      H = log(total) - weighted / total
 
-Both parts of H are small if the distribution is nearly one word; lse - sum p z would lose its digits there. When m
+Both parts of H are small if the distribution is nearly one word; lse - sum p z would lose its digits then. When m
 grows by s, total becomes exp(-s) total, and weighted becomes exp(-s) (weighted - s total).
 
 In: x [m, V] in bfloat16, float16 or float32, stride 1 in the last dimension. Sums are in float32 and in one order, so

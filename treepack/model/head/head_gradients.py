@@ -89,7 +89,7 @@ def token_scores(
         hidden: [T, D].
         weight: [V, D].
         bias: [V] or None.
-        options: the targets, one or more; entropies and divergences that are not computed are NaN.
+        options: the targets, at least one; entropies and divergences that are not computed are NaN.
     """
     scores: tuple[Tensor, Tensor, Tensor] = _TokenScores.apply(hidden, weight, bias, options)  # type: ignore[no-untyped-call]
     return scores

@@ -88,7 +88,7 @@ def head_replaced(
     Args:
         causal: a causal language model of transformers.
         compute: gets the hidden states [B * T, D] and the output layer.
-        known: whether the layer returns `_known_logits` for the last token, instead of its logits.
+        known: whether the layer returns `_known_logits` for the last token, instead of the logits that it computes.
 
     Raises:
         TreepackError: if the output layer is not a plain linear layer, does not run once, or is not whole when it runs.

@@ -100,7 +100,7 @@ def prices_of_terms(
 def _place_terms(
     terms: TermTensors, order: Tensor, edges: Sequence[int] | None, num_tokens: int | None
 ) -> tuple[Tensor, Tensor, TermTensors, Sequence[int] | None]:
-    """Return the place of each token in `order`, -1 without one; and places, terms and edges of terms that have one."""
+    """Return the place of each token in `order` or -1; and places, terms and edges of the terms that have a place."""
     if num_tokens is None:
         # order [2 0 1], index [0 0 1 2] -> places [1 1 2 0], terms sorted by place [3 0 1 2]
         rank = invert(order)
@@ -115,5 +115,5 @@ def _place_terms(
 
 
 def _at(values: Tensor, places: Tensor) -> Tensor:
-    """Return values[places], zeros without values."""
+    """Return values[places], or zeros if `values` is empty."""
     return values.index_select(0, places) if len(values) else values.new_zeros(len(places))

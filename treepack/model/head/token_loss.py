@@ -162,7 +162,7 @@ def priced_terms(
     Args:
         hidden: [T, D], after the model's final norm.
         layer: the output layer.
-        targets: int64 tokens [n], one or more, input_ids [T] and parent [T], as in `tree_logprobs`. If tokens and
+        targets: int64 tokens [n], at least one, input_ids [T] and parent [T], as in `tree_logprobs`. If tokens and
             parents are on the CPU, nothing waits for a GPU.
         prices: gets the numbers of the tokens in the order of the chunks, int64 [n], and returns their price.
         temperature: as in `tree_logprobs`.
@@ -269,6 +269,6 @@ def _divisors(hidden: Tensor, count: int, temperature: Tensor | float) -> Tensor
 
 
 def filled_temperature(temperature: Tensor | None, missing: float | None) -> Tensor | float:
-    """Return `temperature` with `missing` in place of NaN, or `missing` without one; 1 if `missing` is None."""
+    """Return `temperature` with `missing` in place of NaN, or `missing` if it is None; a `missing` of None means 1."""
     fill = 1.0 if missing is None else missing
     return fill if temperature is None else torch.nan_to_num(temperature, nan=fill)

@@ -1,6 +1,6 @@
 """The value head of a critic: a linear layer from a hidden state to the value of that state.
 
-    directory of a model --read_value_head--> its weights, None without any
+    directory of a model --read_value_head--> its weights, or None
     causal model --add_value_head--> the same with a module `value_head`, and its first weights
     model with a head, without_value_head(...)   the model that transformers, PEFT and safetensors save
     head weights --write_value_head--> DIR/value_head.safetensors, beside the weights of the model
@@ -130,7 +130,7 @@ def without_value_head(causal: Any) -> Iterator[None]:
 
 
 def whole_value_head(causal: Any) -> dict[str, Tensor] | None:
-    """Return the weights of the head on the CPU, None without one; all ranks of a sharded model must call this."""
+    """Return the weights of the head on the CPU, or None; all ranks of a sharded model must call this."""
     from torch.distributed.tensor import DTensor
 
     head = value_head_of(causal)

@@ -29,7 +29,7 @@ from treepack.model.loaded import LoadedModel
 from treepack.model.stored_weights import prepare_products, stored_kind
 from treepack.model.verify.gradients import KeepFloat64
 
-# More tokens round less, and a move sends more of them to other experts, and the loss jumps.
+# More tokens round less, and a move sends more of them to other experts, which makes the loss jump.
 _NUM_TOKENS = 64
 _MAX_NUMBERS = 1_000_000  # of a weight that is moved. A larger one is moved only if it has no gradient
 # Lengths of the moves relative to each weight, and the largest relative difference. Weights of an adapter may bend the
@@ -54,7 +54,7 @@ def check_slope(loaded: LoadedModel, *, seed: int = 0) -> float | None:
     is_dora = any(getattr(each, "lora_magnitude_vector", None) for each in model.modules())
     if is_dora or dtype not in _RULES:
         return None
-    use_routes(loaded.causal, loaded.source, None)  # the check runs a separate row
+    use_routes(loaded.causal, loaded.source, None)  # the check runs a different row
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     with _restored(trained), use_attention(loaded.causal, "eager"), KeepFloat64():
         for name, weight in initial_weights(model, seed, random_b=True).items():

@@ -33,7 +33,7 @@ from treepack.trie.nodes import path_to
 
 @dataclass(frozen=True)
 class PlainModel:
-    """The model under transformers' attention; `chunk` positions have logits in memory at a time."""
+    """The model with the attention of transformers; `chunk` positions have logits in memory at a time."""
 
     model: Any
     causal: Any
@@ -123,7 +123,7 @@ def _objective_alone(plain: PlainModel, batch: Batch, factors: Tensor, objective
                 column[mine] = value.double()
     leaves = [column.requires_grad_() for column in columns if column is not None]
     logprobs, entropies, values_before, divergences = columns
-    # index [0, 1, ..., N - 1]: each term reads one value; in the packed row, terms of one token share one.
+    # index [0, 1, ..., N - 1]: each term reads a separate value; in the packed row, terms of one token share one.
     own = replace(terms, index=each)
     loss, _ = objective_loss(
         logprobs, entropies, own, factors, objective, values=values_before, divergences=divergences

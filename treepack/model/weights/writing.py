@@ -8,7 +8,7 @@
     written at its place    experts.0.gate_proj.weight ...      experts.0.down_proj ...
 
 The header of a safetensors file gives the place of every tensor, so they can be written in any order. transformers' own
-`save_pretrained` needs the whole model on the CPU, and of fused experts a second copy beside the weights.
+`save_pretrained` needs the whole model on the CPU, and a second copy of fused experts on the device of the weights.
 """
 
 from __future__ import annotations

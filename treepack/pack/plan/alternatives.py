@@ -44,7 +44,7 @@ def best_final_rows(
 ) -> Int64:
     """Return the final row of each trajectory, int64 [trajectories], made of `items` or of other rows of single trees.
 
-    `items` are the rows of `auto` for each tree; any rows have `lower_bound` tokens or more together. `finish` turns
+    `items` are the rows of `auto` for each tree; any rows have at least `lower_bound` tokens together. `finish` turns
     rows of single trees into final rows, and `multiple_of` divides their number in each step. If no plan can be better,
     nothing else is tried. O(nodes log nodes) and first fit, and at most six calls of `finish`.
 

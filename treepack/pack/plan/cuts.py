@@ -45,7 +45,7 @@ def range_measure(whole: Int64, again: Int64, limit: int) -> RangeMeasure:
 def best_starts(measures: Sequence[RangeMeasure], costs: list[int]) -> list[int]:
     """Return the first sequences of the ranges within all limits with the minimum sum of `costs` over these. O(n).
 
-    A sequence that exceeds a limit alone is a separate range. best[k] is the cost of the first k sequences:
+    A sequence that exceeds a limit alone is a range by itself. best[k] is the cost of the first k sequences:
 
         best[k] = min over a of best[a] + costs[a]
 

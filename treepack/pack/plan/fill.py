@@ -135,7 +135,7 @@ class _OpenRows:
                 self.summary ^= 1 << word
 
     def smallest(self, tokens: int) -> int:
-        """Return the smallest room of a row that is at least `tokens`, -1 without one."""
+        """Return the smallest room of a row that is at least `tokens`, or -1."""
         word = tokens >> _WORD_BITS
         low = self.words.get(word, 0) >> (tokens & (1 << _WORD_BITS) - 1)
         # `low & -low` keeps the lowest set bit: 0b10100 -> 0b100, bit_length 3, so the room is 2 above `tokens`.
@@ -149,7 +149,7 @@ class _OpenRows:
         return (word << _WORD_BITS) + (low & -low).bit_length() - 1
 
     def largest(self, tokens: int) -> int:
-        """Return the largest room of a row that is at most `tokens`, -1 without one."""
+        """Return the largest room of a row that is at most `tokens`, or -1."""
         word = tokens >> _WORD_BITS
         # (2 << 3) - 1 = 0b1111 keeps the bits 0 to 3
         low = self.words.get(word, 0) & (2 << (tokens & (1 << _WORD_BITS) - 1)) - 1
@@ -204,7 +204,7 @@ def _best_fit_of_one(sizes: list[int], limit: int) -> list[int]:
             row = rooms.rows[room][-1]
             rooms.remove(room, -1)
         chosen.append(row)
-        # A full row is dropped: tokens are the only limit here, and every item has one token or more.
+        # A full row is dropped: tokens are the only limit here, and every item has at least one token.
         if room > size:
             rooms.add(room - size, row)
     return chosen

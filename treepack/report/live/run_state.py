@@ -80,7 +80,7 @@ class RunFolder:
             self.record = _read_run_file(self.path / RUN) or self.record
 
     def finished(self) -> dict[str, Any] | None:
-        """Return train.json of a finished run; empty if it is damaged, None without one."""
+        """Return train.json of a finished run; empty if it is damaged, None if it does not exist."""
         try:
             return _read_run_file(self.path / FINISHED)
         except TreepackError:

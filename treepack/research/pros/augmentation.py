@@ -90,7 +90,7 @@ class _QueryMarks:
 
 
 def valuable_prefix(entropy: Float64, *, value: Float64 | None = None, allowed: NDArray[np.bool_] | None = None) -> int:
-    """Number of trained tokens to keep: t* = argmax of `entropy` [T] over T/4 <= t < 3T/4; -1 without one.
+    """Number of trained tokens to keep: t* = argmax of `entropy` [T] over T/4 <= t < 3T/4, or -1.
 
     PROS, section 3. `value` [T] are the critic's values of the states in which the tokens were drawn. If they are
     given, only the tokens in the highest tenth of the window by value are considered: at least one, and all that equal

@@ -129,7 +129,7 @@ def prefix_values(predictions: ValuePredictions, trie: Trie, prefixes: TurnPrefi
 
 
 def _match(predictions: ValuePredictions, trie: Trie, prefixes: TurnPrefixes) -> tuple[list[tuple[str, int]], Float64]:
-    """Return trajectory id and turn of every prefix, and its predicted value, NaN without one.
+    """Return trajectory id and turn of every prefix, and its predicted value or NaN.
 
     Raises:
         TreepackError: a prediction names another group than the trie.
@@ -147,7 +147,7 @@ def _match(predictions: ValuePredictions, trie: Trie, prefixes: TurnPrefixes) ->
 
 
 def _root_values(predictions: ValuePredictions, trie: Trie, prefixes: TurnPrefixes) -> Float64:
-    """Return the predicted value of every group of `trie`, by its code, NaN without one; float64 [num_groups].
+    """Return the predicted value of every group of `trie`, by its code, or NaN; float64 [num_groups].
 
     Raises:
         TreepackError: a group_id occurs in several steps.

@@ -145,7 +145,7 @@ def _along_paths(
     owner, position = _trained_tokens(trie, kept)
     costs = np.zeros(len(owner))
     if shaped.costs is not None:
-        # A token has a separate cost, so the reward at the end must not have them.
+        # The costs belong to single tokens, so the reward at the end must not include them.
         every = _trained_tokens(trie, np.arange(trie.num_trajectories))[0]
         costs = shaped.costs[np.isin(every, kept)]
         rollout = rollouts.of_trajectory[kept]

@@ -88,7 +88,7 @@ def state_values(trie: Trie, trajectory: Int64, position: Int64, kept: Int64) ->
     """Return the value before each trained token, and the value after the last token of each trajectory of `kept`.
 
     `trajectory` and `position`, int64 [num_trained], belong to the trained tokens: indices into `kept`, and places
-    on the path, 1 or more. O(num_trained log depth).
+    on the path, at least 1. O(num_trained log depth).
 
     Raises:
         TreepackError: the trie has no values.

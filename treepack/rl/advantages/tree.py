@@ -130,7 +130,7 @@ def tree_grpo_segments(
 ) -> Float64:
     """Same as `tree_grpo`, but with a first term per segment, among the trajectories through its parent.
 
-    So every segment is compared with the other samples from its branching on. A root is compared with
+    So every segment is compared with the other samples from the place where it branched off. A root is compared with
     nothing.
     """
     _, averages, spread = _reward_statistics(tree, reward, weights)

@@ -3,7 +3,8 @@
     queries [1, H, T, D] of R requests, keys and values of their pages [K, H_kv, D] --> [1, T, H, D]
 
 transformers' own choice without the package flash-attn is one dense product of all queries with the keys of all
-requests, and a mask that leaves each request its keys: work and memory grow with the square of the number of requests.
+requests, and a mask that limits each request to its keys: work and memory grow with the square of the number of
+requests.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ class ServerDialect:
     All readers raise one of `UNREADABLE` if the answer has another form. `first` returns the log-probabilities of the
     likely first tokens, if the request has `alternatives`. `num_prompt` returns the number of prompt tokens that the
     server counted, None if it is not reported. `routes` returns the experts of each of the `segments` as the server has
-    encoded them, None without any.
+    encoded them, or None.
     """
 
     name: str
@@ -74,7 +74,7 @@ class ServerDialect:
 
 
 def _sampling_fields(wish: SamplingRequest) -> _Json:
-    """Return the fields that the three APIs share. All are explicit, because servers have other defaults."""
+    """Return the fields that the three APIs share. All are explicit, because servers have different defaults."""
     sampling = wish.sampling
     fields: _Json = {
         "temperature": sampling.temperature,

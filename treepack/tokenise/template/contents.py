@@ -31,7 +31,7 @@ def check_answer(message: Message, answer: str, *, end: str, source: str) -> tup
     Args:
         message: the turn as the reader returned it, with content of text.
         answer: the trained text.
-        end: the token that ends a sequence, which may be printed only at the end; "" without one.
+        end: the token that ends a sequence, which may be printed only at the end, or "".
         source: the place that errors name.
 
     Raises:

@@ -56,7 +56,7 @@ _Convert = Callable[[Any], Any]
 
 @dataclass(frozen=True, slots=True)
 class _CallForm:
-    """The form of messages with tool calls: how to convert arguments, and the content without text."""
+    """The form of messages with tool calls: how to convert arguments, and the content if the text is missing."""
 
     convert: _Convert
     empty: str | None

@@ -121,7 +121,7 @@ class StopTokens:
     def marker(self, turn: Message, following: Message | None) -> str:
         """Return the marker that the template prints directly after `turn`, before the message `following` if any.
 
-        It is "" if the turn ends with a separate token, or if the template prints no such marker there.
+        It is "" if the turn itself ends with a token, or if the template prints no such marker there.
         """
         if GENERATION_MARK.search(self._forms.setting.template):
             return ""  # the marks decide which text is trained
@@ -134,7 +134,7 @@ class StopTokens:
 
     def _probe(self, role: str, has_calls: bool) -> str:
         if role == "assistant":
-            return ""  # the header of the turn ends no turn
+            return ""  # the header of the next turn of the assistant ends no turn
         setting = self._forms.setting
         turn: dict[str, Any] = {"role": "assistant", "content": PROBE_CONTENT}
         calls = calls_of([PROBE_TEXT])

@@ -85,7 +85,7 @@ class ChainedText:
         return self.slice(shared, len(other)) == other.slice(shared)
 
     def ending(self, size: int) -> str:
-        """Return an end of the text with `size` characters or more that are not whitespace, or the whole text."""
+        """Return an end of the text with at least `size` characters that are not whitespace, or the whole text."""
         window = _MIN_WINDOW
         while True:
             end = self.slice(max(0, len(self) - window))

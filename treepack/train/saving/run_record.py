@@ -73,7 +73,7 @@ def is_finished(out: AnyPath) -> bool:
 
 
 def finished_record(out: AnyPath) -> dict[str, Any]:
-    """Return train.json of the complete model in `out`, {} without one.
+    """Return train.json of the complete model in `out`, or {}.
 
     Raises:
         TreepackError: it is damaged.

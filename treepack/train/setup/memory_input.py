@@ -69,7 +69,7 @@ class MemoryInput:
         return RowCut(sizes, most_states(parent, passes))
 
     def rows(self) -> RunRows:
-        """Return the facts about the rows that the plan reads."""
+        """Return the numbers of the rows that the plan reads."""
         longest = max(int(each.num_tokens.max()) for each in self.datasets)
         steps = max(each.largest_step for each in (self.data, self.held_out) if each is not None)
         linear, pairs = row_operations(self.loaded, self.data.dataset)

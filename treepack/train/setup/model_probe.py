@@ -31,7 +31,7 @@ from treepack.train.options import CHUNK
 from treepack.train.ranks import Ranks
 
 # Tokens of the passes. From the two longest, a straight line gives the bytes of a token. None is the size of a layer
-# (64, 2048, ...), for which torch.compile would make separate code.
+# (64, 2048, ...), for which torch.compile would make special code.
 LENGTHS = (192, 2176, 4736, 9344, 18560)
 _BUSY = 1.5  # the time of a pass whose kernels are measured, in starts of a pass
 _LONG = 6  # the same of a compiled pass: a longer one would tell no more

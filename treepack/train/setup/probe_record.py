@@ -66,7 +66,7 @@ def known_probes(given: MemoryInput, chunk: int) -> ProbeRecord | None:
 
 
 def keep_probes(given: MemoryInput, chunk: int, record: ProbeRecord) -> None:
-    """Write the record of a model; without a cache of compiled code none is written."""
+    """Write the record of a model; without a cache of compiled code, it is not written."""
     path = _path(given, chunk)
     with suppress(OSError):
         if path is not None:

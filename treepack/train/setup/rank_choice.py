@@ -3,7 +3,7 @@
 model, options, rows --rank_needs--> RankNeeds                           before the model is loaded
 RankNeeds, free bytes of the smallest rank --choose_division--> values   equal on all ranks, lines for unusual ones
 
-Usually each rank computes other rows, and weights are sharded over all ranks. To share a row costs an exchange in
+Usually each rank computes different rows, and weights are sharded over all ranks. To share a row costs an exchange in
 every layer, whose time is not known before the model is loaded. So the usual way stays, unless the run would be refused
 or ranks would be idle.
 """

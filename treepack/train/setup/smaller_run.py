@@ -30,7 +30,7 @@ FORWARD_REMEDY = "compute with --dtype bf16, on a device with more free memory, 
 
 
 def smaller_run(run: TrainingRun, room: int | None = None, rows: Sequence[int] | None = None) -> TrainingRun | None:
-    """Return the run with the next smaller plan, which its model follows from now on; None without one.
+    """Return the run with the next smaller plan, which its model follows from now on, or None.
 
     Args:
         run: the run.

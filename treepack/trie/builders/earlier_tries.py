@@ -187,7 +187,7 @@ def _tables(trie: Trie, ids: pa.ChunkedArray) -> Iterator[pa.Table]:
 
 
 def entry_of(tries: Mapping[str, Manifest], name: str) -> Any:
-    """Return the entry `name` of the manifests, which all of `tries` that have one agree on; None without one."""
+    """Return the entry `name` of the manifests, which all of `tries` that have one agree on, or None."""
     return next((value for each in tries.values() if (value := each.get(name)) is not None), None)
 
 

@@ -7,7 +7,7 @@
 
 Sequences are sorted lexicographically as big-endian bytes. Then the common prefixes of neighbours determine the trie:
 the tokens that a sequence does not share with the sequence before it are stored once. Sorted order is depth-first
-order. The stored tokens are cut into nodes at each branching of a later sequence. There is no object per
+order. The stored tokens are cut into nodes at each point at which a later sequence branches off. There is no object per
 token, and there are O(1) Python steps per branch.
 
 A tree never contains several training steps, nor several groups under `share="group"`. Under `share="none"` every

@@ -172,7 +172,7 @@ def merge_runs(
     num_ranges: int = 1,
     merge_ranges: Callable[[list[RunsOfRange]], Iterable[MergedOrder]] | None = None,
 ) -> MergedRuns:
-    """Merge `runs`, one or more: `merge_ranges` does it in other processes; without it, this process.
+    """Merge `runs`, at least one: `merge_ranges` does it in other processes; without it, this process.
 
     Trajectories have three orders, and each index array below leads from one of them to another:
 

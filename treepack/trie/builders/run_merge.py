@@ -209,7 +209,7 @@ class _Head:
         self.path[: self.size] = run.path(begin)
 
     def advance(self) -> bool:
-        """Read the next sequence; return False without one. `shared` counts the elements of the one before."""
+        """Read the next sequence; return False at the end. `shared` counts the elements of the one before."""
         self.row += 1
         at = self.row - self._first
         if at == len(self._sizes):

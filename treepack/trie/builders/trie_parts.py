@@ -78,7 +78,7 @@ def write_part(spools: Sequence[SpoolFiles], part: NodesPart | TrajectoriesPart)
         writer = PartWriter(part.directory, "trajectories", part.slices[0][0].columns, first=part.number)
         for row_places, tree_id, node_id in part.slices:
             table = with_places(read_merged_rows(spools, row_places), tree_id, node_id)
-            # A page ends with a chunk.
+            # A page ends at the end of a chunk.
             writer.write(table.combine_chunks(), tokens=0)
     (entry,) = writer.entries()
     return WrittenPart(entry, max_token_id)

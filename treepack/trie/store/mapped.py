@@ -67,7 +67,7 @@ class _ReadNodes:
         sizes: tokens of each node, int64 [num_nodes].
         tokens: tokens of all nodes, int32 [N_tree].
         token_values: values after these tokens, float64 [N_tree]; None if they were not read, or there are none.
-        routes: experts of these tokens, [N_tree, layers, k]; None without any.
+        routes: experts of these tokens, [N_tree, layers, k], or None.
         storage: with the maps of the three.
     """
 
@@ -150,7 +150,7 @@ def _checked(directory: Path, group: pa.Table) -> pa.Table:
 
 
 def stored_table(pieces: Iterable[pa.Table], storage: ArrayStorage) -> tuple[pa.Table, ArrayStorage]:
-    """Write the `pieces` of a table, one or more, into a file; return the mapped table, and the storage with its map.
+    """Write the `pieces` of a table, at least one, into a file; return the mapped table, and the storage with its map.
 
     Raises:
         TreepackError: the disk fails.

@@ -59,7 +59,7 @@ def write_token_values(source: Path, directory: Path, values: Float64, provenanc
         lists = pa.ListArray.from_arrays(offsets, pa.array(own, pa.float64()))
         arrays = [lists if name in schema.NODE_VALUES.names else group[name] for name in columns.names]
         table = pa.Table.from_arrays(arrays, schema=columns)
-        # A page ends with a chunk.
+        # A page ends at the end of a chunk.
         writer.write(table.combine_chunks(), tokens=len(own))
     if writer is None or start != len(values):
         raise TreepackError(f"{source}: there are {len(values):,} values for another number of tree tokens")

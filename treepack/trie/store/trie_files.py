@@ -66,7 +66,7 @@ def write_trie(
     trajectories = PartWriter(directory, "trajectories", columns)
     lengths = trie.lengths
     for a, b in token_slices(lengths, PART_TOKENS // TRAJECTORY_SLICES):
-        # A page ends with a chunk. One chunk makes the bytes independent of how the table was put together.
+        # A page ends at the end of a chunk. One chunk makes the bytes independent of how the table was put together.
         trajectories.write(trie.trajectories.slice(a, b - a).combine_chunks(), tokens=int(lengths[a:b].sum()))
         trie.storage.release()
     entries = [*nodes.entries(), *trajectories.entries(), *write_renamed(directory, renamed)]

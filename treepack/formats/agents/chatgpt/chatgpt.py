@@ -182,7 +182,7 @@ def _unused(mapping: dict[str, Node], source: str) -> tuple[str, ...]:
 
 
 def _readable(path: list[Node], source: str) -> tuple[list[Node], str | None]:
-    """Return the nodes before the first one that text cannot represent, and the reason; None without one."""
+    """Return the nodes before the first one that text cannot represent, and the reason or None."""
     for index, node in enumerate(path):
         if (reason := reason_of(node, source)) is not None:
             return path[:index], reason

@@ -30,7 +30,7 @@ _MEDIA = _SOUND | {"image_asset_pointer", "video_container_asset_pointer"}
 
 
 def reason_of(node: Node, source: str) -> str | None:
-    """Return the reason why text cannot represent the message of a node, None without one.
+    """Return the reason why text cannot represent the message of a node, or None if it can.
 
     Raises:
         TreepackError: the content has another form.

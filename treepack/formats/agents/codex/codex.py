@@ -117,7 +117,7 @@ def _calls_of_file(rows: list[Record], turns: dict[str, str] | None = None) -> C
     """Return the calls of a session that are in no other file of `turns`."""
     path, meta = rows[0].path, rows[0].value["payload"]
     log = CallLog(turns, path)
-    # A fork names its session, and a copied history begins with the `session_meta` of that session.
+    # A fork names its session, and a copied history begins with the `session_meta` of the copied session.
     metas = [object_or_empty(row.value.get("payload")) for row in rows if row.value.get("type") == "session_meta"]
     sessions = {str(each[name]) for each in metas for name in ("id", "forked_from_id") if each.get(name)}
     for stretch in _stretches(rows, log):

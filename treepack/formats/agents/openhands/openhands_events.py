@@ -104,7 +104,7 @@ def _result(event: Event, source: str) -> str | list[Any]:
     observation = event.get("observation")
     if not isinstance(observation, dict):
         return str(event.get("error") or "")
-    # Before version 1.0 an error was a separate text, and other text was in `output`, `message` or `content`.
+    # Before version 1.0 an error was the text in `error`, and other text was in `output`, `message` or `content`.
     named = ("error", "content", "output", "message")
     parts = next((part for name in named if isinstance(part := observation.get(name), str | list) and part), [])
     text = event_text(parts, source)

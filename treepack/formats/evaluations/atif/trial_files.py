@@ -108,7 +108,7 @@ def _objects(value: Any) -> list[JsonObject]:
 
 
 def result_above(record: Record) -> tuple[Path | None, JsonObject]:
-    """Return the path and the content of the result of the trial that wrote `record`; None and {} without one."""
+    """Return the path and the content of the result of the trial that wrote `record`, or None and {}."""
     for path in filter(None, (companion_path(record, name) for name in _ABOVE)):
         try:
             result = read_document(path)
@@ -124,7 +124,7 @@ def facts_of_trial(
 ) -> JsonObject:
     """Return the names and the reward that the result of a trial gives to one of its conversations.
 
-    `names` belong to the step of the trial and of the file, empty without one.
+    `names` are the names of the step of the trial and of the file; each may be "".
     """
     task = "/".join(filter(None, (str(result["task_name"]), names[0])))
     error = object_or_empty(part.get("exception_info") or result.get("exception_info")).get("exception_type")

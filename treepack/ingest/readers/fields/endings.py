@@ -259,7 +259,7 @@ def has_text(message: Mapping[str, Any]) -> bool:
 
 
 def raw_of(fields: Mapping[str, Any]) -> Any:
-    """Return the raw value of the field of a choice, node or step with the reason of its end, None without one.
+    """Return the raw value of the field of a choice, node or step with the reason of its end, or None.
 
     An answer that a stop string ended has the form of SGLang: {"type": "stop", "matched": "Observation:"}.
     """

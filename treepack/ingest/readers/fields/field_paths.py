@@ -30,7 +30,7 @@ def field_at(value: Any, path: str) -> Any:
 
 
 def value_at(value: Any, steps: Steps) -> Any:
-    """Return the value at `steps`, a list of values if a step means all elements; MISSING without one."""
+    """Return the value at `steps`, a list of values if a step means all elements; MISSING if nothing is there."""
     if not steps:
         return value
     value = _opened(value)

@@ -177,7 +177,7 @@ def temperature_of(settings: Any) -> float | None:
 
 
 def marked(value: JsonObject, name: str) -> Any:
-    """Return the field `name` of `value` or of a metadata object in it, or None."""
+    """Return the field `name` of `value` or of a metadata object in it, or None if neither has it."""
     # {"info": {"untrained_prefix": 7}} -> 7. The names are sorted, so that the result does not depend on a set's order.
     nested = [value[key] for key in sorted(METADATA_DICTS) if isinstance(value.get(key), dict)]
     return next((fields[name] for fields in (value, *nested) if fields.get(name) is not None), None)

@@ -189,7 +189,7 @@ def unsaid(fields: Iterable[tuple[str, str | None, bool]], said: TrajectoryTexts
 
 
 def is_prose(text: str) -> bool:
-    """Return whether `text` is more than a word: a name or a type decides what happens, and is not copied."""
+    """Return whether `text` is more than a word: a reader acts on a name or a type, and does not copy it."""
     return len(text) > _MAX_WORD or text[:1] in ("{", "[") or any(map(str.isspace, text.strip()))
 
 

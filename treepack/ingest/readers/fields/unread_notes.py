@@ -100,7 +100,7 @@ _Facts = dict[str, list[Any]]  # values by the name of their metadata, or by the
 
 
 def _facts_of(items: Iterable[Outcome]) -> _Facts:
-    """Return the facts of the trajectories among `items` besides their content; empty without any."""
+    """Return the facts of the trajectories among `items` besides their content; {} if none is a trajectory."""
     facts: _Facts = {}
     for item in items:
         if not isinstance(item, Trajectory):

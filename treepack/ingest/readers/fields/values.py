@@ -191,7 +191,7 @@ def close_names(value: Iterable[str], names: Sequence[str]) -> list[str]:
 
 
 def start_time(value: JsonObject, *names: str, source: str) -> int | float | str | None:
-    """Return the first of the fields `names` of a call that is set: the time at which it started; None without one.
+    """Return the first of the fields `names` of a call that is set: the time at which it started, or None.
 
     Raises:
         TreepackError: it is neither text nor a number.

@@ -125,7 +125,7 @@ def _is_stored(message: JsonObject) -> bool:
 
 
 def _result_of(message: JsonObject) -> Any:
-    """Return the only id of a list `tool_call_ids`, None if such a list is missing."""
+    """Return the only id of a list `tool_call_ids`, or None if the message has no such list."""
     ids = message.get("tool_call_ids")
     has_one = isinstance(ids, list) and len(ids) == 1 and message.get("tool_call_id") is None
     return ids[0] if has_one and isinstance(ids, list) and isinstance(ids[0], str | int) else None

@@ -66,7 +66,7 @@ def plain_content(parts: list[Any]) -> str | list[Any]:
 
 
 def skip_reason(messages: Sequence[Message]) -> str | None:
-    """Return the reason why text cannot represent `messages`: a part of a different type; None without one.
+    """Return the reason why text cannot represent `messages`: a part of a different type; None if it can.
 
     A part without a type counts as text here, because `normalise_messages` refuses it with a message.
     """

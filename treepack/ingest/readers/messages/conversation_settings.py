@@ -26,12 +26,12 @@ _RESERVED = frozenset(
 
 
 def tools_of(value: JsonObject) -> Any:
-    """Return the tool schemas of a record under the first of `TOOLS` that is not empty, None without any."""
+    """Return the tool schemas of a record under the first of `TOOLS` that is not empty, or None if all are."""
     return next((value[name] for name in sorted(TOOLS, reverse=True) if not is_empty(value.get(name))), None)
 
 
 def normalise_tools(tools: Any, *, source: str) -> list[JsonObject] | None:
-    """Return tool schemas in the nested form, from a list, an object by name, or JSON text; None without any.
+    """Return tool schemas in the nested form, from a list, an object by name, or JSON text; None if it is empty.
 
     Raises:
         TreepackError: `tools` is something else.

@@ -66,7 +66,7 @@ def gemini_messages(contents: Any, system: Any, source: str) -> list[Message]:
 
 
 def gemini_tools(tools: Any) -> list[JsonObject] | None:
-    """Return the function declarations of `tools` as schemas, and other tools as they are; None without any."""
+    """Return the function declarations of `tools` as schemas, and other tools as they are; None if both are empty."""
     # [{"functionDeclarations": [{"name": "f"}]}] -> [{"name": "f"}]
     done: list[JsonObject] = []
     for tool in tools if is_messages(tools) else []:
@@ -132,7 +132,7 @@ def parts_or_text(content: Any, *, where: str) -> list[Part]:
 
 
 def assistant_message(parts: list[Part], *, where: str) -> Message | None:
-    """Return the message of the model that consists of `parts`, as blocks for `split_blocks`; None without any.
+    """Return the message of the model that consists of `parts`, as blocks for `split_blocks`; None if it has no blocks.
 
     Raises:
         TreepackError: a text or the mark of a thought has another form.

@@ -61,7 +61,7 @@ def reasoning_of(message: JsonObject, where: str) -> tuple[str | None, frozenset
 
 
 def _thought(content: str) -> str | None:
-    """Return the reasoning at the beginning of a content between tags, None without one."""
+    """Return the reasoning between tags at the beginning of a content, or None."""
     match = _THOUGHT.match(content)
     return None if match is None else match.group(1).strip()
 

@@ -122,7 +122,7 @@ def _turn(group: list[Item], source: str, notes: dict[str, None], *, summaries: 
                 notes[SUMMARY_NOTE] = None
             if item.get("encrypted_content") and not content and not summary:
                 notes[ENCRYPTED_NOTE] = None
-            # The model did not generate a summary, so it must not be trained as reasoning.
+            # A summary is not the text that the model generated, so it must not be trained as reasoning.
             reasoning.append(content or (summary if summaries else ""))
         elif rank == TEXT:
             message["content"] = _content(item.get("content"), source)

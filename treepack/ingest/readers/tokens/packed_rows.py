@@ -39,7 +39,7 @@ def lengths_of(value: Any, *, name: str, num_tokens: int, source: str) -> list[i
 
 
 def num_padding(positions: Any, lengths: list[int], *, source: str) -> int:
-    """Count the padding tokens of the last sequence: those after a restart of its `positions`; 0 without one."""
+    """Count the padding tokens of the last sequence: those after a restart of its `positions`; 0 without a restart."""
     num_tokens = sum(lengths)
     if not isinstance(positions, list | np.ndarray) or len(positions) != num_tokens or not lengths:
         return 0

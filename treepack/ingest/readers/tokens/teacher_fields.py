@@ -95,7 +95,7 @@ class TeacherWords(NamedTuple):
 
 
 def take_words(record: Record) -> tuple[TeacherWords | None, Record]:
-    """Return the words of a teacher, None without any, and the record without their fields.
+    """Return the words of a teacher, or None, and the record without their fields.
 
     Raises:
         TreepackError: the fields are not two tables of the same shape.

@@ -81,7 +81,7 @@ def find_layout(fields: tf.Fields, record: Record, *, num_tokens: int, num_promp
 
 
 def _run_of_ones(flags: Mask, expected: int, source: str, name: str) -> tuple[int, int]:
-    """Return the start and the end of the only run of ones; (0, 0) without ones."""
+    """Return the start and the end of the only run of ones; (0, 0) if all are zeros."""
     if len(flags) != expected:
         raise TreepackError(f"{source}: {name} has {len(flags)} values; expected {expected}, one per token")
     # [0, 1, 1, 0] -> (1, 3)

@@ -131,7 +131,7 @@ def read_valid_tokens(record: Record, options: ReadOptions) -> Outcomes:
 def _kept_sets(
     fields: dict[str, Any], ids: Int32, mask: Mask, layout: FieldLayout, *, vocab_size: int | None
 ) -> RaggedArray | None:
-    """Return the kept sets of the trained tokens; None without any."""
+    """Return the kept sets of the trained tokens, or None if the record has none."""
     found = read_sets(fields, layout.source)
     if found is None:
         return None

@@ -1,7 +1,7 @@
 """Lower bounds by column generation: a linear program over rows, with prices on nodes and a knapsack over the tree.
 
 Each possible row S of a plan is a column of the linear program. A row costs `cost(S)`. At least `times[u]` rows pass
-through each node u, and the rows have `tokens[u]` tokens or more in the subtree of u: these are the demands. Any
+through each node u, and the rows have at least `tokens[u]` tokens in the subtree of u: these are the demands. Any
 prices >= 0 on the demands prove a bound. If some best plan has at most K rows,
 
     cost of any plan  >=  sum of price * demand  -  K * max over rows S of (earnings(S) - cost(S))
@@ -45,7 +45,7 @@ _RELATIVE_GAP_TO_STOP = 0.0005  # between the bound and the value of the linear 
 class PricingProgram:
     """A problem to bound: rows of at most `capacity` tokens, at least `times[u]` of them through each node u.
 
-    The rows have `tokens[u]` tokens or more in the subtree of u; both are int64 [nodes]. A row pays `cost` int64
+    The rows have at least `tokens[u]` tokens in the subtree of u; both are int64 [nodes]. A row pays `cost` int64
     [nodes] for each of its nodes: either the tokens of the node, or 1 at the root and 0 elsewhere. `rows` int64
     [leaves] is a good plan, and its cost is `upper`. Some best plan has at most `max_rows` rows.
     """
@@ -73,7 +73,7 @@ class WorkBudget:
 
 
 def generated_bound(program: PricingProgram, allowance: WorkBudget, *, known: int) -> int:
-    """Return a lower bound on the cost of any plan, `known` or more, which is already proven.
+    """Return a lower bound on the cost of any plan, at least `known`, which is already proven.
 
     Stops if no bound above `known` is possible, if `upper` is proven, or if the allowance is used up.
     """
@@ -143,8 +143,8 @@ class _RowGenerator:
                 if node >= stop:
                     spent[i], stop = self.unit_of[i] / 2, int(tree.end[node])
                     halved[node:stop] = whole[node:stop] / 2
-        # A node without a price passes its share to the first child with as many rows; parents come first,
-        # so shares are passed down until a node has a price.
+        # A node without a price passes its share to the first child with as many rows; parents come first, so shares
+        # are passed down until a node has a price.
         heir = np.full(tree.num_nodes, -1)
         for node in range(tree.num_nodes - 1, 0, -1):
             up = tree.parent[node]

@@ -290,7 +290,7 @@ def _tear(shape: _AnnealShape, rows: _AnnealedRows, removed: Int64, was_in: Int6
 def _best_row(shape: _AnnealShape, rows: _AnnealedRows, caps: Int64, k: int, state: _RandomState) -> int:
     """Return the row to which leaf k adds the minimum of tokens, and of these rows the fullest.
 
-    If no row of the tree has room, return an empty row, and -1 without one.
+    If no row of the tree has room, return an empty row, or -1 if none is left.
     """
     # From the leaf up: a row that passes through a deeper node shares more with the leaf.
     end = shape.leaf[k]

@@ -56,7 +56,7 @@ def exact(tree: PlanTree, limits: RowLimits, search: SearchOptions) -> TreeSolut
     shape = SubtreeShape.of(tree, limits.capacity)
     bounds = CompletionBounds(shape, best.tokens, best.rows)
     proof = _ExactProof(tree, shape, best, bounds.bound(), PlacementBudget.of(search))
-    # argmax finds the first True: [F, F, F, T, T] -> 3 rows or more.
+    # argmax finds the first True: [F, F, F, T, T] -> at least 3 rows.
     min_rows = int(np.argmax(bounds.lifted[0] < IMPOSSIBLE))
     if (proof.lower, min_rows) != (best.tokens, best.rows):
         with contextlib.suppress(OutOfWorkError):

@@ -35,7 +35,7 @@ class PlanTarget:
 class _TraversalPacking:
     """The chosen state of each child with the row of each of its traversals, and the work of finding it.
 
-    `chosen` is None without a packing within the target, or if CP-SAT found none and `proven` is False. If
+    `chosen` is None if no packing is within the target, or if CP-SAT found none and `proven` is False. If
     `proven` is True, a packing is the best one.
     """
 

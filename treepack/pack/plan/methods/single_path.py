@@ -1,7 +1,7 @@
 """The single-path method: disjoint subtrees, each in one row, chosen so that they save as many tokens as possible.
 
 A chosen node u puts all leaves below it into one row. The paper counts this row as one shared path, from the root to
-the end of u, plus the rest of every leaf below u alone:
+the end of u, plus the rest of every leaf below u, not shared:
 
     L(u)   tokens from the root to u's end                   root --L(u)-- u -+- rest of leaf 1
     R(u)   sum over u's leaves of the tokens below u                          +- rest of leaf 2
