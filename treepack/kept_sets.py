@@ -52,7 +52,9 @@ def as_kept_sets(lists: RaggedArray, sampled: NDArray[Any], *, source: str, name
     )
 
 
-def sets_of_tokens(lists: Sequence[Any] | None, tokens: NDArray[Any], at: NDArray[Any], *, source: str) -> RaggedArray:
+def sets_of_tokens(
+    lists: Sequence[Any] | None, tokens: NDArray[Any], at: NDArray[Any], *, source: str, name: str
+) -> RaggedArray:
     """Return the sets of the tokens at the places `at` [n], from a list of ids for each of `tokens`.
 
     Without `lists`, and for a list that is None or empty, the sets are empty.
@@ -64,9 +66,9 @@ def sets_of_tokens(lists: Sequence[Any] | None, tokens: NDArray[Any], at: NDArra
         return RaggedArray.empty(len(at), np.int32)
     if not isinstance(lists, Sequence | np.ndarray) or len(lists) != len(tokens):
         found = f"{len(lists)} lists" if isinstance(lists, Sequence | np.ndarray) else type(lists).__name__
-        raise TreepackError(f"{source}: kept_ids has {found} for {len(tokens)} tokens; expected a list of ids for each")
-    joined = joined_ids([lists[i] for i in at.tolist()], source=source, name="kept_ids")
-    return as_kept_sets(joined, tokens[at], source=source, name="kept_ids")
+        raise TreepackError(f"{source}: {name} has {found} for {len(tokens)} tokens; expected a list of ids for each")
+    joined = joined_ids([lists[i] for i in at.tolist()], source=source, name=name)
+    return as_kept_sets(joined, tokens[at], source=source, name=name)
 
 
 def joined_ids(lists: Sequence[Any], *, source: str, name: str) -> RaggedArray:

@@ -306,3 +306,11 @@ def test_an_answer_is_searched_in_the_text_of_the_ids() -> None:
     assert found(ids)
     assert not found(ids[:2])
     assert not found(np.zeros(0, np.int32))
+
+
+def test_a_reward_that_raises_names_the_function_and_the_record(treepack: Run, folder: Path, server: str) -> None:
+    arguments = ("--sampler", "independent", "--width", 2, "--reward", "made_rewards:broken", "--out", "out.jsonl")
+    done = treepack("rollout", "prompts.jsonl", "--engine", server, "--max-tokens", 24, "--quiet", *arguments)
+    assert done.status == 1
+    for part in ("prompts.jsonl:", "made_rewards:broken", "ValueError: no solution", "no tree was finished"):
+        assert part in done.err

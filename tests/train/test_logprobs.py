@@ -19,6 +19,7 @@ from support.oracle_objectives import own_logprobs
 from support.packed_objectives import as_trajectories, packed_model, plain, rollouts
 from support.refusal import refusal
 from support.written_rollouts import write_rollouts
+from treepack.errors import TreepackError
 from treepack.pack.files import read_rows
 from treepack.pack.row import Row
 from treepack.train.logprobs import open_scoring, scored_provenance, scored_rows, term_scores
@@ -45,6 +46,19 @@ def test_every_term_is_scored_as_its_trajectory_alone(tmp_path: Path, kind: str,
             np.testing.assert_allclose(scores[:, row.terms.trajectory == i], np.array(alone), rtol=1e-9)
             seen += 1
     assert seen == len(recorded)
+
+
+def test_a_model_computes_each_token_of_a_row_once(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "packed", as_trajectories(rollouts()), PACKINGS[0])
+    (row,) = read_rows(path)
+    loaded, seen = packed_model("qwen3"), []
+    hook = loaded.model.base_model.register_forward_pre_hook(
+        lambda module, args, keywords: seen.append(keywords["input_ids"].numel()), with_kwargs=True
+    )
+    term_scores(loaded, [row], ScoreOptions())[0]
+    hook.remove()
+    assert seen == [row.num_tokens]
+    assert row.num_tokens < row.scale.sum()  # fewer than its trajectories have in total, so prefixes are shared
 
 
 def columns(row: Row, *, without: set[str]) -> dict[str, Any]:
@@ -169,6 +183,47 @@ def test_rows_without_terms_and_unknown_choices_are_refused(tmp_path: Path) -> N
         open_scoring, packed, tmp_path / "no-such-model", ScoreOptions(device="cpu")
     )
     assert "column is 'new'; expected one of old, ref" in refusal(ScoreOptions, column="new")
+
+
+def test_a_lack_of_memory_is_one_sentence(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "packed", as_trajectories(rollouts()), PACKINGS[0])
+    scoring = open_scoring(path, tiny_config(tmp_path / "tiny.json"), ScoreOptions(device="cpu"))
+
+    def fails(*_: Any) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    scoring.loaded.model.base_model.layers[1].register_forward_hook(fails)
+    with pytest.raises(
+        TreepackError,
+        match=r"^out of memory in row 0 of \d+ tokens with the smallest plan \(.* 64 targets\)"
+        r", and [\d.]+ GiB are free; compute with",
+    ):
+        next(scored_rows(scoring))
+
+
+def test_rows_are_scored_alone_or_in_pieces_if_memory_runs_out(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "packed", as_trajectories(rollouts()), PACKINGS[1])
+    config = tiny_config(tmp_path / "tiny.json")
+    sizes = [row.num_tokens for row in read_rows(path)]
+    expected, scored, recorded = list[Any](), list[Any](), list[Any]()
+    for results, limit in ((expected, None), (scored, max(sizes))):
+        scoring = open_scoring(path, config, ScoreOptions(device="cpu", pass_tokens=sum(sizes)))
+
+        def check(_: Any, __: Any, options: Any, limit: int | None = limit) -> None:
+            if limit is not None and options["input_ids"].numel() > limit:
+                raise torch.OutOfMemoryError
+
+        scoring.loaded.causal.base_model.register_forward_pre_hook(check, with_kwargs=True)
+        results.extend(row.terms.old_logprob for row in scored_rows(scoring) if row.terms is not None)
+        recorded.append((scored_provenance(scoring).logprobs or {})["old"])
+    # The second run ended with passes of one row each.
+    assert recorded[0].pop("pass_tokens") == sum(sizes)
+    assert recorded[0] == recorded[1]
+    assert len(expected) == len(scored) == 2
+    for before, after in zip(expected, scored, strict=True):
+        assert before is not None
+        assert after is not None
+        np.testing.assert_allclose(after, before, rtol=1e-5)
 
 
 WITHOUT = ["old_logprobs", "ref_logprobs", "sampling_logprobs"]

@@ -265,3 +265,36 @@ def test_two_ranks_and_compiled_or_recomputed_layers_replay_as_one_process_does(
             assert record["loss"] == pytest.approx(twin["loss"], rel=1e-4)
             assert record["grad_norm"] == pytest.approx(twin["grad_norm"], rel=1e-3)
     assert one["ignored"]["records"][0]["loss"] != pytest.approx(expected[0]["loss"], rel=1e-3)
+
+
+def test_a_step_with_own_routes_has_the_bits_of_a_step_without(tmp_path: Path, mixture: Path, treepack: Run) -> None:
+    # The routes that the model itself chooses, recorded from a run of each trajectory in the same row: all bits equal.
+    plain = packed_directory(tmp_path / "plain", [with_routes(each, None) for each in recorded()], capacity=64)
+    run = open_run(plain, mixture, CPU)
+    (batch,) = run.dataset
+    choices: list[Tensor] = []
+    switches = follow_routers(run.loaded.causal)
+    hooks = [s.router.register_forward_hook(lambda _, __, out: choices.append(out[2])) for s in switches]
+    with torch.no_grad():
+        row_loss(run.loaded, batch)
+    for hook in hooks:
+        hook.remove()
+    own = torch.stack(choices, 1).numpy().astype(np.uint8)
+    paths = dict(zip(batch.trajectory_ids, batch.trajectory_ends.tolist(), strict=True))
+    parent = batch.parent.tolist()
+    routed = []
+    for each in recorded():
+        path, token = [], paths[each.trajectory_id]
+        while token >= 0:
+            path.append(token)
+            token = parent[token]
+        routed.append(with_routes(each, own[path[::-1]]))
+    replayed = packed_directory(tmp_path / "replayed", routed, capacity=64)
+    outputs = []
+    for packed in (plain, replayed):
+        out = tmp_path / f"out-{packed.name}"
+        common = ["--model", mixture, "--steps", 1, "--lr", 0.01, "--device", "cpu", "--seed", 0, "--carry", 64]
+        assert treepack("train", packed, "--out", out, *common).status == 0
+        outputs.append(weights(out))
+    first, second = outputs
+    assert all(torch.equal(first[name], second[name]) for name in first)

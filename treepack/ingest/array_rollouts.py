@@ -110,7 +110,7 @@ def _trajectory(i: int, ids: Any, mask: Any, given: Mapping[str, Any], lists: Se
     if given.get("routes") is not None:
         per_token["routes"] = as_routes(np.asarray(given["routes"]), len(tokens), source=source, name="routes")
     if "kept_ids" in given:
-        sets = sets_of_tokens(given["kept_ids"], tokens, trained, source=source)
+        sets = sets_of_tokens(given["kept_ids"], tokens, trained, source=source, name="kept_ids")
         per_token["kept_ids"] = known_sets(sets)
     if "temperature" in per_token:
         check_temperatures(per_token["temperature"], source=source, name="a temperature")

@@ -226,7 +226,7 @@ def _kept_sets(values: Any, tokens: Int32, offsets: Int64, scored: Int64) -> Rag
     for i, own in enumerate(values):
         places = scored[bounds[i] : bounds[i + 1]] - offsets[i]
         source = f"plan_batch: sequence {i}"
-        sets.append(sets_of_tokens(own, tokens[offsets[i] : offsets[i + 1]], places, source=source))
+        sets.append(sets_of_tokens(own, tokens[offsets[i] : offsets[i + 1]], places, source=source, name="kept_ids"))
     return join_lists(sets)
 
 
