@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from support.read_rollouts import read_trajectories
-from support.readings import only, read_as
+from support.readings import chat_of, only, read_as
 from treepack.errors import TreepackError
 from treepack.ingest.readers.registry import formats_by_name
 from treepack.trajectory import Chat, Skipped, Tokens, Trajectory
@@ -210,3 +210,19 @@ def test_a_call_of_anthropics_api_without_a_session_is_named_after_its_response(
     items = read_as("anthropic-messages", anthropic([ASK], {"type": "text", "text": "5"}), anthropic([image]))
     assert [getattr(item, "trajectory_id", None) for item in items] == [None, "msg_1"]
     assert items[0].reason == "images, audio and video are not read"
+
+
+@pytest.mark.parametrize(
+    ("reader", "pair", "tool"),
+    [
+        ("anthropic-messages", anthropic([ASK], {"type": "text", "text": "5"}), {"name": "add", "input_schema": {}}),
+        (
+            "openai-responses",
+            {"request": {"input": "2 + 3?"}, "response": response("r1", "2 + 3?", "5")},
+            {"type": "function", "name": "add", "parameters": {}},
+        ),
+    ],
+)
+def test_the_tools_of_a_request_are_read(reader: str, pair: dict[str, Any], tool: dict[str, Any]) -> None:
+    item = only(read_as(reader, pair | {"request": pair["request"] | {"tools": [tool]}}))
+    assert chat_of(item).tools == [TOOL]

@@ -102,7 +102,8 @@ def test_atif_steps_without_token_ids_are_a_conversation() -> None:
     tools = [{"type": "function", "function": {"name": "ls"}}]
     looked = agent_step("I look.", reasoning_content="Hm.", tool_calls=[call], observation=results)
     last = agent_step("B")
-    steps = [{"source": "system", "message": "S"}, user_step("Q"), looked, {"source": "system", "message": ""}, last]
+    asked = user_step([{"type": "text", "text": "Q"}])
+    steps = [{"source": "system", "message": "S"}, asked, looked, {"source": "system", "message": ""}, last]
     ((item, content),) = chats(read_atif(*steps, agent={"name": "a", "model_name": "m", "tool_definitions": tools}))
     assert (item.trajectory_id, item.group_id) == ("s", None)
     assert item.metadata == {"session_id": "s", "agent": "a", "model": "m"}

@@ -75,6 +75,13 @@ def test_marks_of_all_dialects_decide_the_weight_of_a_turn(marks: dict[str, Any]
     assert (chat_of(item).message_weights, item.notes) == ([0.0, weight, 1.0], ())
 
 
+def test_a_turn_whose_last_character_is_not_trained_is_left_out_and_counted() -> None:
+    detail = [{"begin_offset": 0, "end_offset": 3, "train": True}]
+    item = read({"messages": [USER, ASSISTANT | {"train_detail": detail}, ASSISTANT]})
+    assert chat_of(item).message_weights == [0.0, 0.0, 1.0]
+    assert item.notes == ("turn with a train_detail that trains a part of it, not trained",)
+
+
 @pytest.mark.parametrize("nothing", [None, "", " \n", "null", "{}", '""', [], "[]"])
 def test_a_call_without_arguments_has_an_empty_object(nothing: Any) -> None:
     for call in ({"name": "f", "arguments": nothing}, {"function": {"name": "f", "arguments": nothing}}):

@@ -292,6 +292,9 @@ def said(line: str, parent: str, name: str, *parts: Any, **more: Any) -> Line:
     }
 
 
+HIDDEN = {"type": "thinking", "thinking": "", "signature": "s"}
+
+
 @pytest.mark.parametrize(
     ("lines", "expected"),
     [
@@ -299,6 +302,7 @@ def said(line: str, parent: str, name: str, *parts: Any, **more: Any) -> Line:
         ([[text("I look.")], [text("I look.")]], "I look."),
         ([[text("I look.")], [text("Seven.")]], "I look.Seven."),
         (["I look", "I look."], "I look."),
+        ([[HIDDEN, text("I look")], [HIDDEN, text("I look.")]], "I look."),
         ([[text("I")], [text("I look."), {"type": "tool_use", "id": "c", "name": "f", "input": {}}]], "I look."),
     ],
 )

@@ -81,10 +81,20 @@ def test_a_tool_that_failed_is_read_as_the_model_saw_it() -> None:
     assert content.messages[2] == {"role": "tool", "content": "Error: too slow", "tool_call_id": "c", "name": "f"}
 
 
+def test_reasoning_is_read_without_its_redacted_part() -> None:
+    thoughts = [{"type": "reasoning", "reasoning": each} for each in ("One.", "Two.")]
+    hidden = {"type": "reasoning", "reasoning": "gAAA", "redacted": True}
+    thought = message("assistant", [*thoughts, hidden, {"type": "text", "text": "A"}])
+    ((_, content),) = chats(read(sample(call(thought, ASKED))))
+    assert content.messages[1] == {"role": "assistant", "content": "A", "reasoning_content": "One.\n\nTwo."}
+
+
 def test_a_log_without_events_is_read_from_its_messages_with_a_note() -> None:
-    ((trajectory, content),) = chats(read(sample(messages=[ASKED, SAID])))
+    output = {"choices": [{"message": SAID, "stop_reason": "max_tokens"}]}
+    ((trajectory, content),) = chats(read(sample(messages=[ASKED, SAID, ASKED], output=output)))
     assert trajectory.notes == (inspect.MESSAGES_NOTE,)
-    assert content.message_weights == [0.0, 1.0]
+    assert content.message_weights == [0.0, 1.0, 0.0]
+    assert content.message_cuts == [False, True, False]
 
 
 def test_what_cannot_be_trained_is_skipped_with_its_group() -> None:

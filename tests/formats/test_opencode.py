@@ -103,6 +103,13 @@ def test_calls_after_an_image_are_left_out_and_calls_without_a_result_noted() ->
     assert {opencode.RESULT_NOTE, f"call not used: {MEDIA_REASON}"} <= set(notes_of(items))
 
 
+def test_a_call_after_a_result_with_an_image_is_left_out() -> None:
+    shown = tool("c", output="1", attachments=[{"type": "file", "mime": "image/png", "url": "data:"}])
+    items = read(message("q"), message("A", text("A"), shown, START, text("B")))
+    assert said_in(items) == {"S": "q A"}
+    assert f"call not used: {MEDIA_REASON}" in notes_of(items)
+
+
 def test_a_session_of_a_sub_agent_belongs_to_its_parent() -> None:
     ((item, _),) = chats(read(message("q"), message("A"), parentID="P"))
     assert (item.trajectory_id, item.rollout_id) == ("S", "P")

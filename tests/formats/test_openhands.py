@@ -141,6 +141,12 @@ def test_the_text_of_a_result_is_what_the_sdk_sends(observation: Event, words: s
     assert only_turns(*events)[2] == ("tool", expected, 0.0)
 
 
+def test_blocks_of_reasoning_are_paragraphs() -> None:
+    blocks = [{"type": "thinking", "thinking": each, "signature": "s"} for each in ("One.", "Two.")]
+    ((_, content),) = chats(read(said("u", "user", "q"), acted("a", "r", "T") | {"thinking_blocks": blocks}))
+    assert content.messages[1]["reasoning_content"] == "One.\n\nTwo."
+
+
 @pytest.mark.parametrize("response", [["r"], 1, True, {"id": "r"}, None, ""])
 def test_a_response_whose_name_is_not_text_is_refused(response: Any) -> None:
     action = event("a", "ActionEvent", thought=[{"type": "text", "text": "A"}], tool_call=None, llm_response_id="r")
