@@ -75,8 +75,14 @@ def test_scores_of_annotations_are_the_reward_and_labels_are_noted() -> None:
     assert only_chat(read(span(CALL | scores), reward_key="right"))[0].reward == 1.0
 
 
-def test_scores_of_a_root_without_a_session_belong_to_the_session_of_its_trace() -> None:
-    scores = {"annotations.0.annotation.name": "right", "annotations.0.annotation.score": 1}
+@pytest.mark.parametrize(
+    "scores",
+    [
+        {"annotations.0.annotation.name": "right", "annotations.0.annotation.score": 1},
+        {"trace": {"annotations": [{"annotation": {"name": "right", "score": 1}}]}},
+    ],
+)
+def test_scores_of_a_root_without_a_session_belong_to_the_session_of_its_trace(scores: dict[str, Any]) -> None:
     items = read(span(scores, 2, span_kind="AGENT"), span(CALL | {"session.id": "v"}))
     assert (only_chat(items)[0].trajectory_id, only_chat(items)[0].reward) == ("v", 1.0)
 

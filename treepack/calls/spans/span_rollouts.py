@@ -157,7 +157,8 @@ def _facts_only(span: TraceSpan) -> TraceSpan | None:
     kept = {
         name: value
         for name, value in span.attributes.items()
-        if name == _METADATA or name.startswith(tuple(attribute for attribute, _ in _SCORES))
+        # {"trace": {"annotations": [..]}} has scores as well
+        if name in (_METADATA, "trace", "session") or name.startswith(tuple(attribute for attribute, _ in _SCORES))
     }
     return replace(span, attributes=kept) if kept or span.scores else None
 
