@@ -214,6 +214,11 @@ def test_the_commands_train_and_verify_by_rollout(treepack: Run, tmp_path: Path)
     for more in (["--verify"], ["--carry", 3, "--out", tmp_path / "pieces"], ["--out", tmp_path / "trained"]):
         done = treepack("train", tmp_path / "packed", *model, "--denominator", "rollout", *more)
         assert done.status == 0, done.err
+    assert treepack("pack", tmp_path / "trie", "--capacity", 3, "--out", tmp_path / "single").status == 0
+    done = treepack("train", tmp_path / "single", *model, "--denominator", "rollout", "--dry-run", "--rows-per-step", 1)
+    assert "rows that share a rollout are in one step, so the largest step has 2 rows; pack with --method groups" in (
+        done.notes
+    )
 
 
 def test_rows_of_an_older_treepack_are_refused_for_this_denominator_alone(tmp_path: Path) -> None:

@@ -70,9 +70,20 @@ def open_data(packed: Packed, options: TrainOptions, ranks: Ranks) -> RunData:
     blocks, notes = choose_blocks(dataset, rows, options, ranks)
     schedule = plan_steps(dataset, replace(options, blocks=blocks), table)
     division = divide_rows(dataset, rows, blocks, ranks)
-    if table is not None and table.rollout is not None and len(np.unique(table.rollout)) == len(table.rollout):
-        notes += ("no rollout became several trajectories, so the denominator rollout is the denominator trajectory",)
+    if table is not None and table.rollout is not None:
+        notes += _notes_on_rollouts(table.rollout, schedule, options.rows_per_step)
     return RunData(dataset, table, rows, schedule, blocks, division, notes)
+
+
+def _notes_on_rollouts(rollouts: Int64, schedule: list[OptimiserStep], rows_per_step: int) -> tuple[str, ...]:
+    if len(np.unique(rollouts)) == len(rollouts):
+        return ("no rollout became several trajectories, so the denominator rollout is the denominator trajectory",)
+    if (largest := max(len(step.rows) for step in schedule)) <= rows_per_step:
+        return ()
+    return (
+        f"rows that share a rollout are in one step, so the largest step has {largest:,} rows; pack with "
+        "--method groups, which keeps each rollout in one row, for steps of --rows-per-step",
+    )
 
 
 def open_held_out(packed: Packed, options: TrainOptions, ranks: Ranks, *, blocks: int) -> RunData:
