@@ -17,10 +17,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from support.command_line import Run
-from support.oracle_model import gradients, tiny_config, worst_error, write_rows
+from support.oracle_model import gradients, packed_directory, tiny_config, worst_error, write_rows
 from support.oracle_objectives import Rollout, own_logprobs, step_loss
-from support.packed_objectives import opened, packed_model, plain, rollouts
+from support.packed_objectives import as_trajectories, opened, packed_model, plain, rollouts
 from support.paths import ROOT
+from support.rank_processes import Case, train_over
 from support.refusal import refusal
 from support.strategies import make
 from support.trie_files import saved
@@ -173,6 +174,19 @@ def test_rows_of_a_rollout_are_in_one_step(tmp_path: Path) -> None:
             assert sorted(row for rows in own for row in rows) == list(range(5))
             assert any({0, 1, 3} <= set(rows) for rows in own)
             assert all(len(rows) <= max(size, 3) for rows in own)
+
+
+@pytest.mark.slow
+def test_two_ranks_weigh_rollouts_as_one_process_does(tmp_path: Path) -> None:
+    names = ["r", "s", None, "r", None, "s", "s", "r", None, None]
+    rows = packed_directory(tmp_path / "rows", as_trajectories(with_rollouts(names)), capacity=24)
+    model = tiny_config(tmp_path / "tiny.json")
+    case = Case("rollout", rows, model, {"epochs": 2, "rows_per_step": 3}, loss="grpo", objective=OPTIONS)
+    (expected,), (result,) = (train_over(ranks, tmp_path, [case]).values() for ranks in (0, 2))
+    assert len(result["records"]) == len(expected["records"])
+    for record, twin in zip(result["records"], expected["records"], strict=True):
+        for name in ("loss", "grad_norm", "kl"):
+            assert record[name] == pytest.approx(twin[name], rel=1e-4), name
 
 
 def test_a_rollout_that_cannot_be_in_one_step_is_refused(tmp_path: Path) -> None:

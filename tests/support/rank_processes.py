@@ -47,6 +47,7 @@ class Case:
     until: int | None = None
     held_out: Path | None = None
     value_coef: float | None = None
+    objective: dict[str, Any] = field(default_factory=dict)  # further options of the loss
     teacher: Path | None = None
     memory: ScriptedMemory | None = None  # to plan with, as on GPUs
     shortage: ScriptedShortage | None = None
@@ -103,7 +104,7 @@ def _process(rank: int, size: int, out: Path, cases: list[Case], environment: di
 
 def _train(ranks: Ranks, case: Case, out: Path) -> None:
     teacher = None if case.teacher is None else str(case.teacher)
-    objective = choose_objective(case.loss, value_coef=case.value_coef, teacher=teacher)
+    objective = choose_objective(case.loss, value_coef=case.value_coef, teacher=teacher, **case.objective)
     if case.changes.get("compile"):
         torch.compiler.reset()  # forgets what earlier tests of this process compiled, which would not be traced again
     records: list[dict[str, Any]] = []
