@@ -34,6 +34,7 @@ from treepack.objectives.row_factors import row_factors
 from treepack.objectives.row_numbers import LossPart
 from treepack.online import sequence_loss
 from treepack.pack.files import read_rows
+from treepack.pack.row import concatenate_rows
 from treepack.train.options import TrainOptions
 from treepack.train.schedule import plan_steps
 from treepack.trie.builders.in_memory import build_trie
@@ -195,7 +196,7 @@ def test_a_rollout_that_cannot_be_in_one_step_is_refused(tmp_path: Path) -> None
     options = TrainOptions(objective=objective)
     assert refusal(plan_steps, dataset, options, trajectory_table(dataset, objective)) == (
         f"{dataset.path}: rows 0 and 1 have trajectories of one rollout, which the denominator rollout needs in one "
-        "step, but they are of different training steps; choose the denominator trajectory"
+        "step, but their training steps differ; choose the denominator trajectory"
     )
     dataset = packed(tmp_path / "mixed", [sample(0, "r"), sample(1, "r")], [0, 1])
     mixed = replace(options, mix=(1.0,))
@@ -239,6 +240,12 @@ def test_rows_of_an_older_treepack_are_refused_for_this_denominator_alone(tmp_pa
     shutil.copytree(ROOT / "tests" / "earlier" / "packed", tmp_path / "packed")
     dataset = PackedDataset(tmp_path / "packed", terms=True)
     assert trajectory_table(dataset, choose_objective("grpo")).rollout is None
+    (row,) = read_rows(tmp_path / "packed")
+    assert concatenate_rows([row, row]).terms.rollout_number is None  # type: ignore[union-attr]
+    assert len(row_factors([row], choose_objective("grpo"))) == 1
+    assert refusal(row_factors, [row], choose_objective("grpo", denominator="rollout")) == (
+        "row 0: an older treepack packed it without rollout numbers; pack the trie again"
+    )
     assert refusal(trajectory_table, dataset, choose_objective("grpo", denominator="rollout")) == (
         f"{tmp_path / 'packed'}: was packed by an older treepack, and has no numbers of rollouts for the denominator "
         "rollout; pack the trie again"

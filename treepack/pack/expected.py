@@ -24,7 +24,7 @@ from treepack.errors import TreepackError, quoted_value
 from treepack.files import schema
 from treepack.files.column_views import ChunkedRows, ColumnView, View
 from treepack.files.manifest import Manifest
-from treepack.pack.row import Row, RowTerms, rollout_numbers_of, rollout_places_of
+from treepack.pack.row import Row, RowTerms, rollout_places_of
 from treepack.pack.weights import stored_times_trained, trajectory_factors
 from treepack.rl.rollout_parts import rollout_codes, rollout_numbers, rollout_parts, rollout_places
 from treepack.sequences import SpanView, values_of
@@ -170,10 +170,9 @@ class _RowValues:
             own = np.arange(table.num_rows, dtype=np.int32)
             self.rollouts = own if codes is None else rollout_places(codes, rollout_parts(table))
             self.row_rollouts = rollout_places_of(row)
-            # An older treepack wrote no numbers.
-            is_numbered = codes is not None and row.terms.rollout_number is not None
-            numbers = rollout_numbers_of(row)
-            self.has_other_number = (rollout_numbers(table, row.trajectory_ids) if is_numbered else numbers) != numbers
+            self.has_other_number = np.zeros(table.num_rows, bool)
+            if codes is not None and (numbers := row.terms.rollout_number) is not None:  # not of an older treepack
+                self.has_other_number = rollout_numbers(table, row.trajectory_ids) != numbers
             for column in compared:
                 known = values_of(table, column)
                 if not known.is_missing or getattr(row.terms, column.name) is not None:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from treepack.columns import BY_NAME, Axis, Column
+from treepack.errors import TreepackError
 from treepack.pack.child_order import tile_counts
 from treepack.ragged import RaggedArray
 from treepack.rl.rollout_parts import numbers_of_texts
@@ -175,7 +176,8 @@ def _concatenate_terms(rows: Sequence[Row], starts: list[int]) -> RowTerms | Non
         # Rollouts [0, 0] and [0, 1] of rows with 2 trajectories each -> [0, 0, 2, 3]
         shifted = [np.where(each < 0, -1, each + owner) for each, owner in zip(own, owners, strict=True)]
         joined["rollout"] = np.concatenate(shifted).astype(np.int32)
-        joined["rollout_number"] = np.concatenate([rollout_numbers_of(row) for row in rows])
+        if all(terms.rollout is None or terms.rollout_number is not None for terms in all_terms):
+            joined["rollout_number"] = np.concatenate([rollout_numbers_of(row) for row in rows])
     return RowTerms(
         token=np.concatenate([terms.token + start for terms, start in zip(all_terms, starts, strict=True)]).astype(
             np.int32
@@ -196,7 +198,15 @@ def rollout_places_of(row: Row) -> Int32:
 
 
 def rollout_numbers_of(row: Row) -> Int64:
-    """Return `rollout_number` of the terms of a row; without it, each trajectory is a rollout of its own."""
+    """Return `rollout_number` of the terms of a row; without `rollout`, each trajectory is a rollout of its own.
+
+    Raises:
+        TreepackError: an older treepack packed the row, without numbers.
+    """
     assert row.terms is not None
     known = row.terms.rollout_number
+    if known is None and row.terms.rollout is not None:
+        raise TreepackError(
+            f"row {row.row_id}: an older treepack packed it without rollout numbers; pack the trie again"
+        )
     return numbers_of_texts(row.trajectory_ids) if known is None else known

@@ -82,7 +82,7 @@ def _rows_together(dataset: AnyDataset, table: TrajectoryTable | None, *, is_mix
         one, other = int(pairs[1, place]), int(pairs[1, place + 1])
         if is_mixed or dataset.steps[one] != dataset.steps[other]:
             ids = (dataset.row_ids[one], dataset.row_ids[other])
-            reason = "--mix takes rows one by one" if is_mixed else "they are of different training steps"
+            reason = "--mix takes rows one by one" if is_mixed else "their training steps differ"
             raise TreepackError(
                 f"{dataset.path}: rows {ids[0]} and {ids[1]} have trajectories of one rollout, which the denominator "
                 f"rollout needs in one step, but {reason}; choose the denominator trajectory"
