@@ -8,9 +8,9 @@
 Any order of children and of trees gives a valid row with the same tokens. The kernel works on tiles of `BLOCK` queries
 by `BLOCK` keys. Let low and high be the minimum and maximum `subtree_end` over the keys of a block. Below the diagonal,
 the tiles before low are full, the tiles from low to high are partial, and the tiles after high are empty. The tile on
-the diagonal is partial. So the cost of a block is high - low. If a short branch comes first,
-its block also contains trunk that the whole rest of the row can see. With the largest child first, the ends of
-neighbouring tokens of a trunk differ only by the branch between them.
+the diagonal is partial. So the cost of a block is high - low. If a short branch comes first, its block also contains
+trunk that the whole rest of the row can see. With the largest child first, the ends of neighbouring tokens of a trunk
+differ only by the branch between them.
 
 `placement.py` calls `arrange` for each row; the counts are for the statistics of `pack`.
 """
