@@ -12,10 +12,10 @@ import click
 from treepack.rl.advantages.advantage_options import ESTIMATORS, AdvantageOptions
 
 from .choices import WordChoice
+from .config import common_options
 from .option_groups import field_options, option_group
 from .output import percent, quoted, show, show_end
 from .paths import TRIE, WRITE
-from .progress import quiet_option
 from .sizes import TokenCounts
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def _warn_of_skipped(manifest: Manifest, trie: AnyPath) -> None:
 @click.option("--out", type=WRITE, required=True, help="Trie directory to write.")
 @_variant_options
 @click.option("--overwrite", is_flag=True, help="Replace an existing output.")
-@quiet_option
+@common_options
 def advantages(
     trie: AnyPath,
     estimator: str,

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import click
 
+from .config import common_options
 from .output import next_rollouts, percent, quoted, reserve_table, show, show_end
 from .paths import READ, TRIE, WRITE
-from .progress import quiet_option
 
 if TYPE_CHECKING:
     from treepack.files.remote.address import AnyPath
@@ -35,7 +35,7 @@ def allocate() -> None:
 @click.option("--max-rollouts", type=click.IntRange(min=2), help="Maximum rollouts of one prompt.")
 @OUT
 @_OVERWRITE
-@quiet_option
+@common_options
 def roots(predictions: AnyPath, budget: int, max_rollouts: int | None, out: AnyPath, overwrite: bool) -> None:
     """Write the number of rollouts of each prompt: none, or at least two.
 
@@ -79,7 +79,7 @@ def roots(predictions: AnyPath, budget: int, max_rollouts: int | None, out: AnyP
 )
 @OUT
 @_OVERWRITE
-@quiet_option
+@common_options
 def prefixes(trie: AnyPath, predictions: AnyPath, expand: int, segment: str, out: AnyPath, overwrite: bool) -> None:
     """Write the prefixes of the rollouts in TRIE to continue, and the number of continuations of each.
 

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .choices import WordChoice
+from .config import common_options
 from .output import next_rollouts, percent, refuse_suffix, reserve_table, show, show_end
 from .paths import PACKED, TRIE, WRITE
-from .progress import progress, quiet_option
+from .progress import progress
 
 if TYPE_CHECKING:
     from treepack.files.manifest import Manifest
@@ -55,7 +56,7 @@ _BOUNDARIES = ("token", "turn")
     "--success-above", type=float, default=0.0, show_default=True, help="Rollouts with a higher reward are successful."
 )
 @click.option("--overwrite", is_flag=True, help="Replace an existing output.")
-@quiet_option
+@common_options
 def augment(
     trie: AnyPath,
     out: AnyPath,

@@ -9,10 +9,11 @@ import click
 
 from treepack.ingest.options import BuildOptions
 
+from .config import common_options
 from .option_groups import as_usage, field_options, option_group
 from .output import quoted, say, show_end, show_figures, show_notes
 from .paths import WRITE, refuse_missing
-from .progress import progress_bars, quiet_option
+from .progress import progress_bars
 from .ray_options import ray_cluster, ray_option
 from .reading import reading_options
 from .sizes import memory_option
@@ -34,7 +35,7 @@ _route_options = option_group("routes", field_options(BuildOptions, "keep_routes
 @memory_option
 @ray_option
 @click.option("--overwrite", is_flag=True, help="Replace an existing output.")
-@quiet_option
+@common_options
 def build_trie(
     inputs: tuple[str, ...],
     out: AnyPath,

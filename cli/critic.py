@@ -9,11 +9,12 @@ import click
 
 from treepack.train.scoring_options import CriticOptions
 
+from .config import common_options
 from .devices import check_device
 from .option_groups import field_options, option_group
 from .output import quoted, reserve_directory, show, show_end
 from .paths import TRIE, WRITE
-from .progress import progress_bars, quiet_option
+from .progress import progress_bars
 from .stages import import_torch, stage_lines
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ _critic_options = option_group(
 @click.option("--out", type=WRITE, required=True, help="Trie directory to write.")
 @_critic_options
 @click.option("--overwrite", is_flag=True, help="Replace an existing output.")
-@quiet_option
+@common_options
 def critic(trie: AnyPath, model: str, out: AnyPath, options: CriticOptions, overwrite: bool) -> None:
     """Write the value after every token of a trie into a copy of the trie, as the column token_values of its nodes.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from .progress import quiet_option
+from .config import common_options
 from .record import show_record
 
 
@@ -18,7 +18,7 @@ from .record import show_record
 )
 @click.option("--columns", metavar="FILE|KEY=PATH,...", help="With --record: the same as in treepack build-trie.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-@quiet_option
+@common_options
 def formats(name: str | None, record: str | None, columns: str | None, as_json: bool) -> None:
     """List the formats of rollouts and the information that each keeps. With NAME, print all facts of one format.
 

@@ -15,11 +15,17 @@ GONE = {
 }
 
 
+def replacement(command: str, option: str) -> str | None:
+    """Return what to use instead of an option that `command` does not have, if it is known."""
+    remedy = GONE.get(f"{command} {option}")
+    return None if remedy is None else f"is gone; {remedy}"
+
+
 def refuse_gone(error: click.NoSuchOption, command: str | None) -> None:
     """Raise the sentence of an option of `command` if the one of `error` is gone.
 
     Raises:
         UsageError: naming what to use instead.
     """
-    if (remedy := GONE.get(f"{command} {error.option_name}")) is not None:
-        raise click.UsageError(f"{error.option_name} is gone; {remedy}", error.ctx) from error
+    if (answer := replacement(command or "", error.option_name)) is not None:
+        raise click.UsageError(f"{error.option_name} {answer}", error.ctx) from error

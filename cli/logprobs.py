@@ -10,12 +10,13 @@ import click
 
 from treepack.train.scoring_options import ScoreOptions
 
+from .config import common_options
 from .devices import check_device
 from .launch import is_first_process
 from .option_groups import field_options, option_group
 from .output import quoted, reserve_directory, show, show_end
 from .paths import PACKED, WRITE
-from .progress import progress, quiet_option
+from .progress import progress
 from .stages import import_torch, stage_lines
 from .training import row_ranks
 
@@ -46,7 +47,7 @@ _score_options = option_group(
 @click.option("--out", type=WRITE, required=True, help="Packed directory to write.")
 @_score_options
 @click.option("--overwrite", is_flag=True, help="Replace an existing output.")
-@quiet_option
+@common_options
 def logprobs(packed: AnyPath, model: str, out: AnyPath, options: ScoreOptions, overwrite: bool) -> None:
     """Write the log-probability of every trained token under a model into a copy of packed rows.
 

@@ -127,14 +127,19 @@ def as_usage(make: Callable[_P, _T]) -> Callable[_P, _T]:
     return checked
 
 
+def is_given(name: str) -> bool:
+    """Return True if the user gave the parameter `name` of this command, in a file or on the command line."""
+    source = click.get_current_context().get_parameter_source(name)
+    return source in (ParameterSource.COMMANDLINE, ParameterSource.DEFAULT_MAP)
+
+
 def refuse_given(names: Sequence[str], reason: str) -> None:
     """Refuse the parameters `names` of this command if the user gave them; `reason` has {} for the option.
 
     Raises:
         UsageError: naming the option.
     """
-    context = click.get_current_context()
     for name in names:
-        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+        if is_given(name):
             option = f"--{name.replace('_', '-')}"
             raise click.UsageError(f"{reason.format(option)}; leave one of them out")

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING
 
 import click
 
+from .config import common_options
 from .option_groups import refuse_given
 from .output import next_training, percent, reserve_directory, say, show_end, show_figures, show_notes
 from .paths import RATED_TRIE, READ, WRITE
 from .planning import REPLACED_BY_PLAN, pack_options
-from .progress import progress_bars, quiet_option
+from .progress import progress_bars
 from .ray_options import ray_cluster, ray_option
 from .sizes import memory_option
 from .skipped import print_control_tokens, print_many_skipped
@@ -47,7 +48,7 @@ _MANY_DROPPED = 0.1  # share of the trajectories
 )
 @click.option("--overwrite", is_flag=True, help="Replace an existing output.")
 @click.option("--verbose", is_flag=True, help="Also print figures about tiles, bytes and the lower bound.")
-@quiet_option
+@common_options
 def pack(
     trie: AnyPath,
     out: AnyPath,

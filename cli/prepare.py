@@ -11,11 +11,12 @@ from treepack.rl.advantages.advantage_options import ESTIMATORS, FLAT, TREE, Adv
 from .advantages import show_advantages
 from .build_trie import show_build
 from .choices import WordChoice
+from .config import common_options
 from .output import lock_until_end, next_training, show_end
 from .pack import show_packing
 from .paths import WRITE, refuse_missing
 from .planning import pack_options_without_workers
-from .progress import progress_bars, quiet_option
+from .progress import progress_bars
 from .reading import reading_options
 from .sizes import memory_option
 
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
 @pack_options_without_workers
 @memory_option
 @click.option("--overwrite", is_flag=True, help="Replace existing outputs.")
-@quiet_option
+@common_options
 def prepare(
     inputs: tuple[str, ...],
     out: AnyPath,

@@ -15,11 +15,12 @@ import click
 from treepack.analysis.options import ReportOptions
 from treepack.errors import TreepackError
 
+from .config import common_options
 from .option_groups import as_usage, field_options, option_group, refuse_given
 from .output import quoted, show, show_end
 from .paths import LOOK, READ, WRITE, refuse_missing
 from .planning import search_options
-from .progress import progress_bars, quiet_option
+from .progress import progress_bars
 from .reading import reading_options
 from .sizes import TokenCounts
 
@@ -57,7 +58,7 @@ _page_options = option_group(
 @search_options(ReportOptions().pack.effort)
 @reading_options
 @click.option("--overwrite", is_flag=True, help="Replace existing outputs.")
-@quiet_option
+@common_options
 def report(
     paths: tuple[str, ...],
     out: AnyPath | None,

@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from .config import common_options
 from .devices import check_device
+from .option_groups import is_given
 from .output import lock_until_end, percent, quoted, show, show_end
 from .paths import READ, WRITE
-from .progress import progress_bars, quiet_option
+from .progress import progress_bars
 from .rollout_inputs import (
     EngineOptions,
     PromptOptions,
@@ -53,7 +55,7 @@ _SAMPLE_TEXT = "A tree of rollouts, 3 of 16 leaves."  # to compare two tokenizer
 @sampling_options
 @run_options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-@quiet_option
+@common_options
 def rollout(
     path: AnyPath,
     engine: EngineOptions,
@@ -196,8 +198,7 @@ def _queries(path: AnyPath, prompt: PromptOptions, world: WorldOptions, tokenize
         raise TreepackError(f"{path}: has prefixes to continue, each one alone; give --sampler prefixes")
     if not queries.queries:
         raise TreepackError(f"{path}: asks for no rollout, because all its numbers are 0; allocate a larger budget")
-    is_given = click.get_current_context().get_parameter_source("width") is click.core.ParameterSource.COMMANDLINE
-    if is_given and all(query.count is not None for query in queries.queries):
+    if is_given("width") and all(query.count is not None for query in queries.queries):
         raise click.UsageError(f"{path} has the numbers of rollouts; leave out --width")
     return queries
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import click
-from click.core import ParameterSource
 
 from treepack.rollout.options import RolloutOptions, Sampling, TreeOptions, independent
 
 from .choices import WordChoice
-from .option_groups import as_usage, field_options, option_group
+from .option_groups import as_usage, field_options, is_given, option_group
 
 if TYPE_CHECKING:
     from treepack.rollout.options import RolloutOptions, Sampling
@@ -61,7 +60,6 @@ def _make_tree(sampler: str, **values: Any) -> tuple[str, TreeOptions]:
         UsageError: an option that the sampler does not have.
         TreepackError: a value that makes no sense.
     """
-    context = click.get_current_context()
     repeats = values.pop("max_repeats")
     if sampler == "treepo":
         begin, end = values["branching_temperature"]
@@ -69,7 +67,7 @@ def _make_tree(sampler: str, **values: Any) -> tuple[str, TreeOptions]:
             raise click.UsageError("--branching-temperature A-B changes over the depth of a tree; give --depth too")
         return sampler, TreeOptions(**values, max_repeats=8 if repeats is None else repeats)
     for name in _OF_TREES:
-        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+        if is_given(name):
             raise click.UsageError(f"--{name.replace('_', '-')} is an option of --sampler treepo; leave it out")
     kept = {name: value for name, value in values.items() if name not in _OF_TREES}
     return sampler, independent(**kept, max_repeats=repeats or 0)

@@ -13,10 +13,10 @@ import click
 
 from treepack.research.pros.options import GibbsLength, OddsPrior
 
+from .config import common_options
 from .option_groups import field_options, option_group
 from .output import lock_until_end, next_rollouts, quoted, refuse_suffix, reserve_table, show, show_end
 from .paths import READ, TRIE, WRITE
-from .progress import quiet_option
 
 if TYPE_CHECKING:
     from treepack.files.remote.address import AnyPath
@@ -52,7 +52,7 @@ def select() -> None:
 @option_group("prior", field_options(OddsPrior), OddsPrior)
 @option_group("sampling", field_options(GibbsLength), GibbsLength)
 @click.option("--overwrite", is_flag=True, help="Replace an existing output.")
-@quiet_option
+@common_options
 def nearest(
     state: AnyPath, k: int, out: AnyPath | None, prior: OddsPrior, sampling: GibbsLength, overwrite: bool
 ) -> None:
@@ -131,7 +131,7 @@ def nearest(
 @click.option(
     "--success-above", type=float, default=0.0, show_default=True, help="Rollouts with a higher reward are successful."
 )
-@quiet_option
+@common_options
 def update(
     state: AnyPath,
     queries: tuple[AnyPath, ...],

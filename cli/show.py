@@ -12,8 +12,9 @@ import click
 
 from treepack.errors import TreepackError
 
+from .config import common_options
 from .paths import LOOK, refuse_missing
-from .progress import quiet_option, token_progress
+from .progress import token_progress
 from .reading import reading_options
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ WIDTH = 100  # if there is no terminal to ask for its width
 @click.option("--full", is_flag=True, help="Show everything, however long.")
 @click.option("--json", "as_json", is_flag=True, help="Print everything as one JSON object.")
 @reading_options
-@quiet_option
+@common_options
 def show(
     paths: tuple[str, ...],
     trajectory: str | None,

@@ -11,10 +11,10 @@ import click
 
 from treepack.research.trace.options import BudgetExperiment
 
+from .config import common_options
 from .option_groups import field_options, option_group
 from .output import quoted, show, show_end, show_table
 from .paths import TRIE
-from .progress import quiet_option
 
 if TYPE_CHECKING:
     from treepack.files.remote.address import AnyPath
@@ -71,7 +71,7 @@ def simulate() -> None:
     help="With TRIE: end of a prefix; the same values as in treepack advantages.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-@quiet_option
+@common_options
 def allocation(
     trie: AnyPath | None, experiment: BudgetExperiment, world_fields: dict[str, float], segment: str, as_json: bool
 ) -> None:

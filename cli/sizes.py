@@ -85,6 +85,8 @@ class Bounds(click.ParamType[tuple[float, float]]):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[float, float]:
         """Parse `value`; wrong usage if it is not two numbers."""
+        if isinstance(value, tuple):
+            return value
         try:
             low, high = (float(part) for part in str(value).split(","))
         except ValueError:
@@ -131,5 +133,6 @@ KINDS: dict[str, click.ParamType[Any]] = {
     "loss_chunk": _TokensOrWord("2048 or 2k", auto="auto"),
     "max_record_size": Size(),
     "importance_mask": Bounds(),
+    "betas": Bounds(),
 }
 """Types of the fields of option classes that are more than a number or a word, by the names of the fields."""

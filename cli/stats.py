@@ -6,14 +6,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
-from click.core import ParameterSource
 
 from treepack.analysis.options import StatsOptions
 
-from .option_groups import field_options, option_group
+from .config import common_options
+from .option_groups import field_options, is_given, option_group
 from .paths import LOOK, READ, refuse_missing
 from .planning import ranked_search_options
-from .progress import progress_bars, quiet_option
+from .progress import progress_bars
 from .reading import reading_options
 from .sizes import TokenCounts, memory_option
 from .stats_table import print_report
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 @ranked_search_options
 @reading_options
 @memory_option
-@quiet_option
+@common_options
 def stats(
     paths: tuple[str, ...],
     as_json: bool,
@@ -93,5 +93,4 @@ def stats(
     if as_json:
         click.echo(json.dumps(report, ensure_ascii=False))
     else:
-        source = click.get_current_context().get_parameter_source("model")
-        print_report(report, verbose=verbose, is_model_given=source is ParameterSource.COMMANDLINE)
+        print_report(report, verbose=verbose, is_model_given=is_given("model"))

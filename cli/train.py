@@ -11,13 +11,13 @@ import click
 from treepack.files.remote.address import AnyPath
 from treepack.train.options import TrainOptions
 
+from .config import common_options, from_run_option
 from .devices import check_device
 from .lora import lora_options
 from .objective import objective_options
 from .option_groups import field_options, option_group
 from .output import show
 from .paths import PACKED_TEXT, WRITE
-from .progress import quiet_option
 from .run_options import RunOptions, run_options
 from .sections import SectionedCommand
 from .sizes import RankCount
@@ -41,8 +41,8 @@ def _parse_mix(_: click.Context, parameter: click.Parameter, value: str | None) 
 
 
 _SECTIONS = {
-    "Data, model and output": "model init-from out overwrite resume dry-run mix eval quiet",
-    "Loss and optimiser": "loss epochs steps rows-per-step lr min-lr-ratio warmup-steps weight-decay clip seed",
+    "Data, model and output": "model init-from out overwrite resume dry-run mix eval config from-run quiet",
+    "Loss and optimiser": "loss epochs steps rows-per-step lr min-lr-ratio warmup-steps weight-decay betas clip seed",
     "LoRA and quantised weights": "lora-rank lora-alpha lora-targets lora-dropout quantize merge dequantize",
     "Held-out rows and checkpoints": "eval-every patience checkpoint-every keep save-dtype max-skipped",
     "Metrics": "report-to project run-name",
@@ -72,6 +72,7 @@ _training_options = option_group(
         TrainOptions,
         mix={"type": str, "metavar": "SHARE,SHARE", "callback": _parse_mix},
         init_from={"metavar": "RUN|CHECKPOINT|MODEL"},
+        betas={"show_default": "0.9,0.95"},
         min_lr_ratio={"type": click.FloatRange(0, 1)},
         router_aux={"metavar": "COEF"},
         compile=_SWITCH | {"name": "compile/--no-compile"},
@@ -125,7 +126,8 @@ _training_options = option_group(
     metavar="BYTES",
     help="Maximum size of all copies of remote inputs, such as 100G; by default half of the disk's free space.",
 )
-@quiet_option
+@from_run_option
+@common_options
 def train(
     packed: tuple[str, ...],
     model: str,

@@ -11,11 +11,12 @@ import click
 from treepack.train.options import TrainOptions
 
 from .choices import WordChoice
+from .config import common_options
 from .devices import check_device
 from .option_groups import field_options, option_group
 from .output import quoted, reserve_directory, reserve_table, show, show_end
 from .paths import READ, TRIE, WRITE
-from .progress import INTERVAL, quiet_option, step_progress
+from .progress import INTERVAL, step_progress
 from .sizes import TokenCount
 
 if TYPE_CHECKING:
@@ -97,7 +98,7 @@ def values() -> None:
 @_optimiser_options
 @_compute_options
 @_overwrite_option
-@quiet_option
+@common_options
 def fit(
     trie: AnyPath,
     model: str,
@@ -187,7 +188,7 @@ def _run_steps(steps: Iterator[FitStep], *, total: int) -> list[FitStep]:
 @click.option("--capacity", type=TokenCount(), help="Maximum tokens of a row; by default that of the fit.")
 @_compute_options
 @_overwrite_option
-@quiet_option
+@common_options
 def predict(
     trie: AnyPath,
     predictor: AnyPath,

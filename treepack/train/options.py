@@ -58,7 +58,7 @@ class TrainOptions:
         "Weight decay of all weights except biases, norms, states and other vectors; --dry-run shows the groups.",
         minimum=0,
     )
-    betas: tuple[float, float] = (0.9, 0.95)  # not an option of the command, because these are usual
+    betas: tuple[float, float] = option((0.9, 0.95), "Decay of the first and second moments of AdamW.")
     clip: float = option(1.0, "Maximum gradient norm; 0 for no clipping.", minimum=0)
     # Precision, speed and memory
     dtype: str = option(
@@ -186,6 +186,8 @@ class TrainOptions:
             raise TreepackError(f"checkpoint_layers is {layers!r}; expected a number of layers, all or auto")
         if layers == 0 and self.offload_checkpoints is True:
             raise TreepackError("offload_checkpoints offloads recomputed layers and checkpoint_layers is 0; omit one")
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise TreepackError(f"betas is {', '.join(map(str, self.betas))}; expected two numbers from 0 to below 1")
         _check_number("sequence_ranks", self.sequence_ranks, "ranks")
         _check_number("expert_ranks", self.expert_ranks, "ranks")
         for name in ("compile", "offload_checkpoints", "offload_optimizer", "whole_weights"):
@@ -239,6 +241,11 @@ class TrainOptions:
     def fixed_options(self) -> dict[str, Any]:
         """The options that a resumed run may not change, as JSON values."""
         return {name: value for name, value in self.as_record().items() if name not in _CHANGEABLE_ON_RESUME}
+
+    @property
+    def free_options(self) -> dict[str, Any]:
+        """The options that a resumed run may change, as JSON values."""
+        return {name: value for name, value in self.as_record().items() if name in _CHANGEABLE_ON_RESUME}
 
 
 def stored_use(options: TrainOptions, *, adapted: bool) -> dict[str, bool]:

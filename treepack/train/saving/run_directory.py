@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from treepack import __version__
+from treepack.data.mixture import sources_of
 from treepack.errors import TreepackError
 from treepack.files.directory import RUN, finished_file
 from treepack.files.remote import object_store
@@ -195,7 +196,16 @@ def _identity(run: TrainingRun) -> dict[str, Any]:
 
 def _run_record(run: TrainingRun) -> dict[str, Any]:
     """Return the content of run.json."""
-    return {**_identity(run), "treepack": __version__, "folder": str(Path.cwd()), **chosen_values(run)}
+    held_out = {} if run.held_out is None else {"eval": str(run.held_out.dataset.path)}
+    packed = [str(source.path) for source in sources_of(run.dataset)]
+    return {
+        **_identity(run),
+        "treepack": __version__,
+        "folder": str(Path.cwd()),
+        "inputs": {"packed": packed, "model": run.loaded.source, **held_out},
+        "free_options": run.options.free_options,
+        **chosen_values(run),
+    }
 
 
 def _values(record: dict[str, Any]) -> dict[str, Any]:

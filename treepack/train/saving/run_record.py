@@ -150,14 +150,18 @@ def _changed_entry(name: str, old: Any, new: Any) -> str:
 
 def _flat_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return options by the names of the command line: {"lora": {"rank": 8}, ...} -> {"lora_rank": 8, ...}."""
-    lora = asdict(LoraOptions()) | (options.get("lora") or {})
-    named = {name if name in ("quantize", "merge") else f"lora_{name}": value for name, value in lora.items()}
     plain = {name: value for name, value in options.items() if name not in ("lora", "objective")}
-    return {"blocks": 1, **plain, **_USUAL, **options["objective"], **named}
+    return {"blocks": 1, **plain, **_USUAL, **options["objective"], **lora_options(options.get("lora"))}
+
+
+def lora_options(lora: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the options of an adapter by the names of the command line: {"rank": 8} -> {"lora_rank": 8, ...}."""
+    values = asdict(LoraOptions()) | dict(lora or {})
+    return {name if name in ("quantize", "merge") else f"lora_{name}": value for name, value in values.items()}
 
 
 def _changed_option(name: str, old: Any, new: Any) -> str:
-    option = name if name == "betas" else f"--{name.replace('_', '-')}"  # which is no option of the command
+    option = f"--{name.replace('_', '-')}"
     before, now = ("not given" if value is None else repr(value) for value in (old, new))
     if name not in _OPTIONS:
         return f"{option} was {before} when the run started, and this treepack has no such option"
