@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from support.read_rollouts import tokenize
 from treepack.calls.chat_calls import ChatCall, join_chats, read_chats
-from treepack.calls.rollout_names import EMPTY_NOTE
 from treepack.calls.token_calls import TokenCall, join_calls, read_calls
 from treepack.errors import TreepackError
 from treepack.files.input_files.records import Record
@@ -67,14 +66,6 @@ def test_values_that_only_some_joined_calls_have_are_left_out_and_noted() -> Non
     (trajectory,) = of_calls(TokenCall([1], [2], {"rollout_log_probs": [-1.0]}), TokenCall([1, 2], [3]))
     assert tokens_of(trajectory).sampling_logprob is None
     assert trajectory.notes == ("rollout_log_probs of some calls only, not used",)
-
-
-def test_calls_without_a_response_are_counted_and_a_rollout_of_none_other_is_skipped() -> None:
-    (trajectory,) = of_calls(TokenCall([1], [2]), TokenCall([1, 2, 3], []))
-    assert trajectory.notes == (EMPTY_NOTE,)
-    assert list(read_calls(RECORD, [TokenCall([1], [])], ReadOptions())) == [
-        Skipped("r.jsonl:1", "no call with a response")
-    ]
 
 
 @pytest.mark.parametrize(

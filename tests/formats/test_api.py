@@ -45,18 +45,6 @@ def outline(items: list[Any]) -> list[tuple[str, str | None, float | None, list[
     return done
 
 
-def test_an_empty_session_joins_no_calls() -> None:
-    calls = [exchange([ASK], said("5")), exchange([ASK, said("5"), MORE], said("Yes."))]
-    nameless = [call | {"session_id": ""} for call in calls]
-    assert outline(read_as("openai-chat", *nameless)) == outline(read_as("openai-chat", *calls))
-
-
-def test_a_refusal_is_an_answer_and_fields_of_the_api_are_no_part_of_it() -> None:
-    (trajectory,) = read_as("openai-chat", exchange([ASK], said(None, refusal="No.", annotations=[], audio=None)))
-    assert outline([trajectory])[0][-1] == [("2 + 3?", 0.0), ("No.", 1.0)]
-    assert trajectory.notes == ()
-
-
 def logprobs(*named: tuple[str, float]) -> dict[str, Any]:
     return {"content": [{"token": token, "logprob": value} for token, value in named]}
 

@@ -144,13 +144,6 @@ def test_a_step_whose_calls_or_metrics_have_another_form_is_refused(odd: dict[st
         read_atif(user_step("Q"), agent_step("A", **odd))
 
 
-def test_copied_atif_steps_need_no_token_ids() -> None:
-    trajectory = only(
-        read_atif(user_step("Q"), agent_step("A", is_copied_context=True), agent_step("B", **ids([1, 2], [3])))
-    )
-    assert isinstance(trajectory.content, Tokens)
-
-
 def test_atif_steps_from_an_image_on_are_left_out() -> None:
     parts = [{"type": "text", "text": "see"}, {"type": "image", "source": {"path": "x.png"}}]
     ((trajectory, content),) = chats(read_atif(user_step("Q"), agent_step("A"), user_step(parts), agent_step("B")))
@@ -202,13 +195,6 @@ def rollouts(items: Iterable[Trajectory | Skipped]) -> dict[str, list[str]]:
     for item in sorted(trajectories, key=lambda item: item.rollout_part or 0):
         found.setdefault(f"{item.source}: {item.rollout_id}", []).append(item.trajectory_id)
     return found
-
-
-def test_a_trial_of_one_file_is_a_rollout_without_parts(tmp_path: Path) -> None:
-    folder = trial(tmp_path, {}, "agent/trajectory.json")
-    ((trajectory, _),) = chats(read_trajectories([folder]))
-    assert (trajectory.rollout_id, trajectory.rollout_part) == (None, None)
-    assert trajectory.source == str(folder / "agent" / "trajectory.json:1")
 
 
 def test_files_of_a_trial_without_a_result_are_one_rollout_by_their_sessions(tmp_path: Path) -> None:

@@ -43,13 +43,6 @@ def second(message: dict[str, Any]) -> dict[str, Any]:
     return content({"messages": [USER, message]}).messages[1]
 
 
-def test_every_assistant_message_is_trained_and_no_other() -> None:
-    messages = [{"role": "system", "content": "S"}, USER, ASSISTANT, {"role": "tool", "content": "T"}, ASSISTANT]
-    chat_content = content({"messages": messages})
-    assert chat_content.messages == messages
-    assert chat_content.message_weights == [0.0, 0.0, 1.0, 0.0, 1.0]
-
-
 @pytest.mark.parametrize(
     ("marks", "weight"),
     [
@@ -86,10 +79,6 @@ def test_a_turn_whose_last_character_is_not_trained_is_left_out_and_counted() ->
 def test_a_call_without_arguments_has_an_empty_object(nothing: Any) -> None:
     for call in ({"name": "f", "arguments": nothing}, {"function": {"name": "f", "arguments": nothing}}):
         assert _arguments(call) == "{}"
-
-
-def test_arguments_that_are_no_json_stay_as_they_are() -> None:
-    assert _arguments({"name": "f", "arguments": "ls -l"}) == "ls -l"
 
 
 def _arguments(call: dict[str, Any]) -> Any:
@@ -156,13 +145,6 @@ def test_other_roles_are_brought_to_one_form() -> None:
     result = {"role": "tool", "content": "R", "name": "f", "tool_call_id": "call00100"}
     assert chat_of(trajectory).messages[2] == result
     assert trajectory.notes == ("role 'developer' read as 'system'", "message field 'timestamp' not used")
-
-
-def test_a_result_of_a_tool_may_be_an_object() -> None:
-    said = content(
-        {"messages": [USER, {"role": "assistant", "tool_call": CALL}, {"role": "tool", "content": {"a": 1}}]}
-    )
-    assert said.messages[2] == {"role": "tool", "content": '{"a": 1}'}
 
 
 def test_the_fields_of_every_format_are_read() -> None:

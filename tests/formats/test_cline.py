@@ -33,13 +33,6 @@ def say(text: str, **more: Any) -> Message:
     return {"role": role, "content": [{"type": "text", "text": text}], "ts": 1} | more
 
 
-def test_a_summary_replaces_the_messages_that_name_it() -> None:
-    old = {"condenseParent": "k"}
-    summary = say("z", isSummary=True, condenseId="k")
-    items = read(say("q", **old), say("A", **old), summary, say("B"), say("r"), say("C"))
-    assert said_in(items) == {"17/turn-1": "q A", "17/turn-2": "z B r C"}
-
-
 def test_a_summary_of_the_model_is_context_and_messages_without_the_mark_stay() -> None:
     summary = say("Z", isSummary=True, condenseId="k")
     items = read(say("q"), say("A", condenseParent="k"), summary, say("r"), say("B"))

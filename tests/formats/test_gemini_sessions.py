@@ -11,13 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.readings import Items, chats, notes_of, read_whole, reasons, said_in, turns
-from treepack.calls.call_logs import NO_CALL, ORDER_NOTE
+from treepack.calls.call_logs import ORDER_NOTE
 from treepack.errors import TreepackError
 from treepack.files.input_files.records import Record
 from treepack.formats.agents import gemini_cli, qwen_code
 from treepack.ingest.readers.messages.content_blocks import MEDIA_REASON
 from treepack.ingest.readers.messages.gemini_parts import (
-    EMPTY_NOTE,
     gemini_messages,
     messages_of_content,
     response_text,
@@ -105,11 +104,6 @@ def test_lines_of_one_uuid_are_one_message_and_repeated_lines_add_nothing() -> N
     assert (chat.messages[1]["content"], chat.messages[1]["reasoning_content"]) == ("A", "Hm.")
 
 
-def test_lines_of_qwen_code_without_ids_follow_each_other() -> None:
-    lines = [{key: value for key, value in entry(name, None).items() if "uuid" not in key.lower()} for name in "qArB"]
-    assert said_in(read_qwen(*lines)) == {"S": "q A r B"}
-
-
 def test_calls_after_an_image_are_left_out() -> None:
     image = {"role": "user", "parts": [{"inlineData": {"mimeType": "image/png", "data": ""}}]}
     items = read_qwen(entry("q", None), entry("A", "q"), entry("i", "A", message=image), entry("B", "i"))
@@ -140,11 +134,6 @@ def test_a_rewind_and_a_new_history_begin_trajectories() -> None:
     assert said_in(items) == {"G/turn-1": "q A r B", "G/turn-3": "z C"}
 
 
-def test_the_document_of_a_session_is_the_same_as_its_lines() -> None:
-    lines = [message("q"), message("A"), message("i", type="info"), message("r"), message("B")]
-    assert said_in(read_gemini(HEADER | {"messages": lines})) == said_in(read_gemini(HEADER, *lines))
-
-
 def test_calls_of_gemini_cli_have_their_results_and_missing_ones_are_noted() -> None:
     answered = {
         "id": "c",
@@ -160,12 +149,6 @@ def test_calls_of_gemini_cli_have_their_results_and_missing_ones_are_noted() -> 
     assert gemini_cli.RESULT_NOTE in notes_of(items)
 
 
-def test_thoughts_without_an_answer_are_noted() -> None:
-    lonely = message("A", content="", thoughts=[{"subject": "s"}])
-    assert gemini_cli.THOUGHTS_NOTE in notes_of(read_gemini(HEADER, message("q"), lonely, message("B")))
-    assert reasons(read_gemini(HEADER, message("q"))) == [NO_CALL]
-
-
 @pytest.mark.parametrize(
     ("response", "text"),
     [
@@ -179,11 +162,6 @@ def test_thoughts_without_an_answer_are_noted() -> None:
 )
 def test_the_response_of_a_function_is_its_only_text_or_json(response: Any, text: str) -> None:
     assert response_text(response) == text
-
-
-def test_a_content_of_another_role_is_refused() -> None:
-    with pytest.raises(TreepackError, match="role 'critic'; expected user or model"):
-        messages_of_content(content("critic", "x"), where="r.jsonl:1")
 
 
 @pytest.mark.parametrize(
@@ -214,13 +192,6 @@ def test_both_names_of_calls_and_results_are_read_and_other_fields_are_noted(cal
 def test_a_part_text_or_mark_of_another_type_is_refused(part: Any, fault: str) -> None:
     with pytest.raises(TreepackError, match=re.escape(fault)):
         messages_of_content({"role": "model", "parts": [part]}, where="r.jsonl:1")
-
-
-def test_messages_of_gemini_cli_that_are_not_read_are_noted() -> None:
-    lines = [message("q"), message("A", content=""), message("i", type="info"), message("B")]
-    found = notes_of(read_gemini(HEADER, *lines))
-    assert "message of type 'info' not used" in found
-    assert EMPTY_NOTE in found
 
 
 @pytest.mark.parametrize(

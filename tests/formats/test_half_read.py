@@ -185,10 +185,6 @@ def test_a_record_without_an_answer_is_skipped_and_not_the_file(value: dict[str,
     assert [type(item) for item in reading.items] == [Trajectory, Skipped]
 
 
-def test_columns_of_messages_are_messages() -> None:
-    assert trained({"messages": {"role": ["user", "assistant"], "content": ["Bolts?", "Seven."]}}) == ["Seven."]
-
-
 @pytest.mark.parametrize("bad", [["nan"], ["accuracy", 1.0], [None], ["N/A"], [{"name": "accuracy", "score": "x"}]])
 def test_a_list_with_a_reward_that_is_missing_skips_the_rollout(bad: list[Any]) -> None:
     (item,) = read({"messages": SAID, "rewards": bad}).items

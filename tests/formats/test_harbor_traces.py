@@ -10,7 +10,6 @@ import pytest
 
 from support.paths import ROLLOUTS
 from support.read_rollouts import read_trajectories
-from support.readings import chat_of
 from treepack.calls.rollout_names import SPLIT_NOTE
 from treepack.errors import TreepackError
 from treepack.trajectory import Chat, Trajectory
@@ -41,20 +40,6 @@ def test_each_answer_of_a_trial_is_trained_once_behind_the_conversation_of_its_c
     assert trajectories[names[1]].notes == (SPLIT_NOTE,)
     assert {item.group_id for item in trajectories.values()} == {"hello-world"}
     assert [trajectories[name].reward for name in names] == [1.0, 0.0, 0.0]
-
-
-def test_a_trial_of_which_only_the_last_call_was_exported_trains_all_of_its_answers() -> None:
-    last = read(SAMPLE)["hello-world__c3"]
-    assert trained(last) == [1, 3]
-    assert (last.reward, last.metadata["error"]) == (None, "AgentTimeoutError")
-    assert [tool["function"]["name"] for tool in chat_of(last).tools or []] == ["keys"]
-
-
-def test_tools_that_the_first_message_holds_are_not_given_again(tmp_path: Path) -> None:
-    row = json.loads(json.dumps(ROWS[4]))
-    row["conversations"][0]["content"] = "<tools>\n[]\n</tools>"
-    (trajectory,) = read(written(tmp_path, row)).values()
-    assert chat_of(trajectory).tools is None
 
 
 def test_a_trial_whose_rows_are_apart_is_refused(tmp_path: Path) -> None:

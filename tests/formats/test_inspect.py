@@ -56,12 +56,6 @@ def test_calls_that_continue_each_other_are_joined_and_a_shortened_history_start
     assert [content.message_weights for _, content in items] == [[0.0, 1.0, 0.0, 1.0], [0.0, 1.0]]
 
 
-def test_what_the_agent_changed_later_is_not_trained() -> None:
-    changed = message("assistant", "A and the answer")
-    ((_, content),) = chats(read(sample(call(SAID, ASKED), messages=[ASKED, changed])))
-    assert turns(content) == [("user", "q", 0.0), ("assistant", "A", 1.0)]
-
-
 def test_calls_of_scorers_and_of_other_roles_are_left_out() -> None:
     spans = [
         {"event": "span_begin", "id": "1", "type": "scorers"},

@@ -119,16 +119,6 @@ def test_schemas_and_tool_names_that_langchain_logs_as_messages_are_understood()
     assert content.tools == [schema["content"]]
 
 
-def test_a_result_that_langfuse_has_parsed_is_text_again() -> None:
-    asked = [
-        ASK,
-        {"role": "assistant", "tool_calls": [CALL]},
-        {"role": "tool", "tool_call_id": "c", "content": {"sum": 5}},
-    ]
-    _, content = only_chat(read(generation(1, asked, FIVE)))
-    assert content.messages[2]["content"] == '{"sum": 5}'
-
-
 def test_scores_are_rewards_by_name_and_labels_are_noted() -> None:
     scores = [score(0.5), score(1.0), score(1, "short", dataType="BOOLEAN"), score(0, "tone", dataType="CATEGORICAL")]
     value = {"id": "t", "observations": [generation(1, [ASK], FIVE)], "scores": scores}

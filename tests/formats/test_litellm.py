@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from support.readings import chat_of, read_as, reasons, trajectories
-from treepack.errors import TreepackError
 from treepack.trajectory import Chat, Trajectory
 
 ASK = {"role": "user", "content": "2 + 3?"}
@@ -22,13 +21,6 @@ def payload(messages: Any, *answers: dict[str, Any], start: float = 1.0, **more:
     choices = [{"index": i, "message": each, "finish_reason": "stop"} for i, each in enumerate(answers)]
     value = {"id": "c", "call_type": "acompletion", "status": "success", "messages": messages, "model": "m"}
     return value | {"response": {"choices": choices}, "startTime": start, "model_parameters": {}} | more
-
-
-def test_a_session_that_is_no_text_and_a_role_that_is_no_text_are_refused() -> None:
-    with pytest.raises(TreepackError, match=r'trace_id is \["s"\]; expected an id'):
-        read(payload([ASK], FIVE, trace_id=["s"]))
-    (item,) = read(payload([ASK], FIVE | {"role": ["assistant"]}))
-    assert item.detail.endswith('a message of role ["assistant"]; expected the assistant\'s')
 
 
 def test_facts_that_differ_between_the_calls_of_a_session_are_noted() -> None:
@@ -52,11 +44,6 @@ def test_calls_of_a_session_are_joined_in_the_order_of_their_start() -> None:
     assert outline(item) == [("user", "2 + 3?"), ("assistant", "5"), ("user", "2 + 3?"), ("assistant", "Yes.")]
     assert chat_of(item).message_weights == [0.0, 1.0, 0.0, 1.0]
     assert item.trajectory_id == "s"
-
-
-def test_choices_of_one_call_are_a_group() -> None:
-    items = trajectories(read(payload([ASK], FIVE, FIVE | {"content": "6"})))
-    assert [(item.trajectory_id, item.group_id) for item in items] == [("c/choice-0", "c"), ("c/choice-1", "c")]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 
 from support.readings import chat_of, read_as, reasons
 from treepack.errors import TreepackError
-from treepack.trajectory import PromptCompletion, Trajectory
+from treepack.trajectory import Trajectory
 
 
 def read(*values: dict[str, Any], **options: Any) -> list[Any]:
@@ -20,12 +20,6 @@ def sample(prompt: Any = "2 + 2?", responses: tuple[Any, ...] = (" 4",), **more:
     arguments = {"gen_args_0": {"arg_0": prompt, "arg_1": {"until": ["\n"], "temperature": 0.0}}}
     value = {"doc_id": 0, "doc": {"q": "2 + 2?"}, "target": "4", "arguments": arguments, "resps": [list(responses)]}
     return value | {"filtered_resps": ["4"], "filter": "none", "metrics": ["acc"], "acc": 1.0} | more
-
-
-def test_a_response_is_trained_whole_with_its_metric_and_temperature() -> None:
-    (item,) = read(sample())
-    assert item.content == PromptCompletion("2 + 2?", " 4")
-    assert (item.reward, item.temperature, item.metadata) == (1.0, 0.0, {"doc_id": 0, "target": "4", "filter": "none"})
 
 
 def test_arguments_in_a_list_are_the_same_as_named_ones() -> None:
@@ -54,22 +48,11 @@ def test_filters_of_one_sample_are_one_rollout_and_its_metrics_are_chosen_by_nam
         read(strict, loose)
 
 
-def test_two_runs_of_a_document_are_two_rollouts() -> None:
-    assert len([item for item in read(sample(), sample(responses=(" 5",))) if isinstance(item, Trajectory)]) == 2
-    assert len([item for item in read(sample(), sample()) if isinstance(item, Trajectory)]) == 2
-
-
 def test_metrics_of_several_responses_belong_to_none_of_them() -> None:
     first, second = read(sample(responses=(" 4", " 5")))
     assert (first.trajectory_id, second.trajectory_id) == ("r.jsonl:1/response-1", "r.jsonl:1/response-2")
     assert (first.reward, second.reward) == (None, None)
     assert first.notes == second.notes == ("metrics of several responses together not used",)
-
-
-def test_other_fields_are_kept_or_noted() -> None:
-    (item,) = read(sample(metrics=["acc", "parts"], parts=[True, False], extra=7, traces=[1]))
-    assert item.metadata["extra"] == 7
-    assert item.notes == ("metrics that are no numbers not used", "field 'traces' not used")
 
 
 @pytest.mark.parametrize(

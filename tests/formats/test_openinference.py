@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from support.readings import only_chat, read_as, read_whole, reasons
+from support.readings import only_chat, read_as, reasons
 from treepack.trajectory import Skipped
 
 
@@ -75,44 +75,10 @@ def test_scores_of_annotations_are_the_reward_and_labels_are_noted() -> None:
     assert only_chat(read(span(CALL | scores), reward_key="right"))[0].reward == 1.0
 
 
-@pytest.mark.parametrize(
-    "scores",
-    [
-        {"annotations.0.annotation.name": "right", "annotations.0.annotation.score": 1},
-        {"trace": {"annotations": [{"annotation": {"name": "right", "score": 1}}]}},
-    ],
-)
-def test_scores_of_a_root_without_a_session_belong_to_the_session_of_its_trace(scores: dict[str, Any]) -> None:
-    items = read(span(scores, 2, span_kind="AGENT"), span(CALL | {"session.id": "v"}))
-    assert (only_chat(items)[0].trajectory_id, only_chat(items)[0].reward) == ("v", 1.0)
-
-
-def test_an_attribute_that_is_not_understood_is_noted() -> None:
-    value = span(CALL | {"llm.answers.0.text": "6", "app.answer": "7", "llm.finish_reasons": "x"})
-    trajectory, _ = only_chat(read_whole("openinference", value))
-    names = ("app.answer", "llm.answers.text", "llm.finish_reasons")
-    assert sorted(trajectory.notes) == [f"field 'attributes.{name}' not used" for name in names]
-
-
 def test_spans_without_a_trace_are_not_joined() -> None:
     items = read(*(span(CALL, number) | {"context": {"span_id": f"s{number}"}} for number in (1, 2)))
     assert [item.trajectory_id for item in items] == ["r.jsonl:1/s1", "r.jsonl:2/s2"]
     assert {item.notes for item in items} == {("span without a trace",)}
-
-
-def test_an_attribute_does_not_hide_a_longer_one() -> None:
-    flat_role = {"llm.input_messages.0.message.role": "user", "llm.input_messages.0.message": {"content": "2 + 3?"}}
-    _, content = only_chat(read(span(flat_role | flat("llm.output_messages", FIVE))))
-    assert content.messages[0] == {"role": "user", "content": "2 + 3?"}
-
-
-def test_a_field_of_a_message_or_a_call_that_is_not_understood_is_noted() -> None:
-    answer = FIVE | {"tool_calls.0.tool_call.function.name": "f", "tool_calls.0.tool_call.function.input": "{}"}
-    value = span(flat("llm.input_messages", ASK) | flat("llm.output_messages", answer | {"verdict": "right"}))
-    assert only_chat(read(value))[0].notes == (
-        "message field 'verdict' not used",
-        "message field 'tool_calls.function.input' not used",
-    )
 
 
 @pytest.mark.parametrize(
@@ -131,11 +97,6 @@ def test_a_message_that_is_not_understood_skips_its_conversation_only(answer: di
     items = read(bad, span(CALL | {"session.id": "v"}) | {"context": {"trace_id": "u"}})
     assert only_chat(items)[0].trajectory_id == "v"
     assert [item.detail for item in items if isinstance(item, Skipped)] == [f"r.jsonl:1: {detail}"]
-
-
-def test_a_call_whose_response_is_empty_trains_nothing() -> None:
-    value = span(flat("llm.input_messages", ASK) | flat("llm.output_messages", {"role": "assistant", "content": ""}))
-    assert reasons(read(value)) == ["no call with a response"]
 
 
 def test_a_call_that_two_libraries_log_is_read_once() -> None:

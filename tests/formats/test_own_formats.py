@@ -94,12 +94,6 @@ def test_a_format_of_an_installed_package_is_read_by_the_command_line(tmp_path: 
     assert sorted(trie.tokens.tolist()) == [5, 6, 7, 8, 9]
 
 
-def test_it_comes_before_the_formats_of_treepack(tmp_path: Path, fresh: pytest.MonkeyPatch) -> None:
-    fresh.syspath_prepend(installed(tmp_path))
-    record = Record("r:1", "r", {"diary": [5], "wrote": [6], "input_ids": [5, 6], "loss_mask": [0, 1]})
-    assert detect_format(record) == "diary"
-
-
 def test_a_name_that_a_format_of_treepack_has_is_refused(tmp_path: Path, fresh: pytest.MonkeyPatch) -> None:
     assert refusal(installed(tmp_path, name="chat"), fresh) == (
         "diary-logs 1.0, entry point 'diary' of treepack.formats: has the format 'chat', which exists already; "

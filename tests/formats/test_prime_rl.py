@@ -37,22 +37,10 @@ def test_an_export_brings_the_log_probabilities_of_sampler_and_trainer() -> None
     assert trajectory.step == 3
 
 
-def test_weights_of_the_policy_loss_multiply_the_mask() -> None:
-    (trajectory,) = read(SAMPLE | {"rl_weights": [0.0, 0.5, 0.0], "ce_weights": [1.0, 0.0, 0.0]})
-    assert back(trajectory)[1] == [1]
-    assert tokens_of(trajectory).span_weights.tolist() == [0.5]
-    assert trajectory.notes == ("ce_weights not used",)
-
-
 def test_a_sample_of_cross_entropy_only_is_trained_by_its_weights() -> None:
     (trajectory,) = read(SAMPLE | {"rl_weights": [0.0, 0.0, 0.0], "ce_weights": [0.0, 2.0, 0.0]})
     assert back(trajectory)[1] == [1]
     assert (tokens_of(trajectory).span_weights.tolist(), trajectory.notes) == ([2.0], ())
-
-
-def test_weights_of_another_length_are_refused() -> None:
-    with pytest.raises(TreepackError, match="rl_weights has 1 values; expected 3, one per token"):
-        read(SAMPLE | {"rl_weights": [1.0]})
 
 
 def test_a_sample_with_images_is_skipped() -> None:

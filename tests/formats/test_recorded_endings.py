@@ -285,9 +285,3 @@ def test_of_several_fields_a_cut_counts_first() -> None:
 def test_a_stopped_answer_without_text_trains_nothing(reason: str, content: str | None) -> None:
     done = normalise_messages([ASK, {"role": "assistant", "content": content, "finish_reason": reason}], source="s")
     assert (done.weights, done.cuts, done.notes) == ([0.0, 0.0], [False, True], (endings.EMPTY_NOTE,))
-
-
-def test_texts_of_areal_have_their_own_end_tokens() -> None:
-    record = {"prompt": "a", "completion": "b", "seqlen": 2, "prompt_len": 1, "head_version": 0, "tail_version": 0}
-    item = only(read_as("chat", record))
-    assert item.content == PromptCompletion("a", "b", has_special=True)

@@ -97,11 +97,6 @@ def test_256_experts_fit_in_a_byte_unless_a_token_has_only_one() -> None:
     assert read([[[255]], [[3]]], num_tokens=2).dtype == np.uint16
 
 
-def test_rows_of_padding_are_removed() -> None:
-    padded = np.concatenate([np.zeros_like(ROUTES[:2]), ROUTES, np.zeros_like(ROUTES[:3])])
-    assert read(padded, num_tokens=4, start=2, stored=9).tolist() == ROUTES.tolist()
-
-
 @pytest.mark.parametrize(
     ("value", "message"),
     [

@@ -67,12 +67,6 @@ def test_reasoning_text_and_calls_that_follow_each_other_are_one_turn() -> None:
     )
 
 
-def test_text_is_the_message_of_a_user_and_the_role_of_others_is_kept() -> None:
-    assert messages("Hi") == [user("Hi")]
-    given_items = [{"role": "developer", "content": [{"type": "input_text", "text": "Be "}, "x"][:1]}, user("Hi")]
-    assert messages(given_items) == [{"role": "developer", "content": "Be "}, user("Hi")]
-
-
 def test_a_summary_is_reasoning_only_where_it_is_said_to_be() -> None:
     content = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "whole"}]}
     chat = messages_of_items([thought("short"), said("a"), user("Go on."), content, said("b")], source=SOURCE)

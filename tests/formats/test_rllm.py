@@ -13,7 +13,7 @@ from support.readings import Items, chat_of, only, read_as, read_whole, tokens_o
 from support.token_rollouts import back
 from treepack.errors import TreepackError
 from treepack.formats.trainers.rllm import SOME_NOTE
-from treepack.trajectory import Chat, Skipped, Tokens, Trajectory
+from treepack.trajectory import Chat, Tokens, Trajectory
 
 SAMPLES = ROLLOUTS
 EPISODE = json.loads((SAMPLES / "rllm" / "episode_hash1a2b_idq7_0.json").read_text())
@@ -85,11 +85,6 @@ def test_fields_that_nobody_knows_are_metadata_or_noted() -> None:
     assert session.metadata["region"] == "eu"
 
 
-def test_an_episode_without_anything_generated_is_skipped() -> None:
-    assert items(episode([])) == [Skipped("e.json", "no call with a response")]
-    assert items(episode([]) | {"trajectories": []}) == [Skipped("e.json", "episode without a trajectory")]
-
-
 def test_a_session_with_sub_agents_is_one_rollout_whatever_its_lineage_tags_are() -> None:
     def trace(name: str, lineage: str, prompt: list[int], said: list[int]) -> dict[str, Any]:
         ids = {"prompt_token_ids": prompt, "completion_token_ids": said, "logprobs": [-0.5] * len(said)}
@@ -118,11 +113,6 @@ def test_prompts_are_found_by_parents_in_whatever_order_the_traces_are() -> None
     trajectories = [item for item in sessions(chain) if isinstance(item, Trajectory)]
     assert sum(len(back(item)[1]) for item in trajectories) == 12
     assert max((back(item)[0] for item in trajectories), key=len) == prompt[:-1]
-
-
-def test_metadata_of_a_session_says_what_it_says_of_the_rollout() -> None:
-    trajectory = only(sessions([TRACES[0] | {"metadata": {"task_id": "q7", "reward": 0.5, "split": "train"}}]))
-    assert (trajectory.group_id, trajectory.reward, trajectory.metadata["split"]) == ("q7", 0.5, "train")
 
 
 def test_a_file_of_something_else_is_refused() -> None:

@@ -279,11 +279,6 @@ PI_USER = {"role": "user", "content": [{"type": "text", "text": "u"}]}
 PI_ANSWER = {"role": "assistant", "content": [{"type": "text", "text": "A"}], "model": "m", "stopReason": "stop"}
 
 
-def test_events_of_pi_are_the_messages_that_ended_each_once() -> None:
-    ((_, chat),) = chats(read_whole("pi", *pi_events(PI_USER, PI_ANSWER, PI_USER, PI_ANSWER)))
-    assert [(words, weight) for _, words, weight in turns(chat)] == [("u", 0.0), ("A", 1.0)] * 2
-
-
 @pytest.mark.parametrize("name", ["compaction_end", "auto_compaction_end"])
 def test_events_of_pi_after_a_compaction_are_not_used(name: str) -> None:
     items = read_whole("pi", *pi_events(PI_USER, PI_ANSWER, name, PI_USER, PI_ANSWER))

@@ -40,11 +40,6 @@ def test_an_instruction_and_its_input_are_one_question_behind_earlier_rounds() -
     assert (trajectory.reward, trajectory.metadata, trajectory.notes) == (0.5, {"topic": "sums"}, ())
 
 
-def test_an_empty_input_or_system_adds_nothing() -> None:
-    ((_, content),) = read("alpaca", {"instruction": "Add.", "input": "", "output": "5", "system": "", "history": []})
-    assert turns(content) == [("user", "Add.", 0.0), ("assistant", "5", 1.0)]
-
-
 def test_an_instruction_without_output_is_skipped() -> None:
     value = {"instruction": "Add.", "output": ""}
     assert read_as("alpaca", value) == [Skipped(SOURCE, "no output")]

@@ -5,12 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import pytest
-
 from support.paths import ROLLOUTS
 from support.readings import only, read_as, trajectories
 from support.token_rollouts import back
-from treepack.errors import TreepackError
 from treepack.trajectory import PromptCompletion, Skipped, Trajectory
 
 SAMPLES = ROLLOUTS / "skyrl"
@@ -26,24 +23,6 @@ def test_steps_up_to_the_last_one_are_one_rollout_with_the_reward_of_the_last() 
     assert back(first) == (ids, [6, 7, 8, 11, 12], [-0.5, -0.25, -0.125, -1.0, -0.0625], 1.0)
     assert (first.trajectory_id, first.group_id, first.metadata) == ("q7/0", "q7", {"stop_reason": "stop"})
     assert back(second) == ([*ids[:6], 50, 53, 2], [6, 7, 8], [-0.5, -2.0, -0.125], 0.0)
-
-
-def test_flags_of_the_last_step_may_be_texts() -> None:
-    value = json.loads((SAMPLES / "generator_output.json").read_text())
-    texts = value | {"is_last_step": [str(flag) for flag in value["is_last_step"]]}
-    assert [back(item) for item in read(texts)] == [back(item) for item in read(value)]
-
-
-def test_a_generator_and_the_batch_made_of_it_hold_the_same() -> None:
-    of_generator = read(json.loads((SAMPLES / "generator_output.json").read_text()))
-    of_batch = read(json.loads((SAMPLES / "batch.json").read_text()))
-    assert [back(item) for item in of_batch] == [back(item) for item in of_generator]
-
-
-def test_columns_of_different_lengths_are_refused() -> None:
-    value = {"prompt_token_ids": [[1]], "response_ids": [[2], [3]], "loss_masks": [[1], [1]]}
-    with pytest.raises(TreepackError, match="response_ids has 2 rows, but prompt_token_ids has 1; drop"):
-        read(value)
 
 
 def test_rows_with_images_are_skipped() -> None:

@@ -43,13 +43,6 @@ def test_the_reward_key_picks_the_reward_out_of_several() -> None:
         read(sample)
 
 
-def test_what_the_sampler_removed_is_skipped_and_what_it_did_not_finish_failed() -> None:
-    assert read(SAMPLE | {"remove_sample": True}) == [Skipped("r.jsonl:1", "removed by the sampler")]
-    assert one(SAMPLE | {"status": "aborted"}).failed == "aborted"
-    assert one(SAMPLE | {"status": "pending"}).failed == "pending"
-    assert one(SAMPLE | {"status": "truncated"}).metadata["status"] == "truncated"
-
-
 def test_samples_of_one_rollout_have_names_of_their_own() -> None:
     trajectories = read({"rollout_id": 3, "samples": [SAMPLE, SAMPLE | {"rollout_id": 8}, SAMPLE | {"rollout_id": 8}]})
     names = [item.trajectory_id for item in trajectories if isinstance(item, Trajectory)]

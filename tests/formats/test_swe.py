@@ -12,7 +12,7 @@ from support.read_rollouts import read_trajectories
 from support.readings import chats, only, read_value, real, reasons, turns
 from treepack.calls.served_tokens import SOME_NOTE
 from treepack.errors import TreepackError
-from treepack.formats.agents import auto_code_rover, mini_swe_agent, swe_agent
+from treepack.formats.agents import mini_swe_agent, swe_agent
 from treepack.trajectory import Tokens
 
 SYSTEM, ASKED = {"role": "system", "content": "S"}, {"role": "user", "content": "Q"}
@@ -245,14 +245,6 @@ def test_a_file_of_arrays_in_a_folder_is_counted_and_refused_where_it_is_named(t
     assert reasons(read_trajectories([tmp_path])) == ["file of no known format"]
     with pytest.raises(TreepackError, match="contains an array; expected a JSON object"):
         list(read_trajectories([tmp_path / "agent_proxy_1.json"]))
-
-
-def test_messages_that_are_none_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "talk.json"
-    path.write_text(json.dumps([{"role": "user"}]))
-    with pytest.raises(TreepackError, match="is not a record of AutoCodeRover; expected an array of messages"):
-        list(read_trajectories([path], format="auto-code-rover"))
-    assert not auto_code_rover.FORMAT.matches({"role": "user", "content": "Q", "id": 1})
 
 
 def test_real_swe_agent_rollouts_are_read() -> None:

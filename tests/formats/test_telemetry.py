@@ -114,11 +114,6 @@ def test_a_conversation_spans_traces_and_names_its_model() -> None:
     assert content.message_weights == [0.0, 1.0, 0.0, 1.0]
 
 
-def test_roles_of_other_libraries_are_renamed() -> None:
-    _, content = only_chat(read_as("otel-genai", span([said("Human", "2 + 3?")], [said("AI", "5")])))
-    assert turns(content) == [("user", "2 + 3?", 0.0), ("assistant", "5", 1.0)]
-
-
 def test_scores_are_the_reward() -> None:
     def score(name: str, value: float) -> dict[str, Any]:
         attributes = {"gen_ai.evaluation.name": name, "gen_ai.evaluation.score.value": value}

@@ -74,12 +74,6 @@ def test_each_leaf_of_a_tree_of_plain_text_is_the_text_of_its_path(below: list[N
     ]
 
 
-def test_paths_of_a_record_are_one_group() -> None:
-    value = {"prompt": "p", "children": [node("a"), node("b")]}
-    assert {item.group_id for item in built(value)} == {"trees.jsonl:1"}
-    assert {item.group_id for item in built(value | {"task_id": 7})} == {"7"}
-
-
 def test_the_advantage_of_a_leaf_is_read_and_of_an_inner_node_refused() -> None:
     assert [item.advantage for item in built({"prompt": "p", "children": [node("a", advantage=2)]})] == [2.0]
     with pytest.raises(TreepackError, match="above a leaf has an advantage"):
@@ -110,11 +104,6 @@ def test_the_text_of_a_root_without_a_role_is_the_prompt() -> None:
     assert texts(node("q", node("a"))) == [("q", "a")]
     assert texts({"tree": node("q", node("a"))}) == [("q", "a")]
     assert texts({"prompt": "q", "root": node("q", node("a"))}) == [("q", "a")]
-
-
-def test_earlier_answers_in_the_prompt_are_not_trained() -> None:
-    prompt = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}, {"role": "user", "content": "r"}]
-    assert said({"messages": prompt, "children": [node("b")]}) == ["user:q assistant:a user:r assistant:B"]
 
 
 def test_the_name_of_a_node_without_a_role_is_no_part_of_a_message() -> None:

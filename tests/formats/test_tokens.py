@@ -202,14 +202,6 @@ def test_padding_that_no_attention_mask_names_stays_as_untrained_tokens() -> Non
         assert trajectory.notes == ()
 
 
-def test_returns_stand_in_for_advantages_that_are_not_there() -> None:
-    for name in ("returns", "mc_return"):
-        assert read(MASKED | {name: 0.5}).advantage == 0.5
-    both = read(MASKED | {"returns": 0.5, "advantage": 2})
-    assert both.advantage == 2.0
-    assert both.metadata["returns"] == 0.5
-
-
 def test_advantages_may_be_one_number() -> None:
     for value in ({"advantage": 2}, {"advantages": 2}, {"advantage": 2, "advantages": [0, 2, 0, 2]}):
         trajectory = read(MASKED | value)

@@ -88,21 +88,6 @@ def test_a_deep_tree_needs_no_recursion() -> None:
     assert len(content.messages) == 5002
 
 
-def test_an_empty_tree_has_one_path_without_a_turn() -> None:
-    ((trajectory, content),) = read_tree()
-    assert (len(content.messages), trajectory.reward) == (1, 0.0)
-
-
-@pytest.mark.parametrize("bad", [node("Wish", "x"), node("Action Input", "{}")])
-def test_a_node_out_of_place_is_refused(bad: dict[str, Any]) -> None:
-    with pytest.raises(TreepackError) as caught:
-        read_tree(bad)
-    assert str(caught.value) == (
-        f"runs/G1/7.json: a node has the type '{bad['node_type']}' in the wrong place; "
-        "expected Thought, Action, or Action Input after an Action"
-    )
-
-
 @pytest.mark.parametrize(
     ("children", "answer", "expected"),
     [
@@ -162,13 +147,6 @@ def test_an_alternative_is_trained_with_the_request_that_asked_for_it_and_nowher
     assert turns(pairs[0][1]) == [*opening, ("assistant", "B", 1.0)]
     assert turns(pairs[1][1]) == [*opening, ("assistant", "C", 0.0), ("user", "ok", 0.0), ("assistant", "D", 1.0)]
     assert turns(pairs[2][1]) == [opening[0], ("user", "Q\n\nAnother, please.", 0.0), ("assistant", "C", 1.0)]
-
-
-def test_an_alternative_that_many_paths_go_through_is_trained_once() -> None:
-    branches = [said("user", text, said("assistant", text)) for text in "xyz"]
-    other = said("assistant", "C", *branches, expansion_prompt="Another.")
-    names = [item.trajectory_id for item, _ in read_dars(said("user", "Q", other))]
-    assert names == ["lib-7/leaf-0", "lib-7/leaf-1", "lib-7/leaf-2", "lib-7/node-0"]
 
 
 def test_demonstrations_and_submissions_of_the_program_are_not_trained() -> None:

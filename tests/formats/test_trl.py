@@ -74,13 +74,6 @@ def test_a_pair_of_mixed_forms_is_refused() -> None:
         read_whole("trl-preference", {"prompt": "p", "chosen": "4", "rejected": [BAD]})
 
 
-def test_a_label_is_a_reward() -> None:
-    for label in (True, False):
-        (trajectory,) = sides("trl-labels", {"prompt": [USER], "completion": [GOOD], "label": label})
-        assert trajectory.reward == float(label)
-        assert messages_of([trajectory]) == [([USER, GOOD], [0.0, 1.0])]
-
-
 def test_labelled_steps_are_one_completion_that_is_right_if_all_of_them_are() -> None:
     record = {"prompt": "p", "completions": ["one", "two"]}
     for labels in ([True, True], [True, False]):

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.paths import ROLLOUTS
-from support.read_rollouts import read_trajectories
 from support.readings import Items, chat_of, read_as, trajectories
 from support.token_rollouts import back
 from treepack.calls.rollout_names import SPLIT_NOTE
@@ -169,11 +168,3 @@ def test_a_line_without_steps_is_its_prompt_and_completion() -> None:
     (trajectory,) = read_results({"example_id": 1, "prompt": "p", "completion": "c", "reward": 1.0})
     assert isinstance(trajectory.content, Chat)
     assert [message["role"] for message in trajectory.content.messages] == ["user", "assistant"]
-
-
-def test_the_model_comes_from_the_summary_which_alone_is_skipped() -> None:
-    items = list(read_trajectories([SAMPLES / "verifiers-results"]))
-    models = [item.metadata["model"] for item in items if isinstance(item, Trajectory)]
-    assert models == ["qwen3-8b", "qwen3-8b"]
-    skipped = [item.reason for item in items if isinstance(item, Skipped)]
-    assert skipped == ["summary of a run, read with its results"]

@@ -80,24 +80,6 @@ def test_a_conversation_whose_first_event_is_that_of_another_one_stays(tmp_path:
     assert len(sources(tmp_path)) == 2
 
 
-def test_equal_lines_of_a_file_stay(tmp_path: Path) -> None:
-    write(tmp_path / "r.jsonl", IDS, IDS)
-    assert sources(tmp_path) == ["r.jsonl", "r.jsonl"]
-
-
-def test_equal_files_of_two_training_steps_stay(tmp_path: Path) -> None:
-    for step in (1, 2):
-        write(tmp_path / f"step_{step}" / "r.jsonl", IDS, IDS | {"response_ids": [8]})
-    assert len(sources(tmp_path)) == 4
-
-
-def test_files_of_equal_size_and_equal_ends_are_no_copies(tmp_path: Path) -> None:
-    for name in "ab":
-        middle = {"messages": [{"role": "user", "content": "x" * 200_000 + name + "x" * 200_000}, MESSAGES[1]]}
-        write(tmp_path / name / "r.jsonl", CHAT, middle, CHAT)
-    assert len(sources(tmp_path)) == 6
-
-
 def test_copies_are_the_same_for_any_number_of_workers(tmp_path: Path) -> None:
     for number, name in enumerate("cab"):
         write(tmp_path / name / "r.jsonl", IDS, IDS | {"response_ids": [8]})

@@ -13,7 +13,6 @@ from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.format import Format
 from treepack.ingest.readers.kinds import (
     ANY,
-    LIST,
     TEXT,
     Requirement,
     ValueKind,
@@ -45,12 +44,6 @@ def make_format(requires: Requirement, checked: Checked = "each") -> Format:
     )
 
 
-def refusal(requires: Requirement, value: dict[str, Any]) -> str:
-    with pytest.raises(TreepackError) as caught:
-        make_format(requires).check(Record("r:1", "r", value))
-    return str(caught.value)
-
-
 @pytest.mark.parametrize(
     ("kind", "values", "others"),
     [
@@ -70,15 +63,6 @@ def test_a_kind_holds_for_its_values_only(kind: ValueKind, values: list[Any], ot
     ] * len(others)
 
 
-@pytest.mark.parametrize(("kind", "holds"), [(ANY, False), (LIST, False), (no(LIST), True), (optional(LIST), True)])
-def test_an_absent_field_is_no_value(kind: ValueKind, holds: bool) -> None:
-    assert has_fields({}, [{"x": kind}]) is holds
-
-
-def test_a_refusal_of_a_function_names_the_program() -> None:
-    assert refusal(lambda value: False, {"a": 1}) == "r:1: is not a record of F; expected a (format f)"
-
-
 @pytest.mark.parametrize(("checked", "num_read"), [("each", 1), ("first", 2), ("none", 2)])
 def test_the_checked_records_of_a_file_are_refused_when_they_are_reached(checked: Checked, num_read: int) -> None:
     records = [Record("r:1", "r", {"a": 1}), Record("r:2", "r", {})]
@@ -87,8 +71,3 @@ def test_the_checked_records_of_a_file_are_refused_when_they_are_reached(checked
     if checked == "each":
         with pytest.raises(TreepackError, match="r:2: has no a"):
             next(items)
-
-
-def test_without_a_check_the_reader_gets_a_record_of_another_form() -> None:
-    items = make_format([{"a": ANY}], "none").trajectories([Record("r:1", "r", {})], ReadOptions())
-    assert list(items) == [Skipped("r:1", "read")]

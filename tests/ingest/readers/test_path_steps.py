@@ -42,18 +42,6 @@ def test_a_folder_or_a_file_names_the_step(path: str, expected: int | None) -> N
     assert step_of_path(path, "prime-rl") == expected
 
 
-def test_a_file_of_verl_is_named_after_its_step() -> None:
-    assert step_of_path("rollout_data/12.jsonl:3", "verl-dump") == 12
-    assert step_of_path("rollout_data/12.jsonl.gz:3", "verl-dump") == 12
-    assert step_of_path("rollout_data/12b.jsonl:3", "verl-dump") is None
-
-
-def test_steps_and_tasks_of_trials_are_no_training_steps() -> None:
-    assert step_of_path("jobs/fix-step_2__a/steps/step_1/agent/trajectory.json", "atif") is None
-    assert step_of_path("jobs/step_7/fix-step_2__a", "atif") == 7
-    assert step_of_path("step_7/trial/steps/step_1/agent/trajectory.json", "atif") == 7
-
-
 def read(path: Path, record: dict[str, Any]) -> Trajectory:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record))

@@ -17,11 +17,6 @@ WEAVE = {
     "inputs": {"messages": [ASK]},
     "output": {"choices": [{"message": FIVE}]},
 }
-SPAN = {
-    "name": "chat",
-    "context": {"span_id": "0x1", "trace_id": "0x2"},
-    "attributes": {"mlflow.traceRequestId": '"tr-1"', "mlflow.spanInputs": "{}", "mlflow.spanOutputs": "{}"},
-}
 
 
 def test_an_export_among_other_files_of_a_folder_is_skipped_by_its_name(tmp_path: Path) -> None:
@@ -29,11 +24,3 @@ def test_an_export_among_other_files_of_a_folder_is_skipped_by_its_name(tmp_path
     (tmp_path / "b.jsonl").write_text(json.dumps(WEAVE))
     (skipped,) = (item for item in read_trajectories([tmp_path]) if isinstance(item, Skipped))
     assert skipped.reason == "export of Weave, which is not read"
-
-
-def test_a_span_of_another_convention_is_skipped_by_its_name(tmp_path: Path) -> None:
-    path = tmp_path / "spans.jsonl"
-    path.write_text(json.dumps(SPAN))
-    (skipped,) = read_trajectories([path])
-    assert isinstance(skipped, Skipped)
-    assert skipped.reason == "span in the convention of MLflow, which is not read"

@@ -19,10 +19,9 @@ from treepack.ingest.options import BuildOptions
 from treepack.ingest.readers.column_records import read_columns
 from treepack.ingest.readers.columns.aliases import ALIASES, CONTAINERS, SYSTEM
 from treepack.ingest.readers.fields.read_options import ReadOptions
-from treepack.ingest.readers.reading import detect_format
 from treepack.ingest.readers.registry import formats_by_name
 from treepack.ingest.stream import read
-from treepack.trajectory import Chat, PromptCompletion, Skipped, Trajectory
+from treepack.trajectory import Chat, Skipped, Trajectory
 
 USER, ANSWER = {"role": "user", "content": "Bolts?"}, {"role": "assistant", "content": "Seven."}
 SHOP = [("user", "Bolts?", 0.0), ("assistant", "Seven.", 1.0)]
@@ -81,34 +80,11 @@ def test_usual_layouts_are_read_as_a_conversation(tmp_path: Path, value: dict[st
     assert item.notes == ()
 
 
-def test_texts_of_prompt_and_response_stay_text_without_a_system_prompt(tmp_path: Path) -> None:
-    assert one(tmp_path, {"prompt": "Bolts?", "response": "Seven."}).content == PromptCompletion("Bolts?", "Seven.")
-    with_system = one(tmp_path, {"prompt": "Bolts?", "response": "Seven.", "system": "Be brief."})
-    assert turns(chat_of(with_system)) == [("system", "Be brief.", 0.0), *SHOP]
-
-
 def test_the_text_of_a_system_message_may_be_its_system_prompt(tmp_path: Path) -> None:
     said = [{"role": "system", "text": "", "system_prompt": "Be brief."}, {"role": "user", "text": "Bolts?"}]
     item = one(tmp_path, {"trajectory": [*said, {"role": "ai", "text": "Seven.", "system_prompt": None}]})
     assert turns(chat_of(item)) == [("system", "Be brief.", 0.0), *SHOP]
     assert item.notes == ()
-
-
-def test_numbers_of_tokens_are_not_token_ids(tmp_path: Path) -> None:
-    assert "has no known format" in refusal(tmp_path, {"prompt_tokens": 12, "response_tokens": 3})
-
-
-def test_an_answer_beside_a_rewarded_response_is_the_reference(tmp_path: Path) -> None:
-    item = one(tmp_path, {"question": "Bolts?", "response": "Seven.", "answer": "7", "reward": 1.0})
-    assert turns(chat_of(item)) == SHOP
-    assert item.metadata == {"answer": "7"}
-
-
-@pytest.mark.parametrize("ask", ["problem", "question"])
-def test_a_solution_beside_a_response_is_the_reference(tmp_path: Path, ask: str) -> None:
-    item = one(tmp_path, {ask: "Bolts?", "response": "Seven.", "solution": "7"})
-    assert turns(chat_of(item)) == SHOP
-    assert item.metadata == {"solution": "7"}
 
 
 @pytest.mark.parametrize(
@@ -160,11 +136,6 @@ def test_earlier_rounds_beside_a_question_are_never_left_out_in_silence(tmp_path
         f"out with --columns question=query,answer=answer,ignore={name}"
     )
     assert turns(chat_of(one(tmp_path, {"query": "Bolts?", "answer": "Seven.", "history": []}))) == SHOP
-
-
-def test_scores_of_several_answers_are_their_rewards(tmp_path: Path) -> None:
-    both = items(tmp_path, {"prompt": "2 + 2?", "completions": ["4", "5"], "scores": [1.0, 0.0]})
-    assert [each.reward for each in both if isinstance(each, Trajectory)] == [1.0, 0.0]
 
 
 @pytest.mark.parametrize("line", ALIASES)
@@ -309,8 +280,3 @@ def test_a_pointer_of_git_lfs_is_named_as_what_it_is(tmp_path: Path, name: str, 
     with pytest.raises(TreepackError) as caught:
         list(read([str(path)], BuildOptions(workers=workers)))
     assert str(caught.value) == f"{path}: is a pointer of Git LFS; fetch the file with git lfs pull"
-
-
-def test_the_formats_before_the_usual_names_keep_their_records() -> None:
-    assert detect_format(Record("r:1", "r", {"instruction": "Add.", "output": "5", "response": "5"})) == "alpaca"
-    assert detect_format(Record("r:1", "r", {"messages": [USER, ANSWER], "prompt": "x", "response": "y"})) == "chat"

@@ -161,26 +161,9 @@ def test_texts_in_json_under_a_plural_name_are_answers_of_their_own(name: str, s
     assert [turns(chat_of(each))[-1][1] for each in found] == said
 
 
-def test_a_system_prompt_that_no_column_takes_is_named() -> None:
-    item = one("question=ask,answer=said", {"ask": "Bolts?", "said": "Seven.", "system": "Be brief."})
-    assert (turns(chat_of(item)), item.notes) == (SHOP, ("field 'system' not used",))
-
-
 def test_answers_in_json_are_texts_and_not_messages() -> None:
     both = items("question=ask,answer=a", {"ask": "Call stock.", "a": ['{"name": "stock"}', '{"name": "box"}']})
     assert [turns(chat_of(each))[-1][1] for each in both] == ['{"name": "stock"}', '{"name": "box"}']
-
-
-def test_a_field_inside_of_messages_can_be_ignored() -> None:
-    value = {"talk": [{"role": "user", "content": "Bolts?", "mood": 1}, {"role": "assistant", "content": "Seven."}]}
-    assert one("messages=talk", value).notes == ("message field 'mood' not used",)
-    assert one("messages=talk,ignore=talk[0].mood", value).notes == ("field 'talk[0].mood' ignored",)
-
-
-def test_token_ids_with_a_mask_are_read_from_their_columns() -> None:
-    content = one("ids=toks,mask=train", {"toks": [5, 6, 7, 8], "train": [0, 0, 1, 1]}).content
-    assert isinstance(content, Tokens)
-    assert (content.starts.tolist(), content.ends.tolist()) == ([2], [4])
 
 
 @pytest.mark.parametrize("mask", ["flag", "flags"])

@@ -54,12 +54,6 @@ def test_the_segments_of_a_sampler_are_metadata_however_many(offsets: Any) -> No
     assert trajectory.notes == ()
 
 
-@pytest.mark.parametrize("value", [[], [1.0], [True], ["a"], [{"start": 1}], {"a": 1}])
-def test_segments_that_are_no_offsets_are_noted(value: Any) -> None:
-    trajectory = read(MASKED | {"segments": value})
-    assert (trajectory.metadata, trajectory.notes) == ({}, ("field 'segments' not used",))
-
-
 @pytest.mark.parametrize(
     ("value", "expected"),
     [

@@ -43,15 +43,6 @@ def tree(prompt: Node, **more: Any) -> Node:
     return {"message_tree_id": prompt["message_id"], "tree_state": "ready_for_export", "prompt": prompt} | more
 
 
-def test_every_path_of_a_tree_ends_with_an_answer_and_is_no_beginning_of_another() -> None:
-    value = tree(message("q", message("A", message("r", message("B")), message("s")), message("t"), message("C")))
-    assert said(read_oasst(value)) == {
-        "q/leaf-0": "user:q assistant:A user:r assistant:B",
-        "q/leaf-1": "user:q assistant:C",
-    }
-    assert {item.group_id for item in read_oasst(value)} == {"q"}
-
-
 def test_a_message_without_its_parent_and_a_repeated_one_are_counted() -> None:
     rows: list[Node] = [
         {"message_id": "q", "parent_id": None, "text": "q", "role": "prompter"},
@@ -82,11 +73,6 @@ def test_unknown_fields_of_a_message_are_named_and_another_text_is_refused() -> 
     ]
     with pytest.raises(TreepackError, match="field completion"):
         read_oasst(tree(message("q", message("A", completion="B"))))
-
-
-def test_a_thread_is_one_path() -> None:
-    value = {"thread_id": "A", "thread": [message("q"), message("A")]}
-    assert said(read_oasst(value)) == {"A/leaf-0": "user:q assistant:A"}
 
 
 def node(name: str, parent: str | None, role: str | None = None, content: Any = None, **more: Any) -> Node:
@@ -163,24 +149,10 @@ def test_the_end_of_an_answer_is_passed_on(more: Node, reason: str | None) -> No
     assert turn.messages[0].get("finish_reason") == reason
 
 
-def test_the_weight_of_a_message_is_read() -> None:
-    items = read_chatgpt(
-        node("1", None, "user", "q"), node("2", "1", "assistant", "A", weight=0.0), node("3", "2", "assistant", "B")
-    )
-    assert said(items) == {"C/leaf-0": "user:q assistant:a assistant:B"}
-
-
 def test_nodes_that_are_their_own_ancestors_are_refused() -> None:
     first, second = node("1", "2", "user", "q"), node("2", "1", "assistant", "A")
     with pytest.raises(TreepackError, match="own ancestors"):
         read_chatgpt(first, second)
-
-
-def test_content_of_another_type_ends_the_path_and_unknown_fields_are_named() -> None:
-    odd = node("3", "2", "tool", {"content_type": "hologram", "text": "h"})
-    items = read_chatgpt(node("1", None, "user", "q"), node("2", "1", "assistant", "A", mood="m"), odd)
-    assert "turns after it not used: content of type 'hologram' is not read" in notes_of(items)
-    assert "node field 'mood' not used" in notes_of(items)
 
 
 def test_the_samples_are_read() -> None:
