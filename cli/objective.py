@@ -15,8 +15,8 @@ from .option_groups import field_options, option_group
 
 _NAMES = (
     "clip_low clip_high dual_clip denominator response_length kl kl_estimator entropy importance_cap importance_floor "
-    "importance_mask importance_level sequence_mask old_logprobs temperature beta loss_constants value_coef value_clip "
-    "distill distill_beta teacher_kl teacher_baseline teacher"
+    "importance_mask importance_level sequence_of sequence_mask old_logprobs temperature beta loss_constants "
+    "value_coef value_clip distill distill_beta teacher_kl teacher_baseline teacher"
 )
 
 

@@ -49,7 +49,7 @@ _SECTIONS = {
     "Any loss": "denominator response-length entropy temperature router-aux routes",
     "Ratios and clipping (policy losses)": "clip-low clip-high dual-clip old-logprobs",
     "Sampler and trainer disagree (policy losses)": "importance-cap importance-floor importance-mask "
-    "importance-level sequence-mask",
+    "importance-level sequence-mask sequence-of",
     "KL from a reference (policy losses)": "kl kl-estimator",
     "Constants and values of single losses": "beta loss-constant value-coef value-clip",
     "Distillation (policy losses)": "distill distill-beta teacher-kl teacher-baseline teacher",

@@ -149,7 +149,8 @@ def test_sequences_in_memory_have_the_loss_of_rows(tmp_path: Path) -> None:
         chosen = choose_objective("grpo", denominator=denominator)
         sentence = refusal(sequence_loss, logprobs, None, scored, chosen, rollouts=given_numbers, **columns)
         assert sentence == (
-            f"sequence_loss: the denominator is {denominator}; give rollouts with the denominator rollout alone"
+            f"sequence_loss: the denominator is {denominator} and a sequence is a trajectory; give rollouts if one of "
+            "them is rollout, else none"
         )
 
 
@@ -215,8 +216,8 @@ def test_rollouts_without_one_number_or_weight_are_refused(tmp_path: Path) -> No
     shared = [sample(0, "r"), replace(sample(1, "r"), rollout_part=-1)]
     dataset = packed(tmp_path / "shared", shared, [0, 0])
     assert refusal(trajectory_table, dataset, objective) == (
-        f"{dataset.path}: row 0 has turns that several paths of a search tree share, and the denominator rollout "
-        "divides by the tokens of rollouts; build the trie without --expand turns, or with --per-path"
+        f"{dataset.path}: row 0 has turns that several paths of a search tree share, and the loss adds up the "
+        "tokens of each rollout; build the trie without --expand turns, or with --per-path"
     )
 
 

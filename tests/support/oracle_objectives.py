@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -215,14 +215,46 @@ def token_losses(model: Any, rollout: Rollout, o: Any, *, has_old: bool) -> dict
     """Loss of each trained token of a rollout."""
     if o.loss == "value":
         return value_losses(model, rollout, o)
-    logprobs, entropies = own_logprobs(model, rollout)
+    losses = sequence_losses(rollout, own_logprobs(model, rollout), o, has_old=has_old)
+    if o.value_coef:
+        losses = {j: losses[j] + o.value_coef * loss for j, loss in value_losses(model, rollout, o).items()}
+    return losses
+
+
+def sequence_losses(
+    rollout: Rollout, numbers: tuple[dict[int, Tensor], dict[int, Tensor]], o: Any, *, has_old: bool
+) -> dict[int, Tensor]:
+    """Loss of each trained token of a sequence, without values, from its log-probabilities and entropies."""
+    logprobs, entropies = numbers
     losses = policy_losses(rollout, logprobs, o, has_old=has_old)
     for j in rollout.trained:
         losses[j] = losses[j] * correction(rollout, logprobs, o, j, has_old=has_old)
         divergence = kl(logprobs[j], rollout.ref[j], o.kl_estimator, rollout.old[j])
         losses[j] = losses[j] + o.kl * divergence - o.entropy * entropies[j]
-    if o.value_coef:
-        losses = {j: losses[j] + o.value_coef * loss for j, loss in value_losses(model, rollout, o).items()}
+    return losses
+
+
+def losses_of_whole_rollouts(
+    model: Any, samples: Sequence[Rollout], o: Any, *, has_old: bool
+) -> list[dict[int, Tensor]]:
+    """Losses of the trained tokens of each sample, with the samples of a rollout behind each other as one sequence."""
+    losses: list[dict[int, Tensor]] = [{} for _ in samples]
+    names = [sample.rollout or f"alone {i}" for i, sample in enumerate(samples)]
+    for name in dict.fromkeys(names):
+        inside = [i for i, other in enumerate(names) if other == name]
+        starts, end = {}, 0
+        numbers: tuple[dict[int, Tensor], dict[int, Tensor]] = ({}, {})
+        for i in inside:
+            starts[i], end = end, end + len(samples[i].tokens)
+            for joined, own in zip(numbers, own_logprobs(model, samples[i]), strict=True):
+                joined.update({starts[i] + j: value for j, value in own.items()})
+        columns = ("tokens", "weights", "advantages", "old", "ref", "sampling")
+        merged: dict[str, Any] = {
+            column: [x for i in inside for x in getattr(samples[i], column)] for column in columns
+        }
+        whole = sequence_losses(replace(samples[inside[0]], **merged), numbers, o, has_old=has_old)
+        for i in inside:
+            losses[i] = {j: whole[starts[i] + j] for j in samples[i].trained}
     return losses
 
 
@@ -231,8 +263,12 @@ def step_loss(model: Any, rollouts: Sequence[Rollout], o: Any, *, has_old: bool 
     if o.loss == "dpo":
         return dpo(model, rollouts, o)
     weighted, sums = [], []
-    for rollout in rollouts:
-        losses = token_losses(model, rollout, o, has_old=has_old)
+    is_whole = o.sequence_of == "rollout"
+    if is_whole:
+        per_sample = losses_of_whole_rollouts(model, rollouts, o, has_old=has_old)
+    else:
+        per_sample = [token_losses(model, rollout, o, has_old=has_old) for rollout in rollouts]
+    for rollout, losses in zip(rollouts, per_sample, strict=True):
         total: Any = sum(rollout.weight * rollout.weights[j] * losses[j] for j in rollout.trained)
         weighted.append(total)
         sums.append(rollout.weight * sum(rollout.weights))
@@ -240,10 +276,10 @@ def step_loss(model: Any, rollouts: Sequence[Rollout], o: Any, *, has_old: bool 
     count = sum(rollouts[i].weight for i in live)
     if o.denominator == "token":
         result: Any = sum(weighted[i] for i in live) / sum(sums)
-    elif o.denominator == "trajectory":
+    elif o.denominator == "trajectory" and not is_whole:
         means = [weighted[i] / sums[i] for i in live]
         result = sum(rollouts[i].weight * mean for i, mean in zip(live, means, strict=True)) / count
-    elif o.denominator == "rollout":
+    elif o.denominator in ("rollout", "trajectory"):
         units = {i: rollouts[i].rollout or f"alone {i}" for i in live}
         weights = {units[i]: rollouts[i].weight for i in live}
         result = 0
@@ -259,6 +295,8 @@ def step_loss(model: Any, rollouts: Sequence[Rollout], o: Any, *, has_old: bool 
             means.append(sum(weighted[i] for i in inside) / sum(sums[i] for i in inside))
         result = sum(means) / len(groups)
     else:
+        if is_whole:
+            count = sum({rollouts[i].rollout or f"alone {i}": rollouts[i].weight for i in live}.values())
         result = sum(weighted[i] / o.response_length for i in live) / count
     assert isinstance(result, Tensor)
     return result

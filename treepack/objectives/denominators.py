@@ -43,7 +43,7 @@ class TrajectoryTable:
     Attributes:
         first: int64 [num_rows + 1]; the trajectories of row r are first[r] .. first[r + 1] - 1.
         group: int64 [K], equal for trajectories of the same training step and group.
-        rollout: int64 [K], equal for trajectories of the same rollout; None for other denominators than rollout.
+        rollout: int64 [K], equal for trajectories of the same rollout; None for a loss that does not read rollouts.
         weight: float64 [K], the sum of the weights of a trajectory's terms; for the denominator edge, the weights are
             multiplied by the factors of edges.
         own: float64 [K], the weight v of each trajectory, a factor of the weights of its terms.
@@ -125,9 +125,8 @@ def trajectory_table(dataset: AnyDataset, objective: Objective) -> TrajectoryTab
         TreepackError: for a loss of pairs, if there is no pair, or if the trajectories of a pair are in two rows.
     """
     reads_rewards, factor = objective.has_pairs, objective.weighing.column
-    is_by_rollout = objective.weighing.unit == "rollout" and not reads_rewards
-    kind = "-rewards" if reads_rewards else "-edges" if factor else "-rollouts" if is_by_rollout else ""
-    rollouts = "trajectory_rollouts" if reads_rewards else _NUMBERS if is_by_rollout else None
+    rollouts = "trajectory_rollouts" if reads_rewards else _NUMBERS if objective.is_by_rollout else None
+    kind = ("-rewards" if reads_rewards else "-edges" if factor else "") + "-rollouts" * objective.is_by_rollout
     name = f"trajectories{kind}"
     read = functools.partial(_trajectories, reads_rewards=reads_rewards, rollouts=rollouts, factor=factor)
     tables = [source.once_per_machine(name, functools.partial(read, source)) for source in sources_of(dataset)]
@@ -159,37 +158,60 @@ def trajectory_table(dataset: AnyDataset, objective: Objective) -> TrajectoryTab
                 "pair; give rollouts of one prompt the same group and their rewards"
             )
     table = TrajectoryTable(first, group, weight, own, pairs)
-    if not is_by_rollout:
+    if not objective.is_by_rollout:
         return table
+    if objective.sequence_of == "rollout":
+        _refuse_lost_parts(dataset, f"a sequence of {objective.name} is a whole rollout")
     numbers = np.concatenate([each["rollout"].to_numpy() for each in tables])
-    return with_rollouts(table, numbers, source_of_rows(dataset)[row], dataset.row_ids, f"{dataset.path}: ")
+    where = (dataset.row_ids, f"{dataset.path}: ")
+    return with_rollouts(table, numbers, source_of_rows(dataset)[row], where, objective)
 
 
 def with_rollouts(
-    table: TrajectoryTable, numbers: Int64, sources: Int64, row_ids: Int64, where: str
+    table: TrajectoryTable, numbers: Int64, sources: Int64, where: tuple[Int64, str], objective: Objective
 ) -> TrajectoryTable:
     """Return `table` with the rollout of each trajectory, by its number (`RowTerms.rollout_number`) and directory.
 
+    `where` has the ids of the rows, and the beginning of an error.
+
     Raises:
-        TreepackError: a turn of several paths, or trajectories of one rollout have different weights; `where` begins
-            the sentence.
+        TreepackError: a turn of several paths; or trajectories of one rollout that have different weights in the
+            denominator rollout, or are in several rows for sequences of rollouts.
     """
+    row_ids, start = where
     # A number may come back in another directory; it is then another rollout.
     rollout = np.unique(np.stack([sources, numbers]), axis=1, return_inverse=True)[1].astype(np.int64).reshape(-1)
     if (shared := np.flatnonzero(numbers < 0)).size:
-        reason = "the denominator rollout divides by the tokens of rollouts"
-        _refuse_shared(where, row_ids[table.row[shared[0]]], reason)
+        _refuse_shared(start, row_ids[table.row[shared[0]]], "the loss adds up the tokens of each rollout")
     known = np.flatnonzero(table.weight > 0)
+    if objective.sequence_of == "rollout":
+        _refuse_several_rows(table.row[known], rollout[known], where, objective.name)
+    if objective.weighing.unit != "rollout":
+        return replace(table, rollout=rollout)
     # Weights 2 and 3 of one rollout: the largest of the rollout is 3, and 2 differs from it.
     largest = np.zeros(len(rollout))
     np.maximum.at(largest, rollout[known], table.own[known])
     differ = known[table.own[known] != largest[rollout[known]]]
     if len(differ):
         raise TreepackError(
-            f"{where}row {row_ids[table.row[differ[0]]]} has a trajectory of another weight than others of its rollout "
+            f"{start}row {row_ids[table.row[differ[0]]]} has a trajectory of another weight than others of its rollout "
             "have, and the denominator rollout gives a rollout one weight; choose the denominator trajectory"
         )
     return replace(table, rollout=rollout)
+
+
+def _refuse_several_rows(row: Int64, rollout: Int64, where: tuple[Int64, str], loss: str) -> None:
+    """Refuse a rollout with trained tokens in two rows; `row` and `rollout` are of its trajectories."""
+    order = np.lexsort((row, rollout))
+    row, rollout = row[order], rollout[order]
+    split = np.flatnonzero((np.diff(rollout) == 0) & (np.diff(row) != 0))
+    if len(split):
+        ids, start = where
+        raise TreepackError(
+            f"{start}rows {ids[row[split[0]]]} and {ids[row[split[0] + 1]]} have trajectories of one rollout, which is "
+            f"one sequence of {loss} and must be in one row; pack with --method groups, or choose sequence_of "
+            "trajectory"
+        )
 
 
 def _refuse_shared(where: str, row_id: int, reason: str) -> None:
@@ -307,11 +329,15 @@ def _refuse_parts(dataset: AnyDataset, row: Int64, rollout: Int64, own: Int64, r
             f"{dataset.path}: row {dataset.row_ids[row[differ[0]]]} has trajectories of one rollout with different "
             f"rewards, and {loss} compares rollouts; give a rollout one reward"
         )
+    _refuse_lost_parts(dataset, f"{loss} compares whole rollouts")
+
+
+def _refuse_lost_parts(dataset: AnyDataset, reason: str) -> None:
     for source in sources_of(dataset):
         if (count := source.manifest["counts"].get(LOST_PARTS)) is not None:
             raise TreepackError(
-                f"{source.path}: pack has dropped trajectories of {count:,} rollouts of several, and {loss} compares "
-                "whole rollouts; pack with a larger --capacity"
+                f"{source.path}: pack has dropped trajectories of {count:,} rollouts of several, and {reason}; pack "
+                "with a larger --capacity"
             )
 
 
@@ -343,8 +369,9 @@ def step_factors(table: TrajectoryTable, rows: list[int], objective: Objective) 
     """Return the factors f of an optimiser step, one float64 [trajectories of the row] array per row.
 
     Trajectories without weight are ignored, also in the number of groups. The denominators trajectory and global count
-    each trajectory as its own weight v, and rollout each rollout, so that leaf weights and weights of records do not
-    cancel. For a loss of pairs, f is 1 / the number of pairs of the step; the denominator option has no effect.
+    each trajectory as its own weight v, so that leaf weights and weights of records do not cancel. The denominator
+    rollout counts each rollout, as these two do if a sequence is a rollout. For a loss of pairs, f is 1 / the number of
+    pairs of the step; the denominator option has no effect.
     """
     # first [0, 2, 3, 6], rows [2, 0] -> members [3, 4, 5] and [0, 1]
     members = [np.arange(table.first[row], table.first[row + 1]) for row in rows]
@@ -353,7 +380,7 @@ def step_factors(table: TrajectoryTable, rows: list[int], objective: Objective) 
         factor = 1 / max(1, int(table.pairs[rows].sum()))
         return [np.full(len(indices), factor) for indices in members]
     every = np.concatenate(members)
-    unit = table.group if table.rollout is None else table.rollout
+    unit = table.group if objective.weighing.unit != "rollout" or table.rollout is None else table.rollout
     values = (table.weight[every], table.own[every], unit[every])
     factors = denominator_factors(objective.weighing, *values, response_length=objective.response_length)
     return np.split(factors, np.cumsum([len(indices) for indices in members])[:-1])

@@ -9,7 +9,7 @@ The loss of a step is the sum over its terms t of f_i(t) w_t l_t, see `losses`. 
     trajectory     f = v / (W_u * the sum of all v)                            v: the trajectory's own weight
     rollout        the same of rollouts, whose trajectories have one weight v
     group          f = 1 / (W_u * the number of groups with a weight)
-    global         f = 1 / (response_length * the sum of all v)
+    global         f = 1 / (response_length * the sum of all v), over trajectories, or over rollouts
 
 Trajectories without weight are in no sum and no number, and have f = 0 unless all f are equal.
 """
@@ -69,9 +69,7 @@ def denominator_factors(
     import numpy as np  # not for the names of denominators, which the help of commands lists
 
     own = np.where(weight > 0, own, 0.0)
-    if denominator.has_length:
-        sums = np.full(len(weight), (own.sum() if total_own is None else total_own) * response_length)
-    elif denominator.unit == "step":
+    if denominator.unit == "step":
         sums = np.full(len(weight), weight.sum() if total_weight is None else total_weight)
     else:
         # unit [7, 3, 7] -> [1, 0, 1]: dense, for bincount
@@ -80,6 +78,9 @@ def denominator_factors(
         np.maximum.at(share, unit, own)
         if denominator.unit == "group":
             share = (share > 0).astype(np.float64)
+        if denominator.has_length:
+            constant = (share.sum() if total_own is None else total_own) * response_length
+            return np.full(len(weight), 1 / constant if constant else 0.0)
         # f = v_u / (W_u sum v). Relative to the largest v, equal weights give 1 / (W_u N) without rounding:
         # v [3, 3] -> [1, 1]; v [3/2, 3/4, 3/4] -> [1, 1/2, 1/2], so W is multiplied by 2, 4, 4.
         largest = share.max(initial=0) or 1

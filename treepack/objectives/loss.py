@@ -26,8 +26,8 @@ _COMMON: dict[str, frozenset[str]] = {
     "weights": frozenset(),
     "terms": frozenset(
         "denominator response_length kl kl_estimator entropy importance_cap importance_floor importance_mask "
-        "importance_level sequence_mask old_logprobs temperature value_coef value_clip distill distill_beta teacher_kl "
-        "teacher_baseline teacher".split()
+        "importance_level sequence_of sequence_mask old_logprobs temperature value_coef value_clip distill "
+        "distill_beta teacher_kl teacher_baseline teacher".split()
     ),
     "pairs": frozenset(),
     "values": frozenset({"denominator", "response_length", "value_clip"}),

@@ -17,6 +17,7 @@ term_weight):
     rollout      f_i = v_r / (V W_r)   W_r = sum_(i of r) W_i     each rollout counts v_r of V = sum_r v_r
     group        f_i = 1 / (G W_g)     W_g = sum_(i of g) W_i     each of the G groups counts the same
     global       f_i = 1 / (V response_length)                    a constant per trajectory, as in Dr. GRPO
+                 trajectory and global are of rollouts if `sequence_of` is "rollout"
     edge         as token, with e_t w_t in place of w_t           each edge of a sampled tree counts the same: TreeRPO
                  (e_t: column term_edge_factor)                   (TRACE, 2606.11119, eq. 47; `rl.advantages.edges`)
 
@@ -32,7 +33,7 @@ of softmax(logits / T) at the sampler's temperature T, and sg() no gradient:
     l_t = sg(weight_t) surrogate_t + kl * k_t - entropy * H_t + value_coef * value loss
 
 Sampler and trainer may disagree. With m_t = exp(old_t - sampling_t), or its product or geometric mean over the
-trajectory (`importance_level`), weight_t is 1 times
+trajectory or rollout (`importance_level`, `sequence_of`), weight_t is 1 times
 
     min(max(m, importance_floor), importance_cap)    truncated importance weights (Yao et al. 2025,
                                                      https://fengyao.notion.site/off-policy-rl)

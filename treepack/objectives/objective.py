@@ -71,6 +71,12 @@ class Objective:
         "geometric mean.",
         choices=_LEVELS,
     )
+    sequence_of: str = option(
+        "trajectory",
+        "Sequence of ratios, masks, and the denominators trajectory and global: a trajectory, or all trajectories of a "
+        "rollout, which must be in one row.",
+        choices=("trajectory", "rollout"),
+    )
     sequence_mask: float | None = option(
         None,
         "Leave out terms with a negative advantage if the mean of log sampling / current probability over their "
@@ -173,8 +179,15 @@ class Objective:
 
     @property
     def weighing(self) -> Denominator:
-        """The denominator itself."""
-        return DENOMINATORS[self.denominator]
+        """The denominator itself; its unit is the rollout if a sequence is one."""
+        chosen = DENOMINATORS[self.denominator]
+        is_by_rollout = self.sequence_of == "rollout" and chosen.unit == "trajectory"
+        return chosen._replace(unit="rollout") if is_by_rollout else chosen
+
+    @property
+    def is_by_rollout(self) -> bool:
+        """True if the loss depends on which trajectories belong to one rollout; False for pairs, which always do."""
+        return not self.has_pairs and "rollout" in (self.sequence_of, self.denominator)
 
     @property
     def constants(self) -> dict[str, float]:
@@ -320,6 +333,11 @@ def _refuse_unused(objective: Objective, given: Mapping[str, Any]) -> None:
         "importance_level": (
             reads_level,
             f"is the level of importance_mask, and of importance_cap{owner}; give one of them too",
+        ),
+        "sequence_of": (
+            objective.reads_trajectories,
+            f"is about ratios and masks of sequences, which {objective.name} with these options does not have; choose "
+            "the denominator rollout instead",
         ),
         "value_clip": (objective.has_values, "is about the value loss, which has no weight; give value_coef too"),
         **dict.fromkeys(

@@ -35,8 +35,8 @@ def row_factors(rows: Sequence[Row], objective: Objective) -> list[Tensor]:
         objective: over terms or values. The denominator of sft is a sum of weights, and dpo compares pairs.
 
     Raises:
-        TreepackError: another loss, a column of the objective that a trajectory lacks, or for the denominator rollout a
-            rollout with several weights or with turns that other rollouts share.
+        TreepackError: another loss, a column of the objective that a trajectory lacks, or a rollout that
+            `with_rollouts` refuses.
     """
     if not objective.has_terms or objective.has_pairs:
         raise TreepackError(
@@ -54,10 +54,10 @@ def row_factors(rows: Sequence[Row], objective: Objective) -> list[Tensor]:
         own=np.concatenate([*map(_own_weights, rows), np.zeros(0)]),
         pairs=None,
     )
-    if objective.weighing.unit == "rollout":
+    if objective.is_by_rollout:
         numbers = np.concatenate([*map(rollout_numbers_of, rows), np.zeros(0, np.int64)])
         row_ids = np.array([row.row_id for row in rows], np.int64)
-        table = with_rollouts(table, numbers, np.zeros_like(numbers), row_ids, "row_factors: ")
+        table = with_rollouts(table, numbers, np.zeros_like(numbers), (row_ids, "row_factors: "), objective)
     return [torch.from_numpy(factors) for factors in step_factors(table, list(range(len(rows))), objective)]
 
 

@@ -1,4 +1,4 @@
-"""Ratios of policies over whole trajectories, for losses and masks that are about sequences.
+"""Ratios of policies over whole trajectories or rollouts, for losses and masks that are about sequences.
 
     log-probabilities of tokens, terms --trajectory_ratios--> TrajectoryRatios: a number of each kind per trajectory
 
@@ -6,6 +6,10 @@ All are over the trained tokens of a trajectory (terms with weight), and have no
 of each term t and a trajectory i:
 
     sum_i = the sum of x_t over the terms t of i whose weight is above 0;  mean_i = sum_i / the number of these terms
+
+With `sequence_of` "rollout", i is a rollout, and each of its trajectories has the number of the rollout:
+
+    rollout of each trajectory  0 0 2     sums of trajectories  a b c     numbers  a+b a+b c
 """
 
 from __future__ import annotations
@@ -55,6 +59,7 @@ def trajectory_ratios(
     whole = objective.definition.whole
     # Sums over all chunks, because a trajectory may span two; the last line counts trained tokens.
     sums = torch.zeros(4, num_trajectories, dtype=torch.float64, device=logprobs.device)
+    sequence = terms.rollout.long() if objective.sequence_of == "rollout" and terms.rollout is not None else None
     for part in term_slices(terms, chunk):
         current, old = gather_logprobs(logprobs, part, objective)
         assert part.advantage is not None
@@ -67,6 +72,8 @@ def trajectory_ratios(
         trained = (part.weight > 0).double()
         for line, column in zip(sums, (own, mismatch, lag, trained), strict=True):
             line.index_add_(0, part.trajectory, column * trained)
+    if sequence is not None:
+        sums = torch.zeros_like(sums).index_add(1, sequence, sums).index_select(1, sequence)
     own, mismatch, lag, count = sums
     count = count.clamp(min=1)
     if objective.importance_level != "sequence":

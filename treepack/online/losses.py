@@ -14,6 +14,7 @@ from treepack.errors import TreepackError
 from treepack.objectives.factors import denominator_factors
 from treepack.objectives.losses import objective_loss
 from treepack.objectives.objective import Objective
+from treepack.rl.rollout_parts import first_of_each
 
 
 def sequence_loss(
@@ -41,7 +42,8 @@ def sequence_loss(
         old_logprobs: [B, L]; without them every ratio is 1.
         sampling_logprobs: [B, L], of the sampler.
         ref_logprobs: [B, L], of the reference.
-        rollouts: [B], equal numbers for the sequences of one rollout, which are all here; for the denominator rollout.
+        rollouts: [B], equal numbers for the sequences of one rollout, which are all here; for the denominator rollout
+            and for `sequence_of` rollout.
         step_tokens: scored tokens of the optimiser step over all micro-batches and ranks; None if this is the step.
         step_sequences: sequences with a scored token of the same step; with `rollouts`, rollouts with one.
 
@@ -61,11 +63,12 @@ def sequence_loss(
             f"sequence_loss: the loss is {objective.name} with the denominator {objective.denominator}; expected a "
             "policy loss without values, and token, trajectory, rollout or global"
         )
-    if (rollouts is None) == (denominator.unit == "rollout"):
+    if (rollouts is None) == objective.is_by_rollout:
         raise TreepackError(
-            f"sequence_loss: the denominator is {objective.denominator}; give rollouts with the denominator rollout "
-            "alone"
+            f"sequence_loss: the denominator is {objective.denominator} and a sequence is a {objective.sequence_of}; "
+            "give rollouts if one of them is rollout, else none"
         )
+    places = None if rollouts is None else torch.from_numpy(first_of_each(rollouts.cpu().numpy()).astype(np.int32))
     missing = [name for name in objective.columns if given.get(name) is None]
     if missing or (entropies is None and objective.entropy):
         name = f"{missing[0].removeprefix('term_')}s" if missing else "entropies"
@@ -83,6 +86,7 @@ def sequence_loss(
         old_logprob=columns["term_old_logprob"],
         ref_logprob=columns["term_ref_logprob"],
         group=torch.zeros(len(scored), dtype=torch.int32, device=own.device),
+        rollout=None if places is None else places.to(own.device),
         position=place.int(),
     )
     counts = scored.sum(1).double().cpu().numpy()

@@ -77,7 +77,7 @@ def open_data(packed: Packed, options: TrainOptions, ranks: Ranks) -> RunData:
 
 def _notes_on_rollouts(rollouts: Int64, schedule: list[OptimiserStep], rows_per_step: int) -> tuple[str, ...]:
     if len(np.unique(rollouts)) == len(rollouts):
-        return ("no rollout became several trajectories, so the denominator rollout is the denominator trajectory",)
+        return ("no rollout became several trajectories, so each trajectory counts as a rollout",)
     if (largest := max(len(step.rows) for step in schedule)) <= rows_per_step:
         return ()
     return (
