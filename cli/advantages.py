@@ -16,6 +16,7 @@ from .config import common_options
 from .option_groups import field_options, option_group
 from .output import percent, quoted, show, show_end
 from .paths import TRIE, WRITE
+from .sections import SectionedCommand
 from .sizes import TokenCounts
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ def _warn_of_skipped(manifest: Manifest, trie: AnyPath) -> None:
         )
 
 
-@click.command()
+@click.command(cls=SectionedCommand)
 @click.argument("trie", type=TRIE)
 @click.option(
     "--estimator",

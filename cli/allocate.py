@@ -12,6 +12,7 @@ import click
 from .config import common_options
 from .output import next_rollouts, percent, quoted, reserve_table, show, show_end
 from .paths import READ, TRIE, WRITE
+from .sections import SectionedCommand
 
 if TYPE_CHECKING:
     from treepack.files.remote.address import AnyPath
@@ -29,7 +30,7 @@ def allocate() -> None:
     """
 
 
-@allocate.command(short_help="Write the number of rollouts of each prompt.")
+@allocate.command(cls=SectionedCommand, short_help="Write the number of rollouts of each prompt.")
 @click.argument("predictions", type=READ)
 @click.option("--budget", type=int, required=True, help="Total rollouts of all prompts.")
 @click.option("--max-rollouts", type=click.IntRange(min=2), help="Maximum rollouts of one prompt.")
@@ -66,7 +67,7 @@ def roots(predictions: AnyPath, budget: int, max_rollouts: int | None, out: AnyP
     show_end(out, then=next_rollouts(out, "--prompts PROMPTS"))
 
 
-@allocate.command(short_help="Write the prefixes of rollouts to continue, and how often.")
+@allocate.command(cls=SectionedCommand, short_help="Write the prefixes of rollouts to continue, and how often.")
 @click.argument("trie", type=TRIE)
 @click.option("--predictions", type=READ, required=True, help="JSON lines or Parquet of prefix values.")
 @click.option("--expand", type=click.IntRange(min=1), required=True, help="Continuations for each rollout of a group.")

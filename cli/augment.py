@@ -18,6 +18,7 @@ from .config import common_options
 from .output import next_rollouts, percent, refuse_suffix, reserve_table, show, show_end
 from .paths import PACKED, TRIE, WRITE
 from .progress import progress
+from .sections import SectionedCommand
 
 if TYPE_CHECKING:
     from treepack.files.manifest import Manifest
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 _BOUNDARIES = ("token", "turn")
 
 
-@click.command()
+@click.command(cls=SectionedCommand)
 @click.argument("trie", type=TRIE)
 @click.option("--out", type=WRITE, required=True, help="JSONL file to write, one query per line.")
 @click.option(

@@ -16,6 +16,7 @@ from .paths import WRITE, refuse_missing
 from .progress import progress_bars
 from .ray_options import ray_cluster, ray_option
 from .reading import reading_options
+from .sections import SectionedCommand
 from .sizes import memory_option
 from .skipped import print_control_tokens, print_many_skipped, print_skipped
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 _route_options = option_group("routes", field_options(BuildOptions, "keep_routes route_conflicts"), dict)
 
 
-@click.command()
+@click.command(cls=SectionedCommand)
 @click.argument("inputs", metavar="INPUT...", nargs=-1, required=True)
 @click.option("--out", type=WRITE, required=True, help="Directory to write.")
 @reading_options

@@ -15,6 +15,7 @@ from .option_groups import field_options, option_group
 from .output import quoted, reserve_directory, show, show_end
 from .paths import TRIE, WRITE
 from .progress import progress_bars
+from .sections import SectionedCommand
 from .stages import import_torch, stage_lines
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ _critic_options = option_group(
 )
 
 
-@click.command()
+@click.command(cls=SectionedCommand)
 @click.argument("trie", type=TRIE)
 @click.option(
     "--model",

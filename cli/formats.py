@@ -6,9 +6,10 @@ import click
 
 from .config import common_options
 from .record import show_record
+from .sections import SectionedCommand
 
 
-@click.command()
+@click.command(cls=SectionedCommand)
 @click.argument("name", required=False)
 @click.option(
     "--record",

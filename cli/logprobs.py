@@ -17,6 +17,7 @@ from .option_groups import field_options, option_group
 from .output import quoted, reserve_directory, show, show_end
 from .paths import PACKED, WRITE
 from .progress import progress
+from .sections import SectionedCommand
 from .stages import import_torch, stage_lines
 from .training import row_ranks
 
@@ -36,7 +37,7 @@ _score_options = option_group(
 )
 
 
-@click.command()
+@click.command(cls=SectionedCommand)
 @click.argument("packed", type=PACKED)
 @click.option(
     "--model",

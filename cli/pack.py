@@ -14,6 +14,7 @@ from .paths import RATED_TRIE, READ, WRITE
 from .planning import REPLACED_BY_PLAN, pack_options
 from .progress import progress_bars
 from .ray_options import ray_cluster, ray_option
+from .sections import SectionedCommand
 from .sizes import memory_option
 from .skipped import print_control_tokens, print_many_skipped
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 _MANY_DROPPED = 0.1  # share of the trajectories
 
 
-@click.command()
+@click.command(cls=SectionedCommand)
 @click.argument("trie", type=RATED_TRIE)
 @click.option("--out", type=WRITE, required=True, help="Directory to write.")
 @pack_options

@@ -18,6 +18,7 @@ from .paths import WRITE, refuse_missing
 from .planning import pack_options_without_workers
 from .progress import progress_bars
 from .reading import reading_options
+from .sections import SectionedCommand
 from .sizes import memory_option
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from treepack.pack.options import PackOptions
 
 
-@click.command()
+@click.command(cls=SectionedCommand)
 @click.argument("inputs", metavar="INPUT...", nargs=-1, required=True)
 @click.option(
     "--out",

@@ -99,7 +99,7 @@ def token_progress(trajectories: Iterable[_T], *, description: str) -> Iterator[
 
 @contextmanager
 def step_progress(
-    stage: str, total: int, *, first: int = 0, interval: float = 0.0
+    stage: str, total: int, *, first: int = 0, every: int = 1, interval: float = 0.0
 ) -> Iterator[Callable[[int, Mapping[str, str]], None]]:
     """Yield a function that shows the steps done and some values: `report(12, {"loss": "1.2345"})`.
 
@@ -107,6 +107,7 @@ def step_progress(
         stage: name of the work, such as "training".
         total: number of steps.
         first: steps that were done before, in a run that is resumed.
+        every: number of steps from one line to the next; the first and the last step have a line too.
         interval: minimum seconds between two lines; 0 for a line for each step.
     """
     if is_quiet():
@@ -129,7 +130,7 @@ def step_progress(
         def write(done: int, values: Mapping[str, str]) -> None:
             nonlocal last
             now = time.monotonic()
-            if now - last >= interval:
+            if now - last >= interval and (done % every == 0 or done in (first, total)):
                 last = now
                 parts = [f"step {done} of {total}", *(f"{name} {value}" for name, value in values.items())]
                 parts += _time_left((done - first) / max(1, total - first), now - start)

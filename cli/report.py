@@ -22,6 +22,7 @@ from .paths import LOOK, READ, WRITE, refuse_missing
 from .planning import search_options
 from .progress import progress_bars
 from .reading import reading_options
+from .sections import SectionedCommand
 from .sizes import TokenCounts
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ _page_options = option_group(
 )
 
 
-@click.command()
+@click.command(cls=SectionedCommand)
 @click.argument("paths", metavar="PATH...", nargs=-1, required=True, type=LOOK)
 @click.option("--out", type=WRITE, metavar="FILE", help="HTML page to write.")
 @click.option("--png", type=WRITE, metavar="DIRECTORY", help="Directory to write PNG pictures to.")

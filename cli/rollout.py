@@ -29,6 +29,7 @@ from .rollout_inputs import (
     world_options,
 )
 from .rollout_options import run_options, sampling_options, tree_options
+from .sections import SectionedCommand
 
 if TYPE_CHECKING:
     from treepack.files.remote.address import AnyPath
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
 _SAMPLE_TEXT = "A tree of rollouts, 3 of 16 leaves."  # to compare two tokenizers
 
 
-@click.command()
+@click.command(cls=SectionedCommand)
 @click.argument("path", metavar="PROMPTS", type=READ)
 @engine_options
 @tree_options

@@ -21,6 +21,7 @@ class RunOptions:
     project: str
     run_name: str | None
     held_out: str | None
+    log_every: int
 
 
 run_options = option_group(
@@ -56,6 +57,14 @@ run_options = option_group(
             type=PACKED_TEXT,
             metavar="PACKED",
             help="Packed directory of held-out rows, whose loss is computed during training.",
+        ),
+        click.option(
+            "--log-every",
+            type=click.IntRange(min=1),
+            default=1,
+            show_default=True,
+            metavar="N",
+            help="Without a terminal, write a line to stderr every N steps; metrics.jsonl has each step.",
         ),
     ],
     RunOptions,

@@ -17,6 +17,7 @@ from .config import common_options
 from .option_groups import field_options, option_group
 from .output import lock_until_end, next_rollouts, quoted, refuse_suffix, reserve_table, show, show_end
 from .paths import READ, TRIE, WRITE
+from .sections import SectionedCommand
 
 if TYPE_CHECKING:
     from treepack.files.remote.address import AnyPath
@@ -45,7 +46,7 @@ def select() -> None:
     """
 
 
-@select.command(short_help="Write the K queries whose pass rate is nearest to 0.5.")
+@select.command(cls=SectionedCommand, short_help="Write the K queries whose pass rate is nearest to 0.5.")
 @click.argument("state", type=READ)
 @click.option("--k", type=click.IntRange(min=1), required=True, help="Number of queries.")
 @click.option("--out", type=WRITE, help="JSONL file to write; default: standard output.")
@@ -101,7 +102,7 @@ def nearest(
     show_end(out, then=next_rollouts(out, "--prompts PROMPTS"))
 
 
-@select.command()
+@select.command(cls=SectionedCommand)
 @click.argument("state", type=READ)
 @click.option(
     "--queries",

@@ -16,6 +16,7 @@ from .config import common_options
 from .paths import LOOK, refuse_missing
 from .progress import token_progress
 from .reading import reading_options
+from .sections import SectionedCommand
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 WIDTH = 100  # if there is no terminal to ask for its width
 
 
-@click.command()
+@click.command(cls=SectionedCommand)
 @click.argument("paths", metavar="PATH...", nargs=-1, required=True, type=LOOK)
 @click.option("--trajectory", metavar="ID", help="Show this trajectory, turn by turn; FILE:LINE names it too.")
 @click.option("--group", metavar="ID", help="Show the tree of this group.")

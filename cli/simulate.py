@@ -15,6 +15,7 @@ from .config import common_options
 from .option_groups import field_options, option_group
 from .output import quoted, show, show_end, show_table
 from .paths import TRIE
+from .sections import SectionedCommand
 
 if TYPE_CHECKING:
     from treepack.files.remote.address import AnyPath
@@ -59,7 +60,7 @@ def simulate() -> None:
     """Simulate rollouts to compare ways to spend them."""
 
 
-@simulate.command(short_help="Compare uniform and TRACE allocation of one budget.")
+@simulate.command(cls=SectionedCommand, short_help="Compare uniform and TRACE allocation of one budget.")
 @click.argument("trie", type=TRIE, required=False)
 @option_group("experiment", field_options(BudgetExperiment, _EXPERIMENT_FIELDS), BudgetExperiment)
 @option_group("world_fields", _WORLD_OPTIONS, _world_fields)

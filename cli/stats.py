@@ -15,6 +15,7 @@ from .paths import LOOK, READ, refuse_missing
 from .planning import ranked_search_options
 from .progress import progress_bars
 from .reading import reading_options
+from .sections import SectionedCommand
 from .sizes import TokenCounts, memory_option
 from .stats_table import print_report
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from treepack.pack.options import PackOptions
 
 
-@click.command()
+@click.command(cls=SectionedCommand)
 @click.argument("paths", metavar="PATH...", nargs=-1, required=True, type=LOOK)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @option_group(

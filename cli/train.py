@@ -40,26 +40,6 @@ def _parse_mix(_: click.Context, parameter: click.Parameter, value: str | None) 
         raise click.BadParameter(f"{value!r} is not a list of numbers such as 0.7,0.3", param=parameter) from error
 
 
-_SECTIONS = {
-    "Data, model and output": "model init-from out overwrite resume dry-run mix eval config from-run quiet",
-    "Loss and optimiser": "loss epochs steps rows-per-step lr min-lr-ratio warmup-steps weight-decay betas clip seed",
-    "LoRA and quantised weights": "lora-rank lora-alpha lora-targets lora-dropout quantize merge dequantize",
-    "Held-out rows and checkpoints": "eval-every patience checkpoint-every keep save-dtype max-skipped",
-    "Metrics": "report-to project run-name",
-    "Any loss": "denominator response-length entropy temperature router-aux routes",
-    "Ratios and clipping (policy losses)": "clip-low clip-high dual-clip old-logprobs",
-    "Sampler and trainer disagree (policy losses)": "importance-cap importance-floor importance-mask "
-    "importance-level sequence-mask sequence-of",
-    "KL from a reference (policy losses)": "kl kl-estimator",
-    "Constants and values of single losses": "beta loss-constant value-coef value-clip",
-    "Distillation (policy losses)": "distill distill-beta teacher-kl teacher-baseline teacher",
-    "Override what the run chooses": "dtype compile attention checkpoint-layers offload-checkpoints offload-optimizer "
-    "carry pass-tokens loss-chunk sequence-ranks expert-ranks whole-weights blocks",
-    "Devices and storage": "device gather-dtype cache cache-size",
-    "Verification": "verify verify-rows help",
-}
-
-
 def _auto(_: click.Context, __: click.Parameter, value: bool | None) -> bool | str:
     return "auto" if value is None else value
 
@@ -86,7 +66,7 @@ _training_options = option_group(
 )
 
 
-@click.command(cls=SectionedCommand, sections=_SECTIONS)
+@click.command(cls=SectionedCommand)
 # Not a Path, which would make "s3://bucket/rows" "s3:/bucket/rows".
 @click.argument("packed", nargs=-1, required=True, type=PACKED_TEXT)
 @click.option(

@@ -316,6 +316,7 @@ def _run_steps(
         note=lambda note: _note(run.ranks, note),
     )
     steps: list[StepMetrics] = []
+    lines = partial(step_progress, "training", len(run.schedule), every=run_options.log_every)
     with ExitStack() as stack:
         sinks, report = None, None
         for metrics in metrics_of_steps:
@@ -330,7 +331,7 @@ def _run_steps(
             steps.append(metrics)
             if run.ranks.leads:
                 # The time left is estimated without the first step, which compiles.
-                report = report or stack.enter_context(step_progress("training", len(run.schedule), first=metrics.step))
+                report = report or stack.enter_context(lines(first=metrics.step))
                 report(metrics.step, step_values(metrics))
             if metrics.skipped_rows:  # above the bar, at the time it happens
                 _note(run.ranks, f"step {metrics.step} was skipped: not finite in rows {metrics.skipped_rows}")

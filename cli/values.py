@@ -17,6 +17,7 @@ from .option_groups import field_options, option_group
 from .output import quoted, reserve_directory, reserve_table, show, show_end
 from .paths import READ, TRIE, WRITE
 from .progress import INTERVAL, step_progress
+from .sections import SectionedCommand
 from .sizes import TokenCount
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ def values() -> None:
     """Predict how likely success is from a prompt, or from a prefix of a rollout (TRACE)."""
 
 
-@values.command(short_help="Fit a predictor of success on the rollouts in TRIE.")
+@values.command(cls=SectionedCommand, short_help="Fit a predictor of success on the rollouts in TRIE.")
 @click.argument("trie", type=TRIE)
 @click.option(
     "--model",
@@ -172,7 +173,7 @@ def _run_steps(steps: Iterator[FitStep], *, total: int) -> list[FitStep]:
     return results
 
 
-@values.command(short_help="Write the value of every prompt and prefix in TRIE.")
+@values.command(cls=SectionedCommand, short_help="Write the value of every prompt and prefix in TRIE.")
 @click.argument("trie", type=TRIE)
 @click.option(
     "--values",

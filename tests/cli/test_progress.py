@@ -89,6 +89,10 @@ def test_steps_have_a_line_each_or_one_in_every_interval(capsys: pytest.CaptureF
         "training: step 2 of 3, loss 1.5, 0 s left",
         "training: step 3 of 3, loss 1.25",
     ]
+    with progress.step_progress("training", 9, first=2, every=4) as report:
+        for step in range(2, 10):
+            report(step, {})
+    assert re.findall(r"step (\d)", capsys.readouterr().err) == ["2", "4", "8", "9"]
     with progress.step_progress("fitting", 2, interval=1000) as report:
         report(1, {})
         report(2, {})

@@ -1,10 +1,13 @@
-"""The result of a run of the installed `treepack` command, for tests with the fixture `treepack`."""
+"""The result of a run of the installed `treepack` command, for tests with the fixture `treepack`; all commands."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from importlib import import_module
 from typing import NamedTuple
+
+import click
 
 
 class Result(NamedTuple):
@@ -27,3 +30,11 @@ class Result(NamedTuple):
 
 
 Run = Callable[..., Result]
+
+
+def every_command() -> Iterator[click.Command]:
+    """Yield every command that has no commands of its own."""
+    group = import_module("treepack_cli").commands
+    for name in group.list_commands(None):
+        command = group.get_command(None, name)
+        yield from getattr(command, "commands", {"": command}).values()
