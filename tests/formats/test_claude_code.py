@@ -127,7 +127,7 @@ def write(path: Path, lines: list[Line]) -> None:
 
 @pytest.mark.parametrize("folder", [".", "S/subagents"])
 def test_a_session_and_its_sub_agents_are_one_rollout_over_files(tmp_path: Path, folder: str) -> None:
-    task = {"type": "tool_use", "id": "t", "name": "Task", "input": {}}
+    task = {"type": "tool_use", "id": "t", "name": "Task", "input": {"subagent_type": "explorer"}}
     done = {"type": "tool_result", "tool_use_id": "t", "content": "x"}
     result = entry("r", "m1", content=[done], toolUseResult={"agentId": "a2"})
     lines = [entry("u", None, content="q"), block("m1", "u", "m1", task), result, block("m2", "r", "m2", text("B"))]
@@ -138,6 +138,8 @@ def test_a_session_and_its_sub_agents_are_one_rollout_over_files(tmp_path: Path,
     place = str(tmp_path / "S.jsonl")
     assert facts == [(0, "S", "S", place), (MAX_INSIDE, "S/a2", "S", place)]
     assert len({item.group_id for item in found}) == 1
+    # `treepack advantages --by agent` compares sub-agents of a kind.
+    assert {item.trajectory_id: item.metadata.get("agent") for item in found} == {"S": None, "S/a2": "explorer"}
 
 
 def test_a_sub_agent_that_its_session_does_not_name_is_a_rollout_of_its_own(tmp_path: Path) -> None:

@@ -96,6 +96,49 @@ def test_a_rollout_counts_once_whatever_its_number_of_trajectories(
             assert advantage == pytest.approx(expected[one.trajectory_id].advantage, rel=1e-9, abs=1e-12)
 
 
+@pytest.mark.parametrize("estimator", FLAT)
+@given(made=rollouts(), data=st.data())
+def test_agents_of_a_name_are_compared_as_if_each_was_a_rollout_of_a_group_of_that_name(
+    estimator: str, made: list[list[Trajectory]], data: st.DataObject
+) -> None:
+    made = [*made, *(parts(name, make(name, [1, 2], group="x", reward=float(i))) for i, name in enumerate("uv"))]
+    named: list[Trajectory] = []
+    alone: dict[tuple[str, str], Trajectory] = {}
+    owner: list[tuple[str, str]] = []
+    for samples in made:
+        agents = data.draw(st.lists(st.sampled_from(["", "search"]), min_size=len(samples), max_size=len(samples)))
+        # An agent has its reward, or none and then that of the rollout, whose first agent always has one.
+        own = {agents[0]: samples[0].reward}
+        for item, agent in zip(samples, agents, strict=True):
+            if agent not in own:
+                own[agent] = data.draw(st.sampled_from([None, 2.0]))
+            named.append(replace(item, metadata={"agent": agent} if agent else {}, reward=own[agent]))
+            owner.append((str(item.rollout_id or item.trajectory_id), agent))
+            reward = samples[0].reward if own[agent] is None else own[agent]
+            group = f"{item.group_id}-{agent}"
+            one = replace(item, rollout_id=None, rollout_part=None, group_id=group, reward=reward)
+            alone.setdefault(owner[-1], one)
+    if not any(agent for _, agent in owner):
+        assert refusal(filled, build_trie(named), estimator, by="agent").startswith("no trajectory has the name of an")
+        return
+    try:
+        expected = filled(build_trie(alone.values()), estimator)
+    except TreepackError:  # each agent has one part, so that nothing can be compared
+        assert "no group is left to compare" in refusal(filled, build_trie(named), estimator, by="agent")
+        return
+    found = filled(build_trie(named), estimator, by="agent")
+    for item, key in zip(named, owner, strict=True):
+        advantage = found[item.trajectory_id].advantage
+        assert advantage == pytest.approx(expected[alone[key].trajectory_id].advantage, rel=1e-9, abs=1e-12)
+        assert found[item.trajectory_id].group_id == item.group_id
+
+
+def test_estimators_of_trees_and_paths_have_no_agents() -> None:
+    assert refusal(AdvantageOptions, "gae", by="agent") == (
+        "by is an option of grpo, dr-grpo, rloo, reinforce++; gae has none"
+    )
+
+
 @given(made=rollouts(), gamma=st.sampled_from([1.0, 0.9]), lam=st.sampled_from([1.0, 0.5]))
 def test_gae_goes_on_from_one_trajectory_of_a_rollout_to_the_next(
     made: list[list[Trajectory]], gamma: float, lam: float

@@ -26,11 +26,15 @@ _AGENT_FILES = "agent-*.jsonl*"  # of Claude Code
 
 @dataclass(frozen=True, slots=True)
 class SessionFile:
-    """A file of a session with sub-agents: name and file of the session, and the number of its part, 0 for its own."""
+    """A file of a session with sub-agents: name and file of the session, and the number of its part, 0 for its own.
+
+    `agent` is the kind of the sub-agent whose file it is, if the session has it.
+    """
 
     session: str
     path: str
     number: int
+    agent: str | None = None
 
 
 def agents_below(session_path: str, session: str) -> list[str]:

@@ -1,6 +1,7 @@
 """Rollouts of a trie, each of which has one trajectory or several.
 
     Trie --rollouts_of--> TrieRollouts      the rollout of each trajectory; a rollout counts once in its group
+    Trie --by_agent--> Trie                 the parts of each rollout that one agent made, as rollouts of their own
 
 A conversation becomes several trajectories if the chat template rewrites its earlier turns, if each turn is a sample,
 or if a program rewrites the history between two calls of the model.
@@ -10,11 +11,14 @@ or if a program rewrites the history between two calls of the model.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
+import pyarrow as pa
+from pyarrow import compute as pc
 
 from treepack.errors import TreepackError
+from treepack.files.metadata import parse_metadata
 from treepack.rl.group_tree import group_codes
 from treepack.rl.rollout_parts import first_of_each, rollout_codes, rollout_parts
 from treepack.trajectory import ON_SEVERAL_PATHS, Float64, Int64
@@ -76,6 +80,43 @@ def rollouts_of(trie: Trie) -> TrieRollouts:
                 "all trajectories of a rollout the same"
             )
     return rollouts
+
+
+def by_agent(trie: Trie) -> Trie:
+    """Return `trie` with a rollout and a group for each agent of a rollout; the tokens are the same.
+
+    The name of an agent is the field `agent` of the metadata. Trajectories without it are the parts of one agent. A
+    trajectory without a reward gets the first one of its rollout. The slow form, for a trajectory with rollout r, group
+    g and agent a: rollout (r, a), group (g, a).
+
+    Raises:
+        TreepackError: no trajectory has the name of an agent.
+    """
+    table = trie.trajectories
+    agents = [""] * trie.num_trajectories
+    for i in np.flatnonzero(pc.match_substring(table["metadata"], '"agent"').to_numpy()).tolist():
+        agents[i] = str(parse_metadata(table["metadata"][i].as_py(), _source(trie, i)).get("agent") or "")
+    if not any(agents):
+        raise TreepackError(
+            "no trajectory has the name of an agent in its metadata; give the records a field agent, or leave out --by "
+            "agent"
+        )
+    reward = table["reward"].to_numpy().astype(np.float64)
+    codes = rollout_codes(table)
+    if codes is not None:
+        # Rewards [nan, 1, nan] of the rollouts [0, 0, 1] -> [1, 1, nan]
+        known = np.full(int(codes.max(initial=-1)) + 1, np.nan)
+        has_reward = np.flatnonzero(~np.isnan(reward))[::-1]
+        known[codes[has_reward]] = reward[has_reward]
+        reward = np.where(np.isnan(reward), known[codes], reward)
+    columns: dict[str, pa.Array] = {"reward": pa.array(reward, mask=np.isnan(reward))}
+    for name in ("rollout_id", "group_id"):
+        values = zip(table[name].to_pylist(), agents, strict=True)
+        columns[name] = pa.array([None if value is None else f"{value}\n{agent}" for value, agent in values])
+    for name, column in columns.items():
+        place = table.column_names.index(name)
+        table = table.set_column(place, table.schema.field(name), column.cast(table.schema.field(name).type))
+    return replace(trie, trajectories=table)
 
 
 def refuse_split(trie: Trie, *, what: str, remedy: str, members: Int64 | None = None) -> None:

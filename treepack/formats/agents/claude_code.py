@@ -93,10 +93,10 @@ class _SessionTree:
 
     entries: dict[str, _SessionEntry] = field(default_factory=dict)  # by uuid, in the order of the file
     blocks: dict[str, list[_SessionEntry]] = field(default_factory=dict)  # of each message of the model, by its key
-    called: set[str] = field(default_factory=set)  # the ids of tool calls
+    called: dict[str, Any] = field(default_factory=dict)  # by the id of a tool call: the kind of sub-agent it starts
     results: dict[str, _SessionEntry] = field(default_factory=dict)  # by the id of the call
     kept: dict[str, list[str]] = field(default_factory=dict)  # uuid of a summary -> entries that its compaction kept
-    agents: set[str] = field(default_factory=set)  # the ids of sub-agents whose results are in the file
+    agents: dict[str, Any] = field(default_factory=dict)  # by the id of a sub-agent with a result in the file: its kind
 
 
 def _read_claude_code(records: Iterator[Record], options: ReadOptions) -> Outcomes:
@@ -124,10 +124,11 @@ def _read_session(rows: list[Record], faults: tuple[str, ...], options: ReadOpti
     # A stream of several runs repeats the lines of a run that a later one resumes.
     log = _calls(session, CallLog(options.turns, f"{rows[0].path} {rows[0].value.get('sessionId')}"))
     log.note(*faults)
-    record = replace(rows[0], source=rows[0].path, value=_description(session, rows[0]))
+    file, group = _file_of(session, rows[0].path, options)
+    record = replace(rows[0], source=rows[0].path, value=_description(session, rows[0], file))
     if log.calls:
         items = log.read(record, options, context=(CONTEXT_NOTE,))
-        yield from in_session(items, *_file_of(session, record.path, options))
+        yield from in_session(items, file, group)
     else:
         yield Skipped(record.source, next(iter(log.notes), NO_CALL), is_rollout=bool(session.blocks))
 
@@ -150,19 +151,20 @@ def _file_of(session: _SessionTree, path: str, options: ReadOptions) -> tuple[Se
     called, group = _main(main, Path(main).stat().st_mtime_ns, options)
     agents = agents_below(main, name) + agents_beside(main, called)
     file = Path(path).name
-    return (SessionFile(name, main, 1 + agents.index(file)), group) if file in agents else (None, None)
+    kind = as_text(called.get(agent), source=path, name="subagent_type", default="") or None
+    return (SessionFile(name, main, 1 + agents.index(file), kind), group) if file in agents else (None, None)
 
 
 @lru_cache(maxsize=64)
-def _main(path: str, _changed: int, options: ReadOptions) -> tuple[frozenset[str], str | None]:
-    """Return the ids of the sub-agents that the session at `path` has called, and the group of its first prompt."""
+def _main(path: str, _changed: int, options: ReadOptions) -> tuple[dict[str, Any], str | None]:
+    """Return the sub-agents that the session at `path` has called, and the group of its first prompt."""
     rows = list(first_records(Path(path)))
     if not rows:
-        return frozenset(), None
+        return {}, None
     session = _session(rows)
     items = read_chats(replace(rows[0], value={}), _calls(session, CallLog()).calls[:1], options)
     first = next((item for item in items if isinstance(item, Trajectory)), None)
-    return frozenset(session.agents), None if first is None else group_of_first(first)
+    return session.agents, None if first is None else group_of_first(first)
 
 
 def _session(rows: list[Record]) -> _SessionTree:
@@ -187,15 +189,20 @@ def _session(rows: list[Record]) -> _SessionTree:
         entry = _SessionEntry(len(session.entries), uuid, parent, str(value.get("type")), message, value, key)
         if key is not None:
             session.blocks.setdefault(key, []).append(entry)
-            session.called |= _ids(message, "tool_use", "id")
+            called = [part for part in _parts(message) if part.get("type") == "tool_use"]
+            session.called |= {
+                str(part.get("id")): object_or_empty(part.get("input")).get("subagent_type") for part in called
+            }
         # A resumed session may repeat lines, and a stream the line of an answer that grows.
         if uuid in session.entries:
             continue
         session.entries[uuid] = entry
         if entry.kind == "user":
-            session.results |= dict.fromkeys(_ids(message, "tool_result", "tool_use_id"), entry)
+            done = _ids(message, "tool_result", "tool_use_id")
+            session.results |= dict.fromkeys(done, entry)
             agent = object_or_empty(value.get("toolUseResult")).get("agentId")
-            session.agents |= {agent} if isinstance(agent, str) else set()
+            kinds = [session.called.get(name) for name in done]
+            session.agents |= {agent: kinds[0] if len(kinds) == 1 else None} if isinstance(agent, str) else {}
     for entry in session.entries.values():
         _add_kept(session, entry)
     return session
@@ -303,7 +310,7 @@ def _messages(session: _SessionTree, entry: _SessionEntry, done: set[str]) -> li
         return [*_answer(blocks), *(message for index in sorted(results) for message in _user(results[index]))]
     if entry.kind == "user":
         # A result is in the prompt already, after its call.
-        is_result = not session.called.isdisjoint(_ids(entry.message, "tool_result", "tool_use_id"))
+        is_result = not session.called.keys().isdisjoint(_ids(entry.message, "tool_result", "tool_use_id"))
         return [] if is_result else _user(entry)
     attachment = entry.value.get("attachment")
     if isinstance(attachment, dict) and attachment.get("type") == "queued_command":
@@ -326,7 +333,7 @@ def _answer(blocks: list[_SessionEntry]) -> list[_Message]:
     return split_blocks([{"role": "assistant", "content": content}]) if content else []
 
 
-def _description(session: _SessionTree, first: Record) -> JsonObject:
+def _description(session: _SessionTree, first: Record, file: SessionFile | None) -> JsonObject:
     models = [blocks[0].message.get("model") for blocks in session.blocks.values()]
     names = dict.fromkeys(name for name in models if isinstance(name, str) and name != SYNTHETIC)
     head = next((entry.value for entry in session.entries.values()), first.value)
@@ -336,6 +343,7 @@ def _description(session: _SessionTree, first: Record) -> JsonObject:
         "cwd": head.get("cwd"),
         "version": head.get("version"),
         "model": ", ".join(names) or None,
+        "agent": None if file is None else file.agent,
     }
 
 

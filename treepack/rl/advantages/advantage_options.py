@@ -28,6 +28,7 @@ _ESTIMATORS_OF_OPTION = {
     "min_depth": TREE,
     "edges": ("treerpo", "tree-grpo", "treerl"),
     "leaf_weights": (*FLAT, *TREE),
+    "by": FLAT,
     "values": ("gae",),
     "gamma": ("gae",),
     "lam": ("gae",),
@@ -47,6 +48,12 @@ class AdvantageOptions:
     """An estimator and its variants. Options that the estimator does not have are refused."""
 
     estimator: str  # one of `ESTIMATORS`
+    by: str = option(
+        "rollout",
+        "grpo, dr-grpo, rloo, reinforce++: compare whole rollouts, or the parts of rollouts whose agents have the same "
+        "name.",
+        choices=("rollout", "agent"),
+    )
     segment: str = option(
         "auto",
         "Where the nodes of the tree start. recorded: token offsets in the metadata; turn: runs of trained tokens; "

@@ -84,6 +84,7 @@ def _recorded(options: AdvantageOptions) -> dict[str, Any]:
     unused = {name for name in ("leaf_weights", "fallback_leaves", "edges") if not getattr(options, name)}
     unused |= set() if options.kl_in_reward else {"kl_in_reward", "kl_estimator"}
     unused |= set() if options.overlong else {"overlong"}
+    unused |= {"by"} if options.by == "rollout" else set()
     if options.estimator != "gae":
         unused |= {"values", "gamma", "lam", "whiten", "truncated"}
     return {name: value for name, value in asdict(options).items() if name not in unused}

@@ -6,7 +6,8 @@
 A group that an estimator cannot use is rejected as a whole and counted under one reason: a reward is missing or not
 finite, a single rollout has nothing to be compared with, or all rewards are equal and such groups are rejected. A group
 is the rollouts of one `group_id` in one training step; a rollout of several trajectories counts once, and all of them
-have its advantage. A step is the batch of `reinforce++`, `std="batch"` and `whiten="batch"`.
+have its advantage. With `by` "agent", the part of a rollout that one agent made is compared with the parts of agents of
+its name. A step is the batch of `reinforce++`, `std="batch"` and `whiten="batch"`.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from treepack.rl.advantages.shaped_rewards import ShapedRewards, shape_rewards
 from treepack.rl.advantages.tree import of_trajectories, tree_grpo, tree_grpo_segments, treepo, treerl, treerpo
 from treepack.rl.group_tree import group_codes
 from treepack.rl.leaf_weights import LeafWeights, required_leaf_weights
-from treepack.rl.rollouts import TrieRollouts, refuse_split, rollouts_of
+from treepack.rl.rollouts import TrieRollouts, by_agent, refuse_split, rollouts_of
 from treepack.rl.segment_cuts import span_owners
 from treepack.rl.segments import SegmentTree, segment_tree
 from treepack.sequences import SpanView
@@ -80,6 +81,7 @@ def estimate_advantages(trie: Trie, options: AdvantageOptions) -> AdvantageEstim
             them, no values of a critic if gae needs them, a rollout of several trajectories if the options need a tree,
             or any error of `segment_tree` and `rollouts_of`.
     """
+    trie = by_agent(trie) if options.by == "agent" else trie
     rollouts = rollouts_of(trie)
     reward = trie.trajectories["reward"].to_numpy().astype(np.float64)
     groups = group_codes(trie)
