@@ -20,7 +20,7 @@ they contain, by `merge_rows`. This costs no token, and it is bin packing:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -107,7 +107,7 @@ def plan_rows(
     else:
         row_of = finish(items.item_of)
     row_of = _renumber_by_cost(source, row_of, token_pairs) if multiple_of > 1 else _renumber(row_of)
-    return Plan(method, limits, row_of, bound, multiple_of, items.tree_bounds, token_pairs)
+    return Plan(method, limits, row_of, bound, multiple_of, token_pairs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,30 +272,3 @@ def _renumber_by_cost(trie: Trie, row_of: Int64, token_pairs: int) -> Int64:
     # steps [0, 0, 1], costs [3, 9, 5] -> order [1, 0, 2] -> its inverse, the new numbers of the rows, [1, 0, 2]
     order = np.lexsort([np.arange(num_rows), -costs, steps])
     return np.argsort(order)[first].astype(np.int64)
-
-
-def bound_of_slice(trie: Trie, plan: Plan, num_chain: int) -> int:
-    """Return a lower bound on the tokens of a slice in the rows of any plan of the whole trie, without its chain.
-
-    The first `num_chain` nodes of `trie`, the chain, belong to another slice, which counts their tokens. The rows of
-    the whole trie, reduced to the trajectories of this slice, are rows of this slice; so the bounds of all slices add
-    up to a bound for the whole trie.
-    """
-    assert plan.tree_bounds is not None
-    if num_chain == 0:
-        return int(plan.tree_bounds.sum())
-    # Chain 0 1, nodes 2 .. 5 of the first tree: a forest of the nodes 0 .. 3, whose roots keep their depth.
-    end = int(trie.node_end[0])
-    stop = int(np.searchsorted(trie.end_node, end))
-    own = slice(num_chain, end)
-    rest = replace(
-        trie,
-        node_start=trie.node_start[num_chain : end + 1],
-        node_end=trie.node_end[own] - num_chain,
-        parent=np.maximum(trie.parent[own] - num_chain, -1),
-        depth=trie.depth[own],
-        num_passing=trie.num_passing[own],
-        end_node=trie.end_node[:stop] - num_chain,
-        trajectories=trie.trajectories.slice(0, stop),
-    )
-    return int(tree_bounds(rest, plan.limits).sum() + plan.tree_bounds[1:].sum())
