@@ -92,17 +92,10 @@ def check(inputs: Inputs, end: Tensor, *, tolerance: float = 1e-5, scale: float 
         assert float((ours.double() - theirs).norm()) <= tolerance * yardstick
 
 
-@pytest.mark.parametrize("width", [8, 48, *(pytest.param(n, marks=pytest.mark.slow) for n in (80,)), 128, 256])
+@pytest.mark.parametrize("width", [8, 48, 128, 256])
 def test_every_head_dimension(width: int) -> None:
     end = ends_of((20, -1), (15, 0), (14, 0), (11, 2), (10, -1))
     check(make_inputs(end, width=width), end)
-
-
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 2**-7), (torch.float16, 2**-10)])
-@pytest.mark.parametrize("width", [64, 96])
-def test_half_precision_is_as_exact_as_its_rounding(dtype: torch.dtype, tolerance: float, width: int) -> None:
-    end = comb(20, 15, 3)
-    check(make_inputs(end, width=width, dtype=dtype), end, tolerance=tolerance)
 
 
 @pytest.mark.parametrize(("block", "tile"), [(32, 64), (64, 32), (64, 128), (128, 32), (128, 64)])
@@ -149,16 +142,6 @@ def test_intervals_that_end_at_the_edges_of_blocks(end: Tensor) -> None:
     check(make_inputs(end, heads=1), end)
 
 
-def test_branches_of_one_token() -> None:
-    end = star(70, 1500, 1)
-    check(make_inputs(end, heads=1), end)
-
-
-def test_a_long_trunk_between_short_branches() -> None:
-    end = ends_of((100, -1), (9, 0), (60, 0), (17, 2), (70, 2), (40, 4), (90, 4), (5, 6), (130, 6))
-    check(make_inputs(end), end)
-
-
 @given(trees(max_leaves=8, max_size=30))
 @settings(max_examples=8)
 def test_any_tree_as_planners_make_them(tree: PlanTree) -> None:
@@ -178,13 +161,6 @@ def test_scores_of_ten_thousand_give_numbers_in_half_precision(dtype: torch.dtyp
     results = run(inputs, end, scale=20.0)
     assert all(x.isfinite().all() for x in results)
     assert float((results[0].double() - expected[0]).norm()) <= 2**-7 * float(expected[0].norm())
-
-
-def test_two_runs_agree_in_every_bit() -> None:
-    end = random_tree(200, seed=7)
-    inputs = make_inputs(end)
-    for first, second in zip(run(inputs, end), run(inputs, end), strict=True):
-        assert torch.equal(first, second)
 
 
 def test_under_checkpointing_without_gradients_and_from_a_sum() -> None:

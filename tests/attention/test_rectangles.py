@@ -218,11 +218,6 @@ def test_keys_that_no_query_sees_have_an_empty_range(reach: KeyReach | None) -> 
     assert not work[dead].any()
 
 
-def test_the_schedule_of_a_rectangle_moves_with_its_first_token() -> None:
-    schedule = build_schedule(random_tree(300, seed=4), first=128)
-    assert schedule.to("meta").first == 128
-
-
 def test_schedules_of_a_rectangle_serve_every_reach() -> None:
     end = random_tree(300, seed=6)
     leaves, do = draw(end, (8, 8))

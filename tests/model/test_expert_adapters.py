@@ -151,7 +151,6 @@ def summed(weight: Tensor, adapter: ExpertAdapter | None) -> Tensor:
     ("ranks", "frozen"),
     [
         pytest.param((16, 48), True, id="both"),
-        pytest.param((64, 16), True, id="larger", marks=pytest.mark.slow),
         pytest.param((16, 0), False, id="gate_up, with its weights", marks=pytest.mark.slow),
         pytest.param((0, 32), True, id="down", marks=pytest.mark.slow),
     ],

@@ -79,8 +79,7 @@ def test_outputs_and_gradients_are_those_of_the_twin_on_any_trees(end: Tensor, d
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("delta", [True, False])
-@pytest.mark.parametrize(("widths", "key_heads"), [((24, 5), 1), ((5, 24), 2)])
+@pytest.mark.parametrize(("widths", "key_heads", "delta"), [((24, 5), 1, False), ((5, 24), 2, True)])
 def test_chunks_in_use_with_any_widths_and_groups_of_heads(
     widths: tuple[int, int], key_heads: int, delta: bool
 ) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,17 +11,12 @@ from torch import Tensor
 from support import interpreter  # noqa: F401
 from support.attention_trees import caterpillar, chain, forests, star
 from support.kernel_inputs import poisoned_empty
-from support.recurrent_ahead_of_time import compiled
 from support.recurrent_state_twins import Results, States, compute_states, draw_states, sum_decays
 from treepack.recurrent.chunks import TokenChunks, build_chunks
 from treepack.recurrent.kernels.decays import decays, decays_backward
 from treepack.recurrent.kernels.state_shapes import FLOAT32, HALF, StateConfig, narrow_config
 from treepack.recurrent.kernels.states import states_backward, states_forward
 
-triton = pytest.importorskip("triton")
-
-TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-needs_ptxas = pytest.mark.skipif(not (TOOLS / "ptxas").exists(), reason="this Triton comes without ptxas")
 ORDERS = ("levels", "paths")
 SIZE = 16  # tokens of a chunk, fewer than in use, for speed
 FORESTS = forests(lengths=(1, 1, 2, 15, 16, 17, 33), max_nodes=6)
@@ -132,20 +125,3 @@ def test_few_runs_have_narrow_programs_that_all_run_at_once(runs: int, heads: in
 def test_no_shape_is_narrower_than_a_product(config: StateConfig) -> None:
     assert narrow_config(config, 1, 132).block_v >= 16
     assert narrow_config(config, 1, 0) == config
-
-
-@needs_ptxas
-@pytest.mark.slow
-def test_kernels_for_halves_fit_a_hopper() -> None:
-    for report in compiled("state_launches", 90, "bf16/128/128", "fp16/256/64"):
-        assert report.spills == 0, report
-        assert report.shared <= 227 << 10, report
-        assert not any("serialized" in remark for remark in report.remarks), report
-
-
-@needs_ptxas
-@pytest.mark.slow
-def test_kernels_for_float32_spill_little_up_to_128_keys() -> None:
-    for report in compiled("state_launches", 90, "fp32/128/128"):
-        assert report.spills <= 400, report
-        assert report.shared <= 48 << 10, report

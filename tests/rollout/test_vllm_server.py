@@ -13,12 +13,10 @@ import orjson
 import pytest
 import torch
 
-from support.read_rollouts import read_trajectories, tokenize
 from support.vllm_servers import MAX_LEN, VllmServer, VllmServers, kill, running_servers
 from treepack import load_model
 from treepack.errors import TreepackError
 from treepack.online import tree_logprobs_like
-from treepack.rl.segments import segment_tree
 from treepack.rollout.engine import EngineError
 from treepack.rollout.episode import SingleTurn
 from treepack.rollout.options import RolloutOptions, Sampling, TreeOptions
@@ -27,8 +25,6 @@ from treepack.rollout.run import sample_rollouts
 from treepack.rollout.sampler import sample_tree
 from treepack.rollout.servers.server import SampleText, ServerEngine, connect
 from treepack.rollout.tree import Tree
-from treepack.trajectory import Trajectory
-from treepack.trie.builders.in_memory import build_trie
 
 pytestmark = pytest.mark.vllm
 
@@ -146,29 +142,6 @@ def test_prefixes_come_from_the_cache_of_the_server_until_a_new_policy_is_publis
     assert tree.usage.cached > tree.usage.prefilled / 3
 
 
-def test_the_sampled_tree_is_rebuilt_from_the_file_with_its_ids_untouched(servers: VllmServers, tmp_path: Path) -> None:
-    trees: dict[str, Tree] = {}
-
-    async def act(engine: ServerEngine) -> None:
-        await sample_rollouts([query(0), query(1)], engine, SHAPE, out=out, run=RolloutOptions(seed=5))
-        for number in (0, 1):
-            trees[f"q{number}"] = await tree_of(engine, number)
-
-    out = tmp_path / "rollouts.jsonl"
-    use(servers.exact, act)
-    read = [each for each in tokenize(read_trajectories([out]), tokenizer=None) if isinstance(each, Trajectory)]
-    leaves = {f"{name}/{i}": leaf for name, tree in trees.items() for i, leaf in enumerate(tree.leaves)}
-    assert {each.trajectory_id: each.content.tokens.tolist() for each in read} == {  # type: ignore[union-attr]
-        name: leaf.ids().tolist() for name, leaf in leaves.items()
-    }
-    trie = build_trie(read)
-    groups = np.array([int(name[1:]) for name in trie.trajectories["group_id"].to_pylist()])
-    built = segment_tree(trie, np.arange(len(groups)), groups, segment="recorded")
-    children = np.bincount(built.parent[built.parent >= 0], minlength=len(built.parent))
-    forks = [len(node.children) for tree in trees.values() for node in tree.nodes()]
-    assert sorted(children.tolist()) == sorted(forks)
-
-
 def test_another_tokenizer_and_ids_outside_of_the_vocabulary_leave_the_server_alive(servers: VllmServers) -> None:
     async def wrong(engine: ServerEngine) -> None:
         await engine.extend(np.array([5, VOCAB_SIZE], np.int32), count=1, max_tokens=2, seed=1)
@@ -179,14 +152,6 @@ def test_another_tokenizer_and_ids_outside_of_the_vocabulary_leave_the_server_al
         with pytest.raises(EngineError, match=rf"refuses the token id {VOCAB_SIZE} \(.*out"):
             use(server, wrong, temperature=temperature)
     assert len(use(servers.exact, tree_of).leaves) == SHAPE.width
-
-
-def test_a_sequence_that_is_too_long_is_one_sentence(servers: VllmServers) -> None:
-    async def act(engine: ServerEngine) -> None:
-        await engine.extend(query(0, MAX_LEN).prompt, count=1, max_tokens=2, seed=1)
-
-    with pytest.raises(EngineError, match=f"{MAX_LEN} tokens and 2 new ones are more than the {MAX_LEN} that"):
-        use(servers.exact, act)
 
 
 def test_a_cancelled_call_leaves_the_server_answering(servers: VllmServers) -> None:

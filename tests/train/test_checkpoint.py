@@ -73,16 +73,6 @@ def same(first: Any, second: Any) -> bool:
     return bool(first == second)
 
 
-@pytest.mark.slow
-def test_a_run_that_goes_on_in_a_fresh_process_ends_bit_for_bit_as_one_that_never_stopped(tmp_path: Path) -> None:
-    # Five updates in one process; two updates with a save after them, then the other three in another process.
-    for name, arguments in (("whole", (5, 9)), ("parts", (2, 2)), ("parts", (5, 9))):
-        in_processes(1, tmp_path, train, tmp_path / name, tmp_path / f"{name}.pt", *arguments, False)
-    whole, parts = torch.load(tmp_path / "whole.pt"), torch.load(tmp_path / "parts.pt")
-    assert all(f"model.norm.weight.{key}" in whole[1] for key in ("step", "exp_avg", "exp_avg_sq"))
-    assert same(whole, parts)
-
-
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_run_saved_before_its_first_update_goes_on_as_one_that_never_stopped(tmp_path: Path, tied: bool) -> None:
     in_processes(1, tmp_path, train, tmp_path / "whole", tmp_path / "whole.pt", 2, 9, tied)

@@ -23,7 +23,6 @@ from safetensors.torch import load_file
 
 from support.fresh_processes import PROCESSES, run_command
 from support.oracle_model import packed_directory, tiny_config
-from support.rank_processes import Case, train_over
 from support.refusal import refusal
 from support.strategies import make
 from support.torchrun import free_port, pid_of_rank
@@ -279,26 +278,6 @@ def test_the_output_may_be_a_link_and_what_it_held_is_gone(
     assert is_finished(tmp_path / "there")
     assert not (out / "foreign").exists()
     assert [line["step"] for line in lines(out)] == [1, 2, 3]
-
-
-@pytest.mark.slow
-def test_a_run_goes_on_with_another_number_of_ranks(packed: Path, config: Path, tmp_path: Path) -> None:
-    changes = {"epochs": 3, "rows_per_step": 3}
-    parts = tmp_path / "parts"
-    first = Case("first", packed, config, changes, out=parts, until=2)
-    second = Case("second", packed, config, changes, out=parts, until=1)
-    last = Case("last", packed, config, changes, out=parts)
-    records = []
-    # One process for steps 1 and 2, two ranks for step 3, and one process for steps 4 to 6.
-    offloaded = replace(second, changes={**changes, "offload_optimizer": True})
-    for size, case, until in ((0, first, 2), (2, offloaded, 3), (0, last, 6)):
-        records += train_over(size, tmp_path, [case])[case.name]["records"]
-        assert len(records) == until
-    whole = train_over(0, tmp_path, [Case("whole", packed, config, changes)])["whole"]["records"]
-    assert [record["step"] for record in records] == [record["step"] for record in whole]
-    for record, reference in zip(records, whole, strict=True):
-        assert record["loss"] == pytest.approx(reference["loss"], rel=2e-5)
-        assert record["grad_norm"] == pytest.approx(reference["grad_norm"], rel=1e-4)
 
 
 def command(packed: Path, config: Path, out: Path) -> list[str]:

@@ -172,21 +172,6 @@ def test_rows_are_read_from_any_filesystem(treepack: Run, arguments: list[str], 
 
 
 @pytest.mark.slow
-def test_two_processes_of_torchrun_write_what_one_process_writes(
-    treepack: Run, arguments: list[str], tmp_path: Path
-) -> None:
-    assert treepack(*arguments).status == 0
-    losses = [json.loads(line)["loss"] for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
-    done = subprocess.run([*launch, str(TREEPACK), *arguments, "--overwrite"], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("last loss") == 1  # only the first rank prints
-    over_two = [json.loads(line)["loss"] for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
-    assert over_two == pytest.approx(losses, rel=1e-4)
-    assert json.loads((tmp_path / "out" / "train.json").read_text())["num_ranks"] == 2
-
-
-@pytest.mark.slow
 def test_two_processes_print_their_common_refusal_once(arguments: list[str]) -> None:
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
     done = subprocess.run([*launch, str(TREEPACK), *arguments, "--mix", "1,1"], capture_output=True, text=True)

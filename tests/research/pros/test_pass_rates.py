@@ -38,14 +38,6 @@ def test_polya_gamma_draws_have_the_mean_and_variance_of_the_distribution(shape:
     assert abs(squares.mean() - variance) < 4.5 * squares.std() / np.sqrt(size)
 
 
-def test_polya_gamma_draws_have_the_laplace_transform_that_makes_the_likelihood() -> None:
-    size, shape = 400_000, 2.3
-    omega = polya_gamma.draw(np.full(size, shape), np.zeros(size), np.random.default_rng(1))
-    for psi in (0.5, 2.0, 4.0):
-        values = np.exp(-omega * psi**2 / 2)
-        assert abs(values.mean() - np.cosh(psi / 2) ** -shape) < 4.5 * values.std() / np.sqrt(size)
-
-
 def test_the_likelihood_that_is_sampled_is_the_logistic_one_to_the_error_that_is_stated() -> None:
     for reach, error in ((6.0, 3e-6), (10.0, 6e-5)):
         psi = np.linspace(-reach, reach, 2001)
@@ -165,31 +157,6 @@ def test_default_runs_are_near_the_integrals() -> None:
         log_odds = estimate(*arrays(family), prior=prior)
         assert (np.abs(log_odds.mean - mean) < 0.2 * deviation).all()
         assert (np.abs(log_odds.deviation - deviation) < 0.1 * deviation).all()
-
-
-def test_ranks_of_true_log_odds_among_posterior_draws_are_uniform() -> None:
-    """Simulation-based calibration (arXiv 1804.06788): true log-odds from the prior, rewards from these."""
-    prior, rng, num_families, num_draws, thin = OddsPrior(0.3, 1.2, 0.8), np.random.default_rng(7), 4000, 19, 12
-    parent = np.arange(num_families * 3)
-    parent = np.where(parent % 3 == 0, -1, parent - parent % 3)
-    truth = prior.mu + prior.tau * rng.standard_normal(len(parent))
-    shift = prior.sigma * rng.standard_normal(len(parent))
-    truth = np.where(parent < 0, truth, truth[parent] + shift)
-    tried = rng.integers(0, 9, len(parent)).astype(np.float64)
-    passed = rng.binomial(tried.astype(int), 1 / (1 + np.exp(-truth))).astype(np.float64)
-    # Thinned by `thin` sweeps, draws are nearly independent, so the rank of the truth is uniform in 0 .. num_draws.
-    below, kept = np.zeros(len(parent), np.int64), 0
-    for sweep, (psi, _) in enumerate(pass_rates.sample(parent, passed, tried, prior=prior, rng=rng)):
-        if sweep % thin == thin - 1 and sweep > 40:
-            below += psi < truth
-            kept += 1
-        if kept == num_draws:
-            break
-    for level in (parent < 0, parent >= 0):
-        counts = np.bincount(below[level], minlength=num_draws + 1)
-        expected = level.sum() / (num_draws + 1)
-        statistic = ((counts - expected) ** 2 / expected).sum()
-        assert statistic < 43.8  # the 99.9th percentile of chi-squared with 19 degrees of freedom
 
 
 def test_of_queries_that_nobody_tried_the_prior_is_all_that_is_known() -> None:

@@ -128,17 +128,6 @@ def test_no_allocation_to_the_prefixes_of_a_group_is_better(
         )
 
 
-def test_ortools_finds_no_better_allocation_to_prefixes() -> None:
-    random, scale, budget = np.random.default_rng(5), 10**9, 60
-    value, reward = random.beta(0.5, 0.5, 50), random.integers(0, 2, 50).astype(float)
-    allocation = allocate_prefixes(value, reward, np.zeros(50, np.int64), np.array([budget]))
-    pairs = list(zip(value.tolist(), reward.tolist(), strict=True))
-    utility = [[1 - agrees(*pair) ** k for k in range(13)] for pair in pairs]
-    total = sum(round((1 - agrees(*pair) ** k) * scale) for pair, k in zip(pairs, allocation.tolist(), strict=True))
-    assert (allocation.sum(), allocation.max() <= 12) == (budget, True)
-    assert abs(by_ortools(utility, [list(range(13))] * 50, budget, scale) - total) <= 50
-
-
 @given(st.lists(st.tuples(VALUES, st.integers(0, 40)), min_size=1))
 def test_utilities_are_the_chances_of_mixed_outcomes(pairs: list[tuple[float, int]]) -> None:
     value, count = np.array([v for v, _ in pairs]), np.array([m for _, m in pairs])
@@ -147,11 +136,6 @@ def test_utilities_are_the_chances_of_mixed_outcomes(pairs: list[tuple[float, in
         expected = [differs(v, reward, k) for v, k in pairs]
         utility = prefix_utility(value, np.full(len(pairs), reward), count)
         assert utility == pytest.approx(expected, rel=1e-12, abs=1e-15)
-
-
-def test_tiny_chances_keep_their_digits() -> None:
-    assert root_utility(np.array([1e-20]), np.array([3])) == pytest.approx([3e-20], rel=1e-12)
-    assert prefix_utility(np.array([1e-20]), np.array([0.0]), np.array([4])) == pytest.approx([4e-20], rel=1e-12)
 
 
 def test_of_equal_prompts_and_prefixes_the_first_get_more() -> None:

@@ -70,11 +70,6 @@ def test_recorded_chances_are_shares_of_successes_drawn_towards_those_before() -
     assert world.rollouts.num_turns.tolist() == [3, 3, 2, 1, 1]
 
 
-def test_without_persistence_recorded_chances_are_those_of_the_recorded_rollouts() -> None:
-    a, b, c, *_ = recorded_world(recorded_trie(), persistence=0.0).rollouts.value
-    assert (a.tolist(), b.tolist(), c[:2].tolist()) == ([1 / 3, 0.5, 1.0], [1 / 3, 0.5, 0.0], [1 / 3, 0.0])
-
-
 def test_recorded_rollouts_are_drawn_evenly_from_their_group() -> None:
     world, random = recorded_world(recorded_trie()), np.random.default_rng(0)
     rollouts = world.roll_out(np.repeat([0, 1], 30_000), np.zeros(60_000), random)
@@ -178,14 +173,6 @@ def test_both_stages_gain_and_their_gains_stack_as_in_table_1() -> None:
     assert roots - r > 3
     assert both - b > max(prefixes + p, roots + r) + 2
     assert arms[3].mixed_prompts.mean() > arms[0].mixed_prompts.mean() + 10
-
-
-@pytest.mark.parametrize(("budget", "expand", "uniform"), [(512, 2, 32.2), (512, 6, 37.7), (1024, 2, 42.8)])
-def test_it_gains_several_points_at_every_budget_of_table_2(budget: int, expand: int, uniform: float) -> None:
-    experiment = BudgetExperiment(budget=budget, expand=expand, steps=40)
-    assert 100 * simulate(MarkovWorld(), experiment)[0][0].root_ratio.mean() == pytest.approx(uniform, abs=4)
-    both, half = gains(MarkovWorld(), experiment)[2]
-    assert both - half > 9
 
 
 def test_prefixes_of_single_rollouts_that_are_only_redrawn_gain_nothing() -> None:
