@@ -30,7 +30,6 @@ from treepack.analysis.forecast import (
     flat_work,
     tree_work,
     turns_work,
-    whole_work,
 )
 from treepack.analysis.turns import cut_to_turns, turns_of
 from treepack.costs.model_cost import FlopCount
@@ -170,12 +169,6 @@ def test_single_turns_that_share_a_prompt_have_one_line() -> None:
     # Flat: 4 samples of 3 tokens, 6 pairs each. Tree: prompt of 2 tokens (3 pairs), 4 tokens that see 3 each.
     (line,) = forecast_lines(trie, [], method="contiguous")
     assert line == ForecastLine("trajectories", None, FlopCount(12, 24, 4), FlopCount(6, 3 + 12, 4))
-
-
-def test_samples_that_no_other_continues_train_the_trained_tokens_of_their_path() -> None:
-    _, turns = turns_of_chats(1)
-    trie = build_trie(turns)
-    assert whole_work(trie) == FlopCount(7, 28, 3)
 
 
 def test_devices_have_names_or_rates() -> None:

@@ -14,10 +14,10 @@ from support.command_line import Run
 from support.paths import ROOT
 from support.read_rollouts import tokenize
 from support.strategies import make, trajectories
-from treepack.analysis.lost_sharing import added_tokens, explain_sharing
+from treepack.analysis.lost_sharing import explain_sharing
 from treepack.analysis.text_differences import classify_difference
 from treepack.tokenise.tokenization import load_tokenizer
-from treepack.trajectory import Chat, Tokens, Trajectory
+from treepack.trajectory import Chat, Trajectory
 from treepack.trie.builders.in_memory import build_trie
 
 # Without a tokenizer a cause only names the part that differs.
@@ -44,27 +44,6 @@ def test_the_reasons_sum_up_to_the_tokens_of_the_trie(rollouts: list[Trajectory]
 @given(trajectories())
 def test_the_order_of_trajectories_changes_nothing(rollouts: list[Trajectory]) -> None:
     assert explain_sharing(build_trie(rollouts)) == explain_sharing(build_trie(rollouts[::-1]))
-
-
-@given(trajectories(steps=False))
-def test_each_trajectory_adds_the_tokens_that_no_earlier_one_has(rollouts: list[Trajectory]) -> None:
-    trie = build_trie(rollouts)
-    names = trie.trajectories["trajectory_id"].to_pylist()
-    groups = trie.trajectories["group_id"].to_pylist()
-    added = added_tokens(trie)
-    by_name = {each.trajectory_id: each.content for each in rollouts}
-    before: list[list[int]] = []
-    for i in sorted(range(len(names)), key=lambda i: (groups[i], names[i])):
-        content = by_name[names[i]]
-        assert isinstance(content, Tokens)
-        tokens = content.tokens.tolist()
-        shared = max((common(tokens, other) for other in before), default=0)  # the slow twin compares with all
-        assert added.start[i] == shared
-        before.append(tokens)
-
-
-def common(a: list[int], b: list[int]) -> int:
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def test_a_prompt_that_differs_costs_the_tokens_added_again_and_once_for_all_that_have_it() -> None:

@@ -8,8 +8,6 @@ import json
 import re
 import shlex
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -193,18 +191,6 @@ def test_without_a_choice_the_group_of_highest_overlap_is_shown_and_the_others_a
     listed = re.findall(r"^ *([\d.]+) %  .*  (\S+)$", out, re.MULTILINE)
     assert sorted(name for _, name in listed) == [f"estimate-{i}" for i in range(4)]
     assert [float(por) for por, _ in listed] == sorted((float(por) for por, _ in listed), reverse=True)
-
-
-@pytest.mark.slow
-def test_token_ids_are_shown_without_torch_and_transformers() -> None:
-    script = (
-        "import sys\nfrom treepack_cli import commands\n"
-        f"commands(['show', {str(SAMPLES / 'tokens.jsonl')!r}], standalone_mode=False)\n"
-        "print({'torch', 'transformers', 'numpy'} & set(sys.modules))"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("group_id estimate-2 ")
-    assert done.stdout.splitlines()[-1] == "{'numpy'}"
 
 
 def test_a_conversation_names_all_of_its_samples(treepack: Run) -> None:

@@ -188,14 +188,6 @@ def test_tries_and_rollouts_are_inputs_together(tmp_path: Path, inputs: Path) ->
     same_bytes(tmp_path / "grown", tmp_path / "one")
 
 
-def test_conversations_are_tokenised_in_the_tasks(tmp_path: Path) -> None:
-    options = BuildOptions(tokenizer=str(SAMPLES / "tokenizer"), expand="turns")
-    files = [SAMPLES / "chat.jsonl", SAMPLES / "search_tree.json"]
-    build_trie_directory(files, tmp_path / "one", options)
-    build_trie_on(PickledScheduler(), files, tmp_path / "on", options, share_bytes=1)
-    same_bytes(tmp_path / "on", tmp_path / "one")
-
-
 def test_damaged_records_and_files_are_counted_as_in_one_process(tmp_path: Path, inputs: Path) -> None:
     with (inputs / "a.jsonl").open("ab") as file:
         file.write(b'{"id": \n' + as_lines(rollouts(3, seed=1)) + b"[1]\n" + b" " * (1 << 20) + b"{}\n")

@@ -7,7 +7,6 @@ import math
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from support.command_line import Run
@@ -17,7 +16,6 @@ from support.refusal import refusal
 from support.strategies import make
 from treepack.rl.advantages.advantage_options import AdvantageOptions
 from treepack.rl.advantages.estimate import estimate_advantages
-from treepack.rl.segments import segment_tree
 from treepack.trie.builders.in_memory import build_trie
 from treepack.trie.store.trie_files import read_trie
 from treepack.trie.trie import Trie, trajectories_of
@@ -150,14 +148,3 @@ def test_the_command_prints_what_it_compared_and_left_out(treepack: Run, tmp_pat
     files = [sorted((path.name, path.read_bytes()) for path in (tmp_path / name).iterdir()) for name in ("out", "twin")]
     assert files[0] == files[1]
     assert treepack("advantages", tmp_path / "none", "--estimator", "grpo", "--out", tmp_path / "new").status == 1
-
-
-def test_segments_cut_at_different_places_are_different_segments() -> None:
-    trie = build_trie(
-        [make(f"t{i}", [1, 2, 3, 4, 5, 6, 7 + i], metadata={"segments": [2 + i, 5]}, reward=1.0) for i in range(2)]
-    )
-    tree = segment_tree(trie, np.arange(2), np.zeros(2, np.int64), segment="recorded")
-    first, second = (tree.node[tree.owner == i].tolist() for i in range(2))
-    # The tokens up to 5 are equal, but the cuts before differ: 2 and 5, and 3 and 5.
-    assert first[0] == second[0] == 0, "one root"
-    assert set(first[1:]).isdisjoint(second[1:]), "the segments 2 .. 4 and 3 .. 4 end alike and are two"

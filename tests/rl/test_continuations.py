@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -147,41 +146,8 @@ def test_stats_judges_the_predictions_that_the_prefixes_were_chosen_by(treepack:
     assert STATS in shown.out
 
 
-@pytest.mark.parametrize("segment", ["turn", "2"])
-def test_treepo_compares_in_the_subgroups_of_the_tree(treepack: Run, whole: Path, segment: str) -> None:
-    command = ("advantages", whole / "trie", "--estimator", "treepo", "--segment", segment, "--epsilon", 0)
-    assert treepack(*command, "--out", whole / "credited").status == 0
-    table = read_trie(whole / "credited").trajectories
-    advantages = dict(zip(table["trajectory_id"].to_pylist(), table["advantage"].to_pylist(), strict=True))
-    # Reward less 1/2 in the group, 2/3 below the prefix of a, 1 below its second, 1/3 below the prefix of b.
-    apart = {
-        "a": [1 / 2, 1 / 3, 0],
-        "a1": [-1 / 2, -2 / 3],
-        "a2": [1 / 2, 1 / 3, 0],
-        "b": [-1 / 2, -1 / 3],
-        "b1": [1 / 2, 2 / 3],
-        "b2": [-1 / 2, -1 / 3],
-    }
-    # 14 differences with mean 0. The squares of each subgroup of three sum to 2/3, the squares of the group to 6/4.
-    deviation = math.sqrt((4 * 13 / 36 + 2 * 25 / 36) / 13)
-    expected = {name: sum(values) / len(values) / deviation for name, values in apart.items()}
-    assert advantages == pytest.approx(expected, rel=1e-12)
-
-
 def test_rollouts_that_share_less_than_the_first_trained_token_take_no_cuts() -> None:
     # They share only the token 7, which neither trains: b is no continuation of a.
     trie = build_trie([make("a", [7, 1, 2, 3], spans=[(1, 4, 1.0)]), make("b", [7, 5, 2, 3], spans=[(3, 4, 1.0)])])
     tree = segment_tree(trie, np.arange(2), np.zeros(2, np.int64), segment="turn")
     assert [tree.start[tree.owner == i].tolist() for i in range(2)] == [[0, 1], [0, 3]]
-
-
-def test_of_rollouts_cut_in_different_ways_the_one_with_most_in_common_is_continued() -> None:
-    # c shares 7 1 2 3 4 with a, and only 7 1 2 3 with b, so it takes the cuts 1 and 3 of a.
-    spans = {"a": [(1, 2), (3, 4)], "b": [(1, 2), (2, 3), (5, 6)], "c": [(5, 6)]}
-    tokens = {"a": [7, 1, 2, 3, 4, 5], "b": [7, 1, 2, 3, 9, 9], "c": [7, 1, 2, 3, 4, 6]}
-    made = [make(n, tokens[n], spans=[(*span, 1.0) for span in spans[n]]) for n in "abc"]
-    trie = build_trie(made)
-    tree = segment_tree(trie, np.arange(3), np.zeros(3, np.int64), segment="turn")
-    names = trie.trajectories["trajectory_id"].to_pylist()
-    starts = {name: tree.start[tree.owner == i].tolist() for i, name in enumerate(names)}
-    assert starts == {"a": [0, 1, 3], "b": [0, 1, 5], "c": [0, 1, 3, 5]}

@@ -20,7 +20,6 @@ from support.sampled_trees import sample_trees, three_tokens
 from support.strategies import make, trajectories
 from support.trie_files import saved
 from treepack.analysis.check import check
-from treepack.files.manifest import read_manifest
 from treepack.pack.files import read_rows
 from treepack.rl.advantages.advantage_options import TRUNCATED_KEY, AdvantageOptions
 from treepack.rl.advantages.directory import write_advantages
@@ -188,19 +187,6 @@ def test_a_group_without_a_reward_is_left_out_and_the_values_of_the_others_stay(
         "b": True,
         "c": False,
     }
-
-
-def test_another_estimator_removes_the_returns_of_gae(tmp_path: Path) -> None:
-    trie = with_values(build_trie([make("a", [1, 2, 3], reward=1.0), make("b", [1, 2, 4], reward=0.0)]))
-    first = write_advantages(saved(trie, tmp_path / "trie"), tmp_path / "gae", AdvantageOptions("gae"))
-    second = write_advantages(first.path, tmp_path / "grpo", AdvantageOptions("grpo"))
-    assert second.replaced
-    assert {"returns", "old_values"} <= set(read_trie(first.path).trajectories.column_names)
-    assert not {"returns", "old_values"} & set(read_trie(second.path).trajectories.column_names)
-    assert "lam" not in read_manifest(second.path)["advantages"]
-    assert read_manifest(first.path)["advantages"]["lam"] == 0.95
-    # The values of the critic belong to the tokens, so they stay.
-    assert read_trie(second.path, token_values=True).token_values is not None
 
 
 def test_the_commands_bring_returns_and_old_values_into_the_rows(treepack: Run, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from support.strategies import make
 from support.trie_targets import trie_targets
 from treepack.errors import TreepackError
 from treepack.research.pros.selection import effective_counts, read_state
-from treepack.research.trace.targets import anchors, binary_rewards, effective_ratios, recursive_targets
+from treepack.research.trace.targets import anchors, binary_rewards, recursive_targets
 from treepack.rl.leaf_weights import LeafWeights, leaf_weights
 from treepack.rollout.options import TreeOptions, independent
 from treepack.rollout.records import tree_lines
@@ -162,39 +162,10 @@ def _length(one: Trajectory) -> int:
     return len(one.content.tokens)
 
 
-def test_a_place_between_segments_has_as_many_children_as_were_sampled_there() -> None:
-    # 7 -+- 1 2 -+- 3      a   1/4        two continuations after `1 2`: 4 children of 1/8 each
-    #    |       '- 4      b   1/4
-    #    '- 5 6            c   1/2        one continuation inside of it: 2 children of 1/4 each
-    base = [
-        by_hand("a", [7, 1, 2, 3], segments=[1, 3], segment_ids=[1, 3], leaf_weight=0.25),
-        by_hand("b", [7, 1, 2, 4], segments=[1, 3], segment_ids=[1, 4], leaf_weight=0.25),
-        by_hand("c", [7, 5, 6], segments=[1], segment_ids=[2], leaf_weight=0.5),
-    ]
-    made = [by_hand(f"a{i}", [7, 1, 2, 8 + i], parent_rollout="a", parent_tokens=3) for i in range(2)]
-    made.append(by_hand("c0", [7, 5, 9], parent_rollout="c", parent_tokens=2))
-    everything, before = weights_by_name([*base, *made])
-    eighths = {"a": 1, "b": 1, "a0": 1, "a1": 1, "c": 2, "c0": 2}
-    assert everything == before == {name: count / 8 for name, count in eighths.items()}
-
-
 def test_without_ids_rollouts_of_equal_cuts_share_a_prefix() -> None:
     base = [by_hand(f"a{i}", [7, 1, 2, 3 + i], segments=[1, 3], leaf_weight=0.5) for i in range(2)]
     new = by_hand("n", [7, 1, 2, 9], segments=[1, 3], parent_rollout="a1", parent_tokens=3)
     assert weights_by_name([*base, new])[0] == pytest.approx(dict.fromkeys(("a0", "a1", "n"), 1 / 3))
-
-
-def test_a_tree_sampled_below_a_prefix_keeps_its_own_weights() -> None:
-    # Below the prefix 7 1 of a: two forks, of which the second forks again.
-    base = [by_hand("a", [7, 1, 2], leaf_weight=1.0)]
-    marks: dict[str, Any] = {"parent_rollout": "a", "parent_tokens": 2}
-    below = [
-        by_hand("b", [7, 1, 3, 3], segments=[2], segment_ids=[11], leaf_weight=0.5, **marks),
-        by_hand("c", [7, 1, 4, 5], segments=[2, 3], segment_ids=[12, 13], leaf_weight=0.25, **marks),
-        by_hand("d", [7, 1, 4, 6], segments=[2, 3], segment_ids=[12, 14], leaf_weight=0.25, **marks),
-    ]
-    expected = {"a": 1 / 3, "b": 1 / 3, "c": 1 / 6, "d": 1 / 6}
-    assert weights_by_name([*base, *below])[0] == pytest.approx(expected)
 
 
 def test_continuations_of_a_fallback_leaf_count_only_after_the_fallback() -> None:
@@ -319,44 +290,6 @@ def test_targets_of_trie_nodes_are_weighted_means_of_the_leaves_below() -> None:
         weight = scaled.before_fallback[below]
         weight = weight if weight.any() else scaled.all[below]
         assert target[node] == pytest.approx(np.average(reward[below], weights=weight), abs=1e-12)
-
-
-def equal_weights(trie: Trie) -> LeafWeights:
-    size = np.bincount(anchors(trie, segment="recorded").group)[anchors(trie, segment="recorded").group]
-    return LeafWeights(1 / size, 1 / size)
-
-
-def test_equal_weights_change_nothing() -> None:
-    trie, _ = forest(sampled("fallback", 15, 3))
-    reward, prefixes, weights = binary_rewards(trie), anchors(trie, segment="recorded"), equal_weights(trie)
-    plain = recursive_targets(prefixes.tree, reward, None)[0]
-    assert recursive_targets(prefixes.tree, reward, weights)[0] == pytest.approx(plain, abs=1e-12)
-    assert trie_targets(trie, reward, weights) == pytest.approx(trie_targets(trie, reward, None), abs=1e-12)
-    ratios, expected = (effective_ratios(prefixes, reward, given) for given in (weights, None))
-    for name, ratio in ratios.items():
-        assert ratio == pytest.approx(expected[name], abs=1e-12)
-
-
-def test_effective_ratios_weigh_rollouts_and_count_anchors() -> None:
-    # 7 -+- 1 -+- 2   a 1/4  1        the prompt and `7 1` have both outcomes; `7 5` has one
-    #    |     '- 3   b 1/4  0        of_rollouts of prefixes: 1/2 of 1, unweighted 2 of 4
-    #    '- 5 -+- 6   c 1/4  1
-    #          '- 8   d 1/4  1        with the weights 1/8, 1/8, 3/8, 3/8: 1/4 of 1
-    def trie(low: float, high: float) -> Trie:
-        tokens = {"a": [7, 1, 2], "b": [7, 1, 3], "c": [7, 5, 6], "d": [7, 5, 8]}
-        weight = {"a": low, "b": low, "c": high, "d": high}
-        return build_trie(
-            [
-                make(name, ids, reward=float(name != "b"), metadata={"segments": [1, 2], "leaf_weight": weight[name]})
-                for name, ids in tokens.items()
-            ]
-        )
-
-    for low, high, share in ((0.25, 0.25, 0.5), (0.125, 0.375, 0.25)):
-        made = trie(low, high)
-        ratios = effective_ratios(anchors(made, segment="recorded"), binary_rewards(made), leaf_weights(made))
-        assert ratios["root"] == (1.0, 1.0, 1)
-        assert list(ratios["prefix"]) == [pytest.approx(share), 0.5, 2]
 
 
 def test_effective_counts_of_equal_weights_are_one_each() -> None:

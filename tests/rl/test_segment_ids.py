@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,16 +55,6 @@ def test_recorded_segments_rebuild_exactly_the_sampled_tree(shape: str) -> None:
     # As many nodes as were sampled, so none is shared too little or too much.
     assert len(nodes) == len(set(nodes.values())) == sum(1 for sampled in trees for _ in sampled.nodes())
     assert num_equal > 5  # siblings with the same tokens occur, or ids would not be needed
-
-
-def test_without_ids_equal_tokens_are_one_node() -> None:
-    rollouts = [
-        make(name, [7, 1, 2, last], metadata={"segments": [1, 3], "segment_ids": ids})
-        for name, last, ids in (("a", 3, [1, 3]), ("b", 4, [1, 4]), ("c", 5, [2, 5]))
-    ]
-    assert tree_of(rollouts)[0].num_inner == 3
-    plain = [replace(one, metadata={"segments": one.metadata["segments"]}) for one in rollouts]
-    assert tree_of(plain)[0].num_inner == 2
 
 
 def test_ids_of_64_bits_are_told_apart() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -65,19 +64,6 @@ def test_the_divergence_of_a_rollout_is_subtracted_before_the_baseline(policy: s
     ]
     expected = [reward - (sum(shaped) - reward) / 2 for reward in shaped]
     np.testing.assert_allclose(estimates.values, expected, rtol=1e-12)
-
-
-def test_trajectories_of_one_rollout_pay_for_all_of_them() -> None:
-    parts = made("ref", "old")
-    # a and b are one rollout, so the groups compare it with c.
-    parts = [
-        replace(each, rollout_id="r" if i < 2 else None, rollout_part=i, source=f"s:{min(i, 1)}", reward=1.0)
-        for i, each in enumerate(parts)
-    ]
-    values = estimate_advantages(build_trie(parts), AdvantageOptions("dr-grpo", kl_in_reward=BETA)).values
-    cost = {name: BETA * sum(divergence(name, i, "k1", "old") for i in trained(name)) for name in TOKENS}
-    half = (cost["c"] - cost["a"] - cost["b"]) / 2
-    np.testing.assert_allclose(values, [half, half, -half], rtol=1e-12)
 
 
 def test_with_gae_each_token_pays_for_itself() -> None:

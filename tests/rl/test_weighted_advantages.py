@@ -2,34 +2,28 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from support.command_line import Run
 from support.markov_law import MarkovLaw
 from support.paths import ROOT
 from support.refusal import refusal
 from support.sampled_trees import rollouts_of_tree, sample_trees, three_tokens
 from support.strategies import make
 from treepack import PackOptions, plan_packing
-from treepack.files.manifest import read_manifest
 from treepack.rl.advantages.advantage_options import EPSILON, AdvantageOptions
-from treepack.rl.advantages.directory import write_advantages
 from treepack.rl.advantages.estimate import estimate_advantages
-from treepack.rl.advantages.flat import grpo, rloo
+from treepack.rl.advantages.flat import grpo
 from treepack.rl.advantages.tree import tree_grpo_segments, treerl, treerpo
 from treepack.rl.leaf_weights import LeafWeights, leaf_weights
 from treepack.rl.segments import SegmentTree
 from treepack.rollout.options import TreeOptions
 from treepack.trajectory import Float64, Int32, Int64
 from treepack.trie.builders.in_memory import build_trie
-from treepack.trie.store.trie_files import write_trie
 from treepack.trie.trie import Trie
 
 OPTIONS = TreeOptions(width=8, max_tokens=20, segment=2, depth=8, first_forks=2)
@@ -219,11 +213,6 @@ def test_equal_weights_give_the_published_estimators(forest: Trie, options: Adva
         assert np.abs(changed - estimate_advantages(forest, options).values).max() > 1e-3
 
 
-def test_the_mean_of_others_is_weighted() -> None:
-    reward, group, weight = np.array([1.0, 0.0, 3.0]), np.zeros(3, np.int64), np.array([2.0, 1.0, 1.0])
-    assert rloo(reward, group, weight=weight).tolist() == pytest.approx([1 - 1.5, 0 - 5 / 3, 3 - 2 / 3])
-
-
 def test_a_group_with_one_leaf_from_before_the_fallback_is_compared_by_all_weights() -> None:
     group: Int64 = np.zeros(3, np.int64)
     weights = LeafWeights(np.array([0.5, 0.25, 0.25]), np.array([1.0, 0.0, 0.0]))
@@ -249,18 +238,6 @@ def test_options_that_make_no_sense_are_refused(forest: Trie) -> None:
     assert "no rollout of the trie has a leaf_weight; sample the rollouts with" in refusal(
         estimate_advantages, plain, AdvantageOptions("grpo", leaf_weights=True)
     )
-
-
-def test_the_manifest_names_leaf_weights_only_if_they_were_used(forest: Trie, treepack: Run, tmp_path: Path) -> None:
-    (tmp_path / "trie").mkdir()
-    write_trie(forest, tmp_path / "trie")
-    write_advantages(tmp_path / "trie", tmp_path / "plain", AdvantageOptions("grpo"))
-    recorded = read_manifest(tmp_path / "plain")["advantages"]
-    assert not {"leaf_weights", "fallback_leaves"} & set(recorded)
-    arguments = ("--estimator", "grpo", "--leaf-weights", "--out", tmp_path / "weighted")
-    assert treepack("advantages", tmp_path / "trie", *arguments).status == 0
-    manifest = json.loads((tmp_path / "weighted" / "manifest.json").read_text())
-    assert manifest["advantages"] == recorded | {"leaf_weights": True}
 
 
 def test_the_example_of_the_page() -> None:

@@ -28,7 +28,6 @@ from treepack.rollout.simulated import SimulatedEngine
 
 APIS = {"generate": "/inference/v1/generate", "completions": "/v1/completions", "sglang": "/generate"}
 VOCAB_SIZE = 64
-TOP_K_ALL = -1
 
 
 def random_law(*, stop: int = 0) -> MarkovLaw:

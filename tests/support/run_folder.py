@@ -8,8 +8,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from support.oracle_model import packed_directory
 from support.paths import SAMPLE_DATA
 from treepack.files.manifest import read_manifest
@@ -51,13 +49,3 @@ def packed_text(path: Path, rollouts: Iterable[Trajectory], *, capacity: int) ->
     """Return a packed directory of rollouts that the tokenizer of the samples has made."""
     tokenizer = fingerprint(load_tokenizer(str(TOKENIZER)))
     return packed_directory(path, [*rollouts], capacity=capacity, tokenizer=tokenizer)
-
-
-def long_run(folder: Path, num_steps: int) -> Path:
-    """Return the directory of a run of so many steps, with one high and one low loss among noise."""
-    noise = np.random.default_rng(0).normal(0, 0.01, num_steps).tolist()
-    loss = [2.0 + value for value in noise]
-    loss[num_steps // 3], loss[num_steps // 2] = 9.5, 0.25
-    run_folder(folder)
-    write_lines(folder, (step_record(step, loss=loss[step - 1], reward=0.5) for step in range(1, num_steps + 1)))
-    return folder

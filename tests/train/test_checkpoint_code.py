@@ -25,7 +25,6 @@ from torch import Tensor
 from support.command_line import Run
 from support.oracle_model import packed_directory, tiny_config
 from support.refusal import refusal
-from support.s3 import Store
 from support.strategies import make
 from treepack.errors import TreepackError
 from treepack.train.loop import train
@@ -162,21 +161,6 @@ def test_a_record_of_files_of_other_names_is_refused(folder: Path, name: str) ->
     for each in run.iterdir():
         seal(each, files=[{"name": name, "bytes": 0, "sha256": hashlib.sha256(b"").hexdigest()}])
     assert f"{STEP} is damaged ({RECORD} has wrong entries of files)" in refusal(latest, run)
-
-
-@pytest.mark.s3
-def test_a_hostile_checkpoint_in_a_store_runs_nothing(folder: Path, s3: Store) -> None:
-    run_on(folder, s3.address("run"), until=2)
-    step = folder / STEP
-    step.mkdir()
-    for key in s3.names(f"run/checkpoints/{STEP}/"):
-        (step / Path(key).name).write_bytes(s3.read(key))
-    (step / FILE).write_bytes(pickle.dumps(Code(folder / "flag")))
-    seal(step)
-    for path in step.iterdir():
-        s3.write(f"run/checkpoints/{STEP}/{path.name}", path.read_bytes())
-    assert f"{FILE}: is not a file of a checkpoint" in refusal(run_on, folder, s3.address("run"))
-    assert not (folder / "flag").exists()
 
 
 @pytest.mark.parametrize("field", ["world_size", "position", "groups", "files", "step"])

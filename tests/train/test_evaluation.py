@@ -122,20 +122,6 @@ def test_a_run_without_improvement_ends_early_with_its_best_model(folder: Path) 
     assert steps_done(finished_record(folder / "out")) == len(steps)
 
 
-@pytest.mark.slow
-def test_a_stopped_run_keeps_its_count_of_evaluations(folder: Path) -> None:
-    changes = {"steps": 40, "eval_every": 1, "patience": 2, "lr": 1.0, "checkpoint_every": 1}
-    list(train(opened(folder, **changes), folder / "whole"))
-    first = train(opened(folder, **changes), folder / "parts")
-    assert [next(first).step, next(first).step] == [1, 2]
-    first.close()  # type: ignore[attr-defined]
-    list(train(opened(folder, **changes), folder / "parts", resume=True))
-    whole, parts = (json.loads((folder / name / "train.json").read_text()) for name in ("whole", "parts"))
-    assert (whole["last_step"], whole["best_step"]) == (parts["last_step"], parts["best_step"])
-    one, other = ((folder / name / "model.safetensors").read_bytes() for name in ("whole", "parts"))
-    assert one == other
-
-
 def test_a_run_that_ended_early_continues_with_more_patience(folder: Path) -> None:
     changes = {"steps": 40, "eval_every": 1, "lr": 1.0, "checkpoint_every": 100}
     ended = list(train(opened(folder, **changes, patience=1), folder / "parts"))

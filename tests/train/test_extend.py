@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ import pytest
 from support.oracle_model import packed_directory, tiny_config
 from support.refusal import refusal
 from support.strategies import make
-from treepack.errors import TreepackError
 from treepack.train.loop import train
 from treepack.train.options import TrainOptions
 from treepack.train.saving.run_record import is_finished
@@ -95,18 +93,6 @@ def test_another_schedule_is_computed_over_all_steps_and_its_rates_are_named(
     assert before < after
 
 
-def test_a_finished_run_is_left_as_it_is(packed: Path, config: Path, tmp_path: Path) -> None:
-    go(packed, config, tmp_path / "out")
-    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")}
-    steps, notes = go(packed, config, tmp_path / "out")
-    assert (steps, len(notes)) == ([], 1)
-    assert "is already finished, with 8 steps" in notes[0]
-    assert "8 steps are done and this run has 5; give --steps of at least 8" in refusal(
-        go, packed, config, tmp_path / "out", steps=5
-    )
-    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")} == before
-
-
 def test_steps_that_are_done_are_not_undone(packed: Path, config: Path, tmp_path: Path) -> None:
     go(packed, config, tmp_path / "out", until=5)
     assert "5 steps are done and this run has 4; give --steps of at least 5" in refusal(
@@ -122,22 +108,3 @@ def test_a_finished_run_without_a_checkpoint_is_not_started_again(packed: Path, 
     before = files(tmp_path / "out")
     assert "has no checkpoint of the finished run to continue from" in refusal(go, packed, config, tmp_path / "out")
     assert files(tmp_path / "out") == before
-
-
-def test_a_second_trainer_of_a_run_is_refused(packed: Path, config: Path, whole: Path, tmp_path: Path) -> None:
-    first = train(open_run(packed, config, CONSTANT), tmp_path / "out")
-    next(first)
-    errors: list[TreepackError] = []
-
-    def second() -> None:  # in a thread, because a lock is shared within a thread
-        try:
-            go(packed, config, tmp_path / "out")
-        except TreepackError as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=second)
-    thread.start()
-    thread.join()
-    assert "is being written by process" in str(errors[0])
-    assert len([*first]) == 7
-    assert files(tmp_path / "out") == files(whole)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -13,16 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from support.command_line import Run
-from support.oracle_model import tiny_config, write_rows
+from support.oracle_model import write_rows
 from support.passes import rows_alone
 from support.s3 import Store
 from support.strategies import make
-from support.torchrun import documented_launch, free_port
 from treepack.data.dataset import PackedDataset
 from treepack.data.mixture import AnyDataset, open_packed, sources_of
 from treepack.files import parts
-from treepack.files.manifest import read_manifest
 from treepack.train.division import choose_blocks, divide_rows
 from treepack.train.options import TrainOptions
 from treepack.train.passes import deal
@@ -137,52 +131,3 @@ def test_machines_share_several_directories(packed: Path, tmp_path: Path, s3: St
         found = Counter(names[sha256] for sha256 in copied(tmp_path / f"cache-{machine}"))
         assert found == Counter(2 * [f"part-{number:05d}.parquet" for number in numbers])
     assert seen == Counter(range(64))
-
-
-def records(content: bytes) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in content.splitlines()]
-
-
-def test_two_machines_train_from_the_store_as_one_process_does_from_a_disk(
-    tmp_path: Path, s3: Store, treepack: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(parts, "PART_TOKENS", 20)
-    monkeypatch.setattr("treepack.pack.files.GROUP_TOKENS", 10)
-    packed, address = write_rows(tmp_path / "small", rollouts(2, 9), range(32)), s3.address("small")
-    assert len([*packed.glob("part-*")]) == 16
-    s3.upload(packed, "small")
-    config = tiny_config(tmp_path / "tiny.json", vocab_size=100)
-    options = ["--model", str(config), "--device", "cpu", "--rows-per-step", "4", "--lr", "0.01", "--min-lr-ratio", "1"]
-    options += ["--checkpoint-every", "2", "--quiet"]
-    done = treepack("train", packed, *options, "--blocks", "2", "--steps", "5", "--out", tmp_path / "one")
-    assert done.status == 0, done.err
-
-    def on_two_machines(*more: str) -> None:
-        port = free_port()
-        machines = [
-            subprocess.Popen(
-                [*documented_launch(node, port), address, *options, *more, "--out", s3.address("run")],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                env={**os.environ, "TREEPACK_CACHE": str(tmp_path / f"cache-{node}")},
-            )
-            for node in (0, 1)
-        ]
-        outputs = [machine.communicate(timeout=300) for machine in machines]
-        assert [machine.returncode for machine in machines] == [0, 0], outputs
-
-    on_two_machines("--steps", "3")
-    assert json.loads(s3.read("run/run.json"))["options"]["blocks"] == 2
-    hashes = [entry["sha256"] for entry in read_manifest(packed)["files"]]
-    for node, own in enumerate((hashes[:8], hashes[8:])):
-        assert set() < copied(tmp_path / f"cache-{node}") <= set(own)
-    on_two_machines("--steps", "5", "--resume")
-    one, two = records((tmp_path / "one" / "metrics.jsonl").read_bytes()), records(s3.read("run/metrics.jsonl"))
-    assert [record["step"] for record in two] == [1, 2, 3, 4, 5]
-    for name in ("loss", "grad_norm", "tokens"):
-        assert [each[name] for each in two] == pytest.approx([each[name] for each in one], rel=1e-4)
-    # One process continues with the rows of the run of two machines.
-    done = treepack("train", address, *options, "--steps", "6", "--resume", "--out", s3.address("run"))
-    assert done.status == 0, done.err
-    assert len(records(s3.read("run/metrics.jsonl"))) == 6

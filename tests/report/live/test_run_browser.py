@@ -17,7 +17,7 @@ from selenium.webdriver.common.by import By
 
 from support.browser import chromium, look, wait
 from support.report_page import console, text_of
-from support.run_folder import TOKENIZER, long_run, packed_text, run_folder, step_record, write_lines
+from support.run_folder import TOKENIZER, packed_text, run_folder, step_record, write_lines
 from support.strategies import make
 from treepack.errors import TreepackError
 from treepack.files.lock import lock
@@ -234,25 +234,4 @@ def test_the_file_of_a_run_needs_nothing_else(
     # On a phone the numbers are on the first screen.
     tiles = driver.find_element(By.ID, "tiles").rect
     assert tiles["y"] + 100 < 900
-    assert console(driver) == []
-
-
-@pytest.mark.slow
-def test_a_hundred_thousand_steps_stay_quick(driver: WebDriver, tmp_path: Path) -> None:
-    folder = long_run(tmp_path / "run", 100_000)
-    look(driver, width=1300)
-    with served(folder) as server:
-        driver.get(server.url)
-        wait(driver, "document.documentElement.dataset.charts")
-        path = "document.querySelector('#chart-curve-0 .mark-line path').getAttribute('d')"
-        # Thinned: the points of a path, of which there are 100,000 in the file.
-        assert 500 < driver.execute_script(f"return {path}.split('L').length") <= 1002
-        lowest = driver.find_element(By.ID, "metrics").get_attribute("textContent")
-        assert "0.25 at 50,001" in str(lowest)
-        assert "9.5 at 33,334" in str(lowest)
-        for step in range(100_001, 100_004):
-            write_lines(folder, [step_record(step, loss=2.0, reward=0.5)], mode="a")
-            wait(driver, f"document.getElementById('state').textContent.includes('step {step:,}')")
-        before = driver.execute_script(f"return {path}.split('L').length")
-        assert before <= 1005
     assert console(driver) == []

@@ -148,16 +148,6 @@ def test_watching_waits_for_a_run_that_is_not_there_yet(tmp_path: Path) -> None:
     assert interrupted(watching) == 0
 
 
-def test_ctrl_c_ends_the_wait_for_a_run(tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    arguments = ["report", str(tmp_path / "empty"), "--watch"]
-    watching = PROCESSES.Process(target=run_command, args=(arguments, tmp_path), daemon=True)
-    watching.start()
-    line = line_of(tmp_path / "stderr", watching, "waiting until .*")
-    assert interrupted(watching) == 0
-    assert (tmp_path / "stderr").read_text() == f"{line}\n"
-
-
 def interrupted(process: multiprocessing.process.BaseProcess) -> int | None:
     """Send Ctrl-C to a process, and return its exit status."""
     assert process.pid is not None
