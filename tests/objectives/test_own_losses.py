@@ -173,12 +173,7 @@ def ways_of(
 # Presets of one loss differ in their denominators, which test_objectives has.
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(preset, marks=[] if preset == loss.name else pytest.mark.slow)
-        for loss in own_losses()
-        for preset in loss.presets
-        if preset not in ("sft", "opd", "distill")
-    ],
+    [loss.name for loss in own_losses() if loss.name not in ("sft", "distill")],
 )
 def test_every_loss_has_one_value_whole_joined_and_in_pieces(tmp_path: Path, name: str) -> None:
     objective = choose_objective(name)
