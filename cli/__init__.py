@@ -18,8 +18,8 @@ from treepack import __version__
 from treepack.errors import TreepackError, torch_hint
 
 from .choices import guess
-from .gone import refuse_gone
 from .launch import wait_for_first_rank
+from .other_names import refuse_known
 from .streams import printable, standard_streams
 
 GROUPS = {
@@ -99,7 +99,7 @@ class _LazyCommands(click.Group):
         try:
             return super().invoke(ctx)
         except click.NoSuchOption as error:
-            refuse_gone(error, ctx.invoked_subcommand)
+            refuse_known(error, ctx.invoked_subcommand)
             raise
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import click
 
 from .choices import guess
-from .gone import replacement
+from .other_names import replacement
 from .progress import quiet_option
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -55,7 +55,7 @@ def _load_run(context: click.Context, _: click.Parameter, path: Path | None) -> 
 
 
 def _add_run(context: click.Context, path: Path) -> None:
-    """Add the data, model and options of a run, as defaults that count less than those of a file."""
+    """Add the data, model and options of a run, which count less than a file."""
     if context.command.name != "train":
         raise click.UsageError(f"{path}: is for treepack train, which wrote it; give a TOML file to --config")
     from treepack.train.saving.run_config import run_config
@@ -105,10 +105,11 @@ def _parameters(command: click.Command) -> dict[str, click.Parameter]:
 
 
 def _unknown(key: str, context: click.Context) -> str:
-    """Return what is wrong with a key that is no parameter."""
-    if (answer := replacement(context.command_path.partition(" ")[2], f"--{key.replace('_', '-')}")) is not None:
-        return answer
+    """Return the end of the sentence about an unknown key."""
     names = [name.replace("_", "-") for name in _parameters(context.command)]
+    command, option = context.command_path.partition(" ")[2], f"--{key.replace('_', '-')}"
+    if (answer := replacement(command, option, [f"--{name}" for name in names])) is not None:
+        return answer
     return f"is not an option of {context.command_path}.{guess(key, names)}"
 
 
@@ -136,7 +137,7 @@ def _word(value: Any) -> str:
 
 
 def _read(path: Path, command: str) -> tuple[dict[str, Any], dict[str, int]]:
-    """Return the keys of `path` for a command, and the lines of those whose line is sure.
+    """Return the keys of `path` for a command, and their lines, except uncertain ones.
 
     Raises:
         UsageError: the file is not TOML, or has a table that no command reads.

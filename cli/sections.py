@@ -54,7 +54,7 @@ SECTIONS: dict[str, dict[str, str]] = {
     "advantages": {
         "Estimator and output": f"estimator {_OUT}",
         "Rewards": "kl-in-reward kl-estimator overlong",
-        "Groups": "std epsilon reject-equal rejected",
+        "Groups": "by std epsilon reject-equal rejected",
         "Estimators that use the tree": "segment min-depth size-weighted reject-subgroups without-root per-segment "
         "leaf-scaled edges leaf-weights fallback-leaves",
         "Values of a critic (gae)": "values gamma lambda whiten truncated",

@@ -45,7 +45,7 @@ from treepack.trie.builders.in_memory import build_trie
 
 OPTIONS = {"method": "auto", "semantics": "branch", "normalize": "token", "too_long": "error"}
 DOCS = Path(__file__).parent
-PAGES = ("forecast.md", "format.md", "inputs.md", "models.md", "objectives.md")
+PAGES = ("../CHANGELOG.md", "coming-from.md", "forecast.md", "format.md", "inputs.md", "models.md", "objectives.md")
 BLOCK = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -149,6 +149,8 @@ def filled_page(name: str) -> str:
         "terms": lambda: _columns(schema.TERMS),
         "queries": lambda: _columns(schema.QUERIES),
         "example": _example,
+        "other-names": _other_names,
+        "gone": _gone,
         "token-fields": _token_fields,
         "objectives": objective_table.losses,
         "models": _models,
@@ -182,6 +184,21 @@ def _kept() -> str:
     for each in all_formats():
         kept = " | ".join("yes" if keep in each.keeps else "" for keep in KEEPS)
         lines.append(f"| `{each.name}` | {each.program} | {kept} |")
+    return "\n".join(lines) + "\n"
+
+
+def _other_names() -> str:
+    lines = ["| here | TRL, transformers | Axolotl | verl |", "|---|---|---|---|"]
+    for ours, *names in import_module("treepack_cli.other_names").other_names():
+        first = f"`{ours}`" if " --" in ours else ours
+        cells = [", ".join(f"`{name}`" for name in cell.split()) for cell in names]
+        lines.append(f"| {first} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _gone() -> str:
+    gone = import_module("treepack_cli.other_names").GONE
+    lines = ["| gone | instead |", "|---|---|", *(f"| {name} | {instead} |" for name, instead in gone.items())]
     return "\n".join(lines) + "\n"
 
 
