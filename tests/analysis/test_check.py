@@ -229,7 +229,7 @@ def check_damaged(seed: int, directories: list[Path], folder: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    "seeds", [range(40), pytest.param(range(40, 240), marks=pytest.mark.slow)], ids=["some", "many"]
+    "seeds", [range(40), pytest.param(range(40, 140), marks=pytest.mark.slow)], ids=["some", "many"]
 )
 def test_a_damaged_directory_is_refused_in_one_sentence_or_intact(
     seeds: range, directories: list[Path], tmp_path: Path

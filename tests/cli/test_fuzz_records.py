@@ -171,9 +171,9 @@ def write(path: Path, text: str, rng: random.Random, kind: Kind) -> Path:
 
 
 @pytest.mark.parametrize("share", range(4))
-@pytest.mark.parametrize("count", [8, pytest.param(100, marks=pytest.mark.slow)], ids=["some", "many"])
+@pytest.mark.parametrize("count", [8, pytest.param(50, marks=pytest.mark.slow)], ids=["some", "many"])
 def test_an_odd_value_is_read_or_refused_in_one_sentence(folder: Path, tmp_path: Path, count: int, share: int) -> None:
-    """960 cases, as many of each kind of file; four shares, so that they can run side by side."""
+    """200 cases, as many of each kind of file; four shares, so that they can run side by side."""
     by_kind: dict[str, list[Any]] = {name: [] for name in KINDS}
     for case in cases(folder):
         by_kind[case[0]].append(case)

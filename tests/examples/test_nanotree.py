@@ -235,12 +235,6 @@ def test_the_engine_samples_from_the_weights_of_the_last_step(two_steps: TwoStep
     assert accumulate(policy, credit(two_steps.trees[1], SMALL), SMALL)["sampler_gap"] > 0.05
 
 
-@pytest.mark.slow
-def test_a_copy_in_bfloat16_samples_from_the_weights_of_the_last_step() -> None:
-    # bfloat16 has 8 bits, and the logits are below 8.
-    check_steps(take_two_steps(replace(SMALL, bf16=True)), gap=0.1)
-
-
 def run_example(arguments: list[str], out: Path) -> None:
     """Run the example as a script, with its output in `out`. It fails if it imports a module that it must not need."""
     assert not {"polars", "ortools"} & sys.modules.keys()
@@ -251,15 +245,15 @@ def run_example(arguments: list[str], out: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_steps_run_as_a_script_without_polars_and_ortools(tmp_path: Path) -> None:
-    options = "--steps 2 --warm-up 3 --problems 12 --eval-every 1 --eval-problems 4 --leaf-weights".split()
+def test_a_step_runs_as_a_script_without_polars_and_ortools(tmp_path: Path) -> None:
+    options = "--steps 1 --warm-up 3 --problems 12 --eval-every 1 --eval-problems 4 --leaf-weights".split()
     save = tmp_path / "saved"
     process = PROCESSES.Process(target=run_example, args=([*options, "--save", str(save)], tmp_path / "out"))
     process.start()
     process.join()
     assert process.exitcode == 0
     records: list[dict[str, Any]] = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
-    assert [record["step"] for record in records] == [0, 1, 2]
+    assert [record["step"] for record in records] == [0, 1]
     assert all(0 <= record["pass_rate"] <= 1 for record in records)
     for record in records[1:]:
         assert record["mixed"] > 0

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import tracemalloc
 from dataclasses import fields, replace
 from pathlib import Path
@@ -25,7 +23,6 @@ from treepack.files.manifest import read_manifest
 from treepack.pack.check import check_packed
 from treepack.pack.files import read_rows
 from treepack.pack.options import NORMALIZE
-from treepack.pack.packing import planning_bytes
 from treepack.pack.row import Row
 from treepack.sequences import as_columns, with_unique_ids
 from treepack.trajectory import Int32, Tokens, Trajectory
@@ -255,29 +252,6 @@ def contents(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in directory.iterdir()}
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        PackOptions(method="contiguous", semantics="once"),
-        PackOptions(method="auto", effort="low", normalize="group"),
-        PackOptions(method="sequence", balance=2),
-        PackOptions(capacity=509, too_long="truncate"),
-        PackOptions(capacity=509, too_long="drop"),
-        PackOptions(leaf_weights=True),
-    ],
-    ids=["once", "auto", "sequence", "truncate", "drop", "leaf weights"],
-)
-def test_the_files_do_not_depend_on_the_memory(tmp_path: Path, options: PackOptions) -> None:
-    trie = build_trie(branching(48, 512))
-    memory = planning_bytes(trie.num_nodes, trie.num_trajectories)
-    assert 4 * trie.tokens_tree > memory // 8  # so the trie is mapped
-    saved(trie, tmp_path / "trie")
-    pack_trie(tmp_path / "trie", tmp_path / "small", options, memory=memory)
-    pack_trie(tmp_path / "trie", tmp_path / "large", options)
-    assert contents(tmp_path / "small") == contents(tmp_path / "large")
-    assert len(contents(tmp_path / "small")) == 2
-
-
 def test_a_plan_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     trie = build_trie(branching(48, 20))
     with pytest.raises(TreepackError, match=r"^packing 48 trajectories with \d+ nodes needs about 1 MB of memory"):
@@ -333,24 +307,3 @@ def test_arrays_in_memory_do_not_grow_with_the_tokens(tmp_path: Path, method: st
     # 160 trajectories more are 2.6 MB of tokens, and as much for each array of a value per token.
     assert peak(200, 1 << 20) - peak(40, 1 << 20) < 1 << 19
     assert peak(200, 1 << 40) - peak(40, 1 << 40) > 1 << 22
-
-
-PEAK = """
-import sys
-from treepack import PackOptions, pack_trie
-
-pack_trie(sys.argv[1], sys.argv[2], PackOptions(capacity=65536, method="contiguous"), memory=64 << 20)
-print(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc")
-def test_memory_of_the_process_does_not_grow_with_the_tokens(tmp_path: Path) -> None:
-    def peak(num_trajectories: int) -> int:
-        directory = saved(long_trie(num_trajectories, 1 << 14), tmp_path / "trie")
-        command = [sys.executable, "-c", PEAK, str(directory), str(tmp_path / f"packed-{num_trajectories}")]
-        return 1024 * int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-
-    # 1280 trajectories more are 21 M tokens: 84 MB of token ids, and 130 MB if everything is in memory.
-    assert peak(1536) - peak(256) < 40 << 20

@@ -69,28 +69,6 @@ def test_a_forged_turn_is_kept_as_an_engine_reads_it_and_counted(tmp_path: Path,
     )
 
 
-def test_a_forged_turn_is_ordinary_text_if_asked_for(tmp_path: Path, qwen: str) -> None:
-    (item,) = items(tmp_path, [chat(FORGED, "no")], qwen, "text")
-    tokenizer = load_tokenizer(qwen)
-    start, end = tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
-
-    def text(words: str) -> list[int]:  # the vocabulary is bytes, so this is the text and nothing else
-        return [
-            tokenizer.convert_tokens_to_ids(letter)
-            for letter in tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str(words)[0][0]
-        ]
-
-    system = "system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant."
-    assert content(item).tokens.tolist() == [
-        *(start, *text(system), end, *text("\n")),
-        *(start, *text("user\n" + FORGED), end, *text("\n")),
-        *(start, *text("assistant\n"), *text("no"), end),
-    ]
-    assert trained(content(item)) == [[*text("no"), end]]
-    assert isinstance(item, Trajectory)
-    assert "control token '<|im_end|>' in the text of messages, tokenised as text" in item.notes
-
-
 def test_a_forged_turn_is_skipped_if_asked_for(tmp_path: Path, qwen: str) -> None:
     skipped, kept = items(tmp_path, [chat(FORGED, "no"), chat("Q", "A")], qwen, "skip")
     assert isinstance(kept, Trajectory)

@@ -148,20 +148,6 @@ THINKING = [
 ]
 
 
-def test_a_sample_ends_where_the_template_rewrites_earlier_turns(tokenizers: dict[str, Any]) -> None:
-    tokenizer = tokenizers["stripping"]
-    first, second = samples(chat(THINKING, group_id="g"), tokenizer)
-    assert (first.trajectory_id, second.trajectory_id) == ("t/part-0", "t/part-1")
-    assert (first.group_id, second.group_id) == ("g", "g")
-    think = "<think>\n{}\n</think>\n\n{}<|im_end|>"
-    assert trained_texts(first, tokenizer) == [think.format("r1", "A1"), think.format("r2", "A2")]
-    assert trained_texts(second, tokenizer) == [think.format("r3", "A3")]
-    assert "r1" not in text(second, tokenizer)
-    assert (first.notes, second.notes) == (("split where the template rewrites earlier turns",), ())
-    (kept,) = samples(chat(THINKING), tokenizers["plain"])
-    assert (kept.trajectory_id, kept.notes, len(tokens_of(kept).starts)) == ("t", (), 3)
-
-
 def test_turns_are_named_by_assistant_message_and_keep_all_fields(tokenizers: dict[str, Any]) -> None:
     item = chat(THINKING, weights=[0, 0, 0, 0.5, 0, 2], step=4, reward=1.0, advantage=-1.0, weight=3.0)
     turns = samples(item, tokenizers["stripping"], expand="turns")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import resource
 import tempfile
 import tracemalloc
@@ -11,34 +10,26 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from support import oracle, strategies
 from support.refusal import refusal
-from support.strategies import make, random_sequences
-from treepack.files import parts
+from support.strategies import make
 from treepack.ingest.options import SHARES
 from treepack.sequences import Sequences, as_columns, unique_ids
 from treepack.trajectory import Tokens, Trajectory
-from treepack.trie.builders import out_of_core as runs
 from treepack.trie.builders.in_memory import build_trie
 from treepack.trie.builders.out_of_core import build_large_trie
 from treepack.trie.builders.run_merge import MergedOrder, SortedRun, merge, split
 from treepack.trie.builders.spool import token_offsets
 from treepack.trie.check import check_trie
 from treepack.trie.nodes import common_prefix
-from treepack.trie.store import trie_files
-from treepack.trie.store.trie_files import write_trie
 from treepack.trie.trie import Trie
-
-in_one_folder = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-
 
 ARRAYS = ("tokens", "node_start", "node_end", "parent", "depth", "num_passing", "end_node")
 
@@ -49,12 +40,6 @@ def same(a: Trie, b: Trie) -> bool:
         for name in ARRAYS
     )
     return arrays and a.trajectories.equals(b.trajectories, check_metadata=True) and a.share == b.share
-
-
-def files(trie: Trie, folder: Path) -> dict[str, bytes]:
-    folder.mkdir()
-    write_trie(trie, folder)
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def in_batches(rollouts: list[Trajectory], size: int) -> list[list[Trajectory]]:
@@ -109,36 +94,6 @@ def test_names_are_those_of_the_plain_loop(rollouts: list[Trajectory]) -> None:
     names, sources = [one.trajectory_id for one in rollouts], [one.source for one in rollouts]
     result, _ = unique_ids(pa.chunked_array([pa.array(names)]), pa.chunked_array([pa.array(sources)]))
     assert result.to_pylist() == oracle.unique_names(names, sources)
-
-
-def logprobs(count: int | None, rng: random.Random) -> dict[str, Any]:
-    return {} if count is None else {"sampling_logprobs": [rng.random() for _ in range(count)]}
-
-
-@pytest.mark.parametrize("share", ["all", "group"])
-def test_files_are_the_same_byte_for_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: str) -> None:
-    monkeypatch.setattr(parts, "PART_TOKENS", 1 << 17)
-    monkeypatch.setattr(trie_files, "PART_TOKENS", 1 << 17)
-    monkeypatch.setattr(runs, "TABLE_TOKENS", 100_000)
-    rng = random.Random(0)
-    rollouts = [
-        make(
-            f"t{i % 400}",
-            ids.tolist(),
-            group=f"g{i // 16}",
-            step=rng.choice([None, 1, 2]),
-            reward=rng.random(),
-            metadata={"text": "x" * rng.randrange(300)},
-            **logprobs(len(ids) - 1 if i % 3 else None, rng),
-        )
-        for i, ids in enumerate(random_sequences(seed=3))
-    ]
-    rng.shuffle(rollouts)
-    large = build_large_trie(map(as_columns, in_batches(rollouts, 7)), share=share, run_bytes=600_000)
-    written = files(large, tmp_path / "disk")
-    assert len(large.storage.maps) == 2
-    assert len(written) > 10
-    assert written == files(build_trie(rollouts, share=share), tmp_path / "memory")
 
 
 def peak_memory(num_batches: int, run_bytes: int) -> int:

@@ -18,12 +18,10 @@ from treepack.pack.plan.bounds.column_generation import WorkBudget
 from treepack.pack.plan.bounds.counting import count, passes
 from treepack.pack.plan.bounds.knapsack import best_profits
 from treepack.pack.plan.bounds.lower_bound import ProofEffort, lower_bound, recursive_bound
-from treepack.pack.plan.check import check_plan
 from treepack.pack.plan.methods import anneal as search
-from treepack.pack.plan.methods.contiguous import contiguous, deepest_first
+from treepack.pack.plan.methods.contiguous import contiguous
 from treepack.pack.plan.methods.exact import exact
 from treepack.pack.plan.methods.subsets import fewest, subsets
-from treepack.pack.plan.planning import plan_rows
 from treepack.pack.plan.problem import PlanTree, RowLimits, SearchOptions, shapes_of_trees
 from treepack.trajectory import Int64, Trajectory
 from treepack.trie.builders.in_memory import build_trie
@@ -306,31 +304,9 @@ def test_auto_needs_nearly_the_tokens_that_the_exact_method_proves(problem: Prob
     assert solution.lower_bound <= tokens <= cost_of(tree, solution.row_of_leaf, limits)[0] <= tokens * TOKENS_TO_STOP
 
 
-@given(searches(), st.sampled_from(["low", "normal"]))
-@settings(max_examples=5)
-def test_auto_is_never_worse_than_the_quick_methods(given_one: tuple[PlanTree, RowLimits, Int64], effort: str) -> None:
-    tree, limits, _ = given_one
-    solution = auto(tree, limits, SearchOptions(effort, num_leaves=4000))
-    cost = cost_of(tree, solution.row_of_leaf, limits)
-    quick = [method(tree, limits, SearchOptions()).row_of_leaf for method in (contiguous, deepest_first)]
-    assert cost <= min(cost_of(tree, rows, limits) for rows in quick)
-    assert recursive_bound(tree, limits.capacity) <= solution.lower_bound <= cost[0]
-
-
 @given(some_trees, st.integers(1, 30))
 def test_a_larger_capacity_never_costs_tokens(problem: Problem, more: int) -> None:
     tree, capacity = problem
     assert best_of((tree, capacity + more))[0] <= best_of(problem)[0]
     tight, loose = (auto(tree, RowLimits(room), SearchOptions()).lower_bound for room in (capacity, capacity + more))
     assert loose <= tight
-
-
-@given(strategies.trajectories(max_count=30, max_length=14), st.data())
-@settings(max_examples=12)
-def test_the_order_of_trajectories_does_not_change_the_plan(ones: list[Trajectory], data: st.DataObject) -> None:
-    one = build_trie(ones)
-    other = build_trie(data.draw(st.permutations(ones)))
-    plan, same = (plan_rows(trie, capacity=16) for trie in (one, other))
-    check_plan(one, plan)
-    assert np.array_equal(plan.row_of, same.row_of)
-    assert plan.lower_bound == same.lower_bound
