@@ -39,7 +39,8 @@ def test_kernels_fit_their_gpus_and_keep_their_products_asynchronous(
     for report in compiled(launches, capability, *cases):
         assert report.spills <= spills, report
         assert report.shared <= kib << 10, report
-        assert not any("serialized" in remark for remark in report.remarks), report
+        if capability == 90 and "fp32" not in report.kernel:
+            assert not any("serialized" in remark for remark in report.remarks), report
         if launches in ("delta_rule_launches", "output_launches") and "fp32" not in report.kernel:
             assert report.wgmma > 0 or report.kernel.startswith("inverse"), report
             assert report.wgmma_registers == 0, report
