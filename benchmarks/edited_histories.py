@@ -12,8 +12,8 @@ A prompt of 1/8 of the tokens and 56 turns, each of 5/8 observation and 3/8 answ
             '- summary 0 -+- turns 1, summary 1            branch 1      answers and written summaries are trained, once
                           '- summary 1 - turns 2           branch 2
 
-Branches: K + 1 passes forward and backward, each of one branch alone, through varlen FlashAttention. Row: all branches as
-one tree. Both ways run the trainer's layers, loss and AdamW. The losses must agree, or the run fails.
+Branches: K + 1 passes forward and backward, each of one branch alone, through varlen FlashAttention. Row: all branches
+as one tree. Both ways run the trainer's layers, loss and AdamW. The losses must agree, or the run fails.
 
 operations   of forward and backward, branches over row (costs.model_cost)
 loss, grad   relative difference of the two losses, and of the two gradients (norm of the difference over the norm)
