@@ -36,6 +36,7 @@ MIN_WEIGHT, MAX_WEIGHT = 1e-12, 1e12
 MAX_LOGPROB = 1e-3
 WEIGHTS = f"0 or a number in [{MIN_WEIGHT:g}, {MAX_WEIGHT:g}]"
 ON_SEVERAL_PATHS = -1  # a `rollout_part`
+FAILED = "failed"  # field of the metadata: the cause, of a rollout that --failed keep kept
 MAX_INSIDE = 1_000_000  # trajectories of one part of a rollout; part 3 then has the parts 3,000,000, 3,000,001, ...
 FIRST_TOKEN_NOTE = "the first token is not trained, because no token predicts it"
 

@@ -39,7 +39,7 @@ async function loadForest() {
     ["forest-size", "forest-up", "sample-end", "sample-rollout", "sample-number", "segment-size", "segment-count"]
       .map(numbers));
   const [reward, advantage] = await Promise.all(["sample-reward", "sample-advantage"].map(floats));
-  const [ids, labels] = await Promise.all(["sample-ids", "rollout-labels"].map(jsonBlock));
+  const [ids, notes, labels] = await Promise.all(["sample-ids", "sample-notes", "rollout-labels"].map(jsonBlock));
   const segmentKind = new Uint8Array(await block("segment-kind"));
   // Parents and ends are stored as distances: up [0, 1, 1, 2] -> parent [-1, 0, 1, 1], gaps [2, 0, 3] -> end [2, 2, 5]
   const parent = new Int32Array(size.length);
@@ -51,7 +51,7 @@ async function loadForest() {
   const end = new Uint32Array(gaps.length);
   for (let i = 0, at = 0; i < gaps.length; i++) end[i] = at += gaps[i];
   return {
-    size, parent, start, end, reward, advantage, ids, labels, rolloutOf, number,
+    size, parent, start, end, reward, advantage, ids, notes, labels, rolloutOf, number,
     segmentSize, segmentKind, segmentFirst: offsets(segmentCount), slot: new Int32Array(size.length).fill(-1),
   };
 }

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from treepack.analysis.part_notes import part_notes
 from treepack.report.contents import PageContents
 from treepack.report.parts import SharedParts, rewards_of
 from treepack.report.roles import ROLES
@@ -45,6 +46,7 @@ def payload(trie: Trie, lists: ExplorerParts, contents: PageContents) -> dict[st
         "sample-reward": _array(rewards_of(trie), "<f4"),
         "sample-advantage": _array(mean_advantages(trie), "<f4"),
         "sample-ids": _json([*map(printable, trie.trajectories["trajectory_id"].to_pylist())]),
+        "sample-notes": _json([*map(printable, part_notes(trie))]),
         "rollout-labels": _json([*map(printable, rollouts.labels)]),
     }
     pairs = (("groups", lists.groups, lists.group_outcomes), ("trees", lists.trees, lists.tree_outcomes))

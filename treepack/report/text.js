@@ -131,7 +131,8 @@ class TextView {
       Number.isNaN(advantage) ? null : `mean advantage ${short(advantage)}`,
     ].filter(Boolean).join(" \u00b7 ");
     const rewarded = (i) => (Number.isNaN(this.forest.reward[i]) ? "" : ` (${short(this.forest.reward[i])})`);
-    const ends = node.ends.slice(0, MAX_ENDS).map((i) => `${this.forest.ids[i]}${rewarded(i)}`);
+    const noted = (i) => (this.forest.notes[i] ? `: ${this.forest.notes[i]}` : "");
+    const ends = node.ends.slice(0, MAX_ENDS).map((i) => `${this.forest.ids[i]}${rewarded(i)}${noted(i)}`);
     const more = node.ends.length > MAX_ENDS ? `, and ${count(node.ends.length - MAX_ENDS)} more` : "";
     byId("text-ends").textContent = ends.length ? `Ends here: ${ends.join(", ")}${more}` : "";
   }

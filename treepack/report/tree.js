@@ -187,7 +187,7 @@ class TreeView {
     const label = element("text", { x: known ? x + 15 : x, y: y + 4, class: "gutter" }, layer);
     element("tspan", { class: "reward" }, label, known ? short(reward) : "");
     if (gutter >= 80) label.append(known ? `  ${shown}` : shown);
-    element("title", {}, label, end.ends.map((i) => this.forest.ids[i]).slice(0, 5).join(", "));
+    element("title", {}, label, end.ends.slice(0, 5).map((i) => [this.forest.ids[i], this.forest.notes[i]].filter(Boolean).join(": ")).join(", "));
     label.addEventListener("click", () => this.activate(item));
   }
 

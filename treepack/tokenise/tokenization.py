@@ -40,6 +40,7 @@ from treepack.tokenise.stable_ids import with_stable_ids
 from treepack.tokenise.template.rendering import TemplateFile, Tools, UnfaithfulError
 from treepack.tokenise.template.stops import CUT_NOTE, STOP_NOTE
 from treepack.trajectory import (
+    FAILED,
     Chat,
     Outcome,
     Outcomes,
@@ -183,6 +184,8 @@ class TrajectoryTokeniser:
         if item.failed and self._job.failed == "drop":
             yield self._of_failed(item)
             return
+        if item.failed:
+            item = replace(item, metadata={FAILED: item.failed, **item.metadata})
         item = self._without_loss(item)
         if self._job.normalize_ids:
             item = with_stable_ids(item)

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from treepack.analysis.part_notes import part_notes
 from treepack.columns import COLUMNS, Column, Numbers
 from treepack.pack.row import Row
 from treepack.sequences import SpanView
@@ -26,13 +27,17 @@ from treepack.trie.trie import Trie
 
 @dataclass(frozen=True, slots=True)
 class _EndingTrajectories:
-    """The trajectories of a forest, sorted by the node in which they end; an unknown reward or advantage is NaN."""
+    """The trajectories of a forest, sorted by the node in which they end; an unknown reward or advantage is NaN.
+
+    `notes` are from `part_notes`, if they are known.
+    """
 
     node: Int64
     trajectory_ids: list[str]
     step: list[int | None]
     reward: Float64
     advantage: Float64
+    notes: list[str] | None = None
 
     def within(self, first: int, stop: int) -> range:
         """Return the indices of the trajectories that end in the nodes `first .. stop - 1`."""
@@ -109,6 +114,7 @@ def forest_of_trie(trie: Trie) -> DrawnForest:
             trie.trajectories["step"].to_pylist(),
             _numbers(trie.trajectories["reward"]),
             _numbers(trie.trajectories["advantage"]),
+            part_notes(trie),
         ),
         values={},
     )

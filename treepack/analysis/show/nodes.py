@@ -154,7 +154,8 @@ class NodeLines:
         named = indices if self.look.full or len(indices) <= ENDINGS else indices[: ENDINGS - 1]
         lines = []
         for i in named:
-            lines.append("  ".join(["= " + escape_text(ending.trajectory_ids[i]), *self._figures([i])]))
+            notes = [escape_text(ending.notes[i])] if ending.notes and ending.notes[i] else []
+            lines.append("  ".join(["= " + escape_text(ending.trajectory_ids[i]), *notes, *self._figures([i])]))
         if rest := indices[len(named) :]:
             lines.append("  ".join([f"= {len(rest):,} more", *self._figures(rest)]))
         return lines

@@ -17,6 +17,7 @@ import numpy as np
 from rich.table import Table
 from rich.text import Text
 
+from treepack.analysis.part_notes import part_notes
 from treepack.analysis.show import selection
 from treepack.analysis.show.bodies import DrawingOptions, segments
 from treepack.analysis.show.decoding import CONTEXT, TokenDecoder
@@ -81,9 +82,11 @@ def trajectory_views(trie: Trie, wanted: str, *, where: str) -> Iterator[ForestV
     Raises:
         TreepackError: `wanted` names no trajectory.
     """
+    notes = part_notes(trie)
     for i in selection.trajectories(trie, wanted, where=where):
         (trajectory,) = trajectories_of(selection.subset(trie, [i]))
-        yield ForestView("trajectory", _facts(trajectory), path_of_trie(trie, trajectory, int(trie.end_node[i])))
+        facts = {**_facts(trajectory), **({"part": notes[i]} if notes[i] else {})}
+        yield ForestView("trajectory", facts, path_of_trie(trie, trajectory, int(trie.end_node[i])))
 
 
 def rollout_view(trajectory: Trajectory) -> ForestView:
@@ -238,6 +241,7 @@ def view_as_json(view: ForestView, decoder: TokenDecoder | None) -> dict[str, An
                     "trajectory_id": ending.trajectory_ids[i],
                     "reward": _or_none(ending.reward[i]),
                     "advantage": _or_none(ending.advantage[i]),
+                    **({"note": ending.notes[i]} if ending.notes and ending.notes[i] else {}),
                 }
                 for i in ending.within(node, node + 1)
             ],
