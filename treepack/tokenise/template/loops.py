@@ -36,7 +36,7 @@ _Kind = TypeVar("_Kind", bound=nodes.Node)
 
 
 @dataclass(frozen=True, slots=True)
-class TemplateLoop:
+class _TemplateLoop:
     """Names of variables and attributes in the body of a loop, and in the macros that it may call."""
 
     names: frozenset[str]
@@ -48,7 +48,7 @@ class TemplateLoop:
         return _PROMPT in self.names
 
 
-def change_loops(tree: nodes.Template, environment: Environment) -> list[TemplateLoop]:
+def change_loops(tree: nodes.Template, environment: Environment) -> list[_TemplateLoop]:
     """Change the loops of `tree` in place; return a description of each changed one."""
     names = {name.name for name in tree.find_all(nodes.Name)}
     if (
@@ -64,7 +64,7 @@ def change_loops(tree: nodes.Template, environment: Environment) -> list[Templat
     for macro in tree.find_all(nodes.Macro):
         macros.setdefault(macro.name, []).append(macro)
     namespaces = _namespaces(tree)
-    loops: list[TemplateLoop] = []
+    loops: list[_TemplateLoop] = []
     for loop in _top_loops(tree.body):
         description = _describe(loop, macros)
         if _is_suitable(loop, description):
@@ -94,7 +94,7 @@ def _top_loops(body: list[nodes.Node]) -> Iterator[nodes.For]:
                 yield from _top_loops(branch)
 
 
-def _describe(loop: nodes.For, macros: dict[str, list[nodes.Macro]]) -> TemplateLoop:
+def _describe(loop: nodes.For, macros: dict[str, list[nodes.Macro]]) -> _TemplateLoop:
     names: set[str] = set()
     attributes: set[str] = set()
     parts: list[nodes.Node] = list(loop.body)
@@ -104,7 +104,7 @@ def _describe(loop: nodes.For, macros: dict[str, list[nodes.Macro]]) -> Template
         names |= new
         attributes |= _attributes(part)
         parts += [macro for name in sorted(new) for macro in macros.get(name, [])]
-    return TemplateLoop(frozenset(names), frozenset(attributes))
+    return _TemplateLoop(frozenset(names), frozenset(attributes))
 
 
 def _all(node: nodes.Node, kind: type[_Kind]) -> Iterator[_Kind]:
@@ -121,7 +121,7 @@ def _attributes(node: nodes.Node) -> set[str]:
     return names
 
 
-def _is_suitable(loop: nodes.For, description: TemplateLoop) -> bool:
+def _is_suitable(loop: nodes.For, description: _TemplateLoop) -> bool:
     if loop.else_ or loop.test or loop.recursive or not isinstance(loop.target, nodes.Name):
         return False
     if _CLOCK in description.names or (isinstance(loop.iter, nodes.Name) and loop.iter.name == "tools"):

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from treepack.tokenise.template.texts import TextChunk, TextChunks
 
 Key = tuple[int, str]  # a namespace and its attribute
-Need = tuple[Any] | tuple[int, int]  # a value, or the smallest and the largest of integers with the same outcome
 Span = tuple[int, int]
 
 UNLIMITED = sys.maxsize
+
+
+class NeededValue(NamedTuple):
+    """The value that an attribute must have before a loop, because an iteration has read it."""
+
+    value: Any
+
+
+_Need = NeededValue | range  # or the integers with the same outcome, if an iteration has only compared the attribute
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +28,7 @@ class IterationState:
     """The state after an iteration, and the conditions under which all iterations up to it have the same outcome.
 
     `marks` are the spans of the generation marks up to the end of `chunk`, in order.
-    The number of messages is in [`low`, `high`], and the attributes in `needs` have these values before the loop.
+    The number of messages is in [`low`, `high`], and the attributes in `needs` meet these needs before the loop.
     `writes` are the attributes that the loop has set.
     """
 
@@ -28,7 +36,7 @@ class IterationState:
     marks: tuple[Span, ...]
     low: int
     high: int
-    needs: dict[Key, Need]
+    needs: dict[Key, _Need]
     writes: dict[Key, Any]
 
 
@@ -45,7 +53,16 @@ class LoopMemory:
 
 @dataclass(slots=True)
 class ReversedLoopMemory:
-    """Results of a loop over reversed messages from a message on, by its number and the attributes that it reads."""
+    """Outcomes of a loop over reversed messages from one of its iterations on, to the first message.
+
+    The loop asks from the end: is the answer after the last question? A longer conversation soon meets a known place:
+
+        messages       0    1    2    3    4
+        rendering 1    <--- <--- <---              outcomes[..., 2, state] = what the iterations 2, 1, 0 write
+        rendering 2              known <--- <---   messages 4 and 3 run, and leave the state in which 2 began
+
+    The key is the start of the list, the number of the message, and the attributes that the loop may read (its state).
+    """
 
     variables: dict[str, Any]
     num_namespaces: int

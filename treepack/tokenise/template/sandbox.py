@@ -44,16 +44,16 @@ MAX_ITERATIONS = 1 << 26
 
 
 @lru_cache(maxsize=128)
-def compiled(text: str) -> CompiledTemplate:
+def compiled(text: str) -> _CompiledTemplate:
     """Return the template of `text`; it is compiled once.
 
     Raises:
         TemplateSyntaxError: of jinja2.
     """
-    return CompiledTemplate(text)
+    return _CompiledTemplate(text)
 
 
-class CompiledTemplate:
+class _CompiledTemplate:
     """A compiled chat template."""
 
     def __init__(self, text: str) -> None:
@@ -181,7 +181,7 @@ class EndlessTemplateError(TemplateError):
     """The loops of a template run too often."""
 
 
-class SandboxEnvironment(ImmutableSandboxedEnvironment):
+class _SandboxEnvironment(ImmutableSandboxedEnvironment):
     """Jinja's sandbox, which looks up a key of a dict without asking for an attribute of that name first.
 
     A rendering that sets `num_iterations` to 0 first has at most MAX_ITERATIONS of all its loops.
@@ -208,9 +208,9 @@ class SandboxEnvironment(ImmutableSandboxedEnvironment):
         return super().getattr(obj, attribute)
 
 
-def new_environment() -> SandboxEnvironment:
+def new_environment() -> _SandboxEnvironment:
     """Return an environment with everything that templates may use."""
-    environment = SandboxEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[GenerationMarks, loopcontrols])
+    environment = _SandboxEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[GenerationMarks, loopcontrols])
     environment.filters |= {"tojson": _tojson, _COUNT: _count_iterations}
     environment.globals |= {
         "raise_exception": _raise_exception,
@@ -232,7 +232,7 @@ def _count_iterations(context: Context, values: Any) -> Any:
     return values
 
 
-def _counted(values: Iterable[Any], environment: SandboxEnvironment) -> Iterator[Any]:
+def _counted(values: Iterable[Any], environment: _SandboxEnvironment) -> Iterator[Any]:
     for value in values:
         environment.count_iterations(1)
         yield value

@@ -28,6 +28,7 @@ from treepack.tokenise.template.recorded_iterations import (
     IterationState,
     Key,
     LoopMemory,
+    NeededValue,
     ReversedLoopMemory,
 )
 from treepack.tokenise.template.texts import ROOT, ChainedText
@@ -162,11 +163,11 @@ class TemplateTracker:
     def read(self, index: int, name: str, value: Any) -> None:
         """Report that an attribute was read."""
         key = (index, name)
-        if index < 0 or key in self._writes or len(self._needs.get(key, (0, 0))) == 1:
+        if index < 0 or key in self._writes or isinstance(self._needs.get(key), NeededValue):
             return
         if not is_comparable(value):
             raise UntrackedTemplate
-        self._needs = {**self._needs, key: (value,)}
+        self._needs = {**self._needs, key: NeededValue(value)}
 
     def write(self, index: int, name: str, value: Any) -> None:
         """Report that an attribute was written."""
@@ -181,25 +182,15 @@ class TemplateTracker:
             key = (number_of(holder), name)
             value = attributes_of(holder).get(name, MISSING)
             if key[0] >= 0 and key not in self._writes and type(value) is int:
-                return self._compare_integers(_MIRRORED[order] if is_left else order, other, key, value)
+                order = _MIRRORED[order] if is_left else order
+                need = self._needs.get(key, range(-UNLIMITED, UNLIMITED))
+                if isinstance(need, range):  # else the exact value is needed already
+                    new = _integers_of_outcome(order, other, value)
+                    both = range(max(need.start, new.start), min(need.stop, new.stop))
+                    self._needs = {**self._needs, key: both}
+                return _ORDERS[order](other, value)
         value = self._environment.getattr(holder, name)
         return _ORDERS[order](value, other) if is_left else _ORDERS[order](other, value)
-
-    def _compare_integers(self, order: str, other: int, key: Key, value: int) -> bool:
-        # The values of the attribute for which the comparison `other > value` has the same result:
-        # other 5 > value 3 is True -> [-inf, 4]; other 5 > value 7 is False -> [5, inf]; 5 == 7 is False -> [6, inf]
-        result: bool = _ORDERS[order](other, value)
-        need: Any = self._needs.get(key, (-UNLIMITED, UNLIMITED))
-        if len(need) == 2:
-            low, high = need
-            if value == other and order in ("eq", "ne"):
-                low = high = value
-            elif value < other or (value == other and order in ("gteq", "lt")):
-                high = min(high, other if order in ("gteq", "lt") else other - 1)
-            else:
-                low = max(low, other if order in ("gt", "lteq") else other + 1)
-            self._needs = {**self._needs, key: (low, high)}
-        return result
 
     # Loops.
 
@@ -220,8 +211,7 @@ class TemplateTracker:
         step = steps[known - 1] if known else memory.root
         if is_kept:
             del steps[known:]
-        for (index, name), value in step.writes.items():
-            attributes_of(self._namespaces[index])[name] = value
+        self._repeat(step.writes)
         self._continue_after(step)
         loop, items = LoopView(self, start), self.items
         try:
@@ -264,9 +254,11 @@ class TemplateTracker:
 
     def _is_met(self, key: Key, need: Any) -> bool:
         value = attributes_of(self._namespaces[key[0]]).get(key[1], MISSING)
-        if len(need) == 1:
-            return same(need[0], value)
-        return type(value) is int and need[0] <= value <= need[1]
+        return type(value) is int and value in need if isinstance(need, range) else same(need.value, value)
+
+    def _repeat(self, writes: dict[Key, Any]) -> None:
+        for (index, name), value in writes.items():
+            attributes_of(self._namespaces[index])[name] = value
 
     def _begin(self, step: IterationState) -> None:
         """Start to record an iteration after `step`."""
@@ -311,8 +303,11 @@ class TemplateTracker:
     def _reversed_steps(
         self, memory: ReversedLoopMemory, start: int, attributes: frozenset[str]
     ) -> Iterator[tuple[Any, ReversedLoopView]]:
-        """Yield the messages from the last one on, until the outcome of the rest of the loop is known."""
-        # [(key, writes)] of the iterations since the last one whose outcome depends on more than its key.
+        """Yield the messages from the last one on, until the outcome of the rest of the loop is known.
+
+        `ReversedLoopMemory` explains the outcomes. An iteration is in memory only if it and all later ones depend on
+        nothing but their keys.
+        """
         run: list[tuple[tuple[object, ...], dict[Key, Any]]] = []
         outcome: dict[Key, Any] = {}
         loop, items = ReversedLoopView(self, start), self.items
@@ -320,8 +315,7 @@ class TemplateTracker:
             key = (start, i, *self._state(attributes))
             if start + i < self._num_common and key in memory.outcomes:
                 outcome = memory.outcomes[key]
-                for (index, name), value in outcome.items():
-                    attributes_of(self._namespaces[index])[name] = value
+                self._repeat(outcome)
                 break
             before = self._length
             loop.position = i
@@ -332,13 +326,9 @@ class TemplateTracker:
             finally:
                 if items is self.items:
                     self.is_recording = False
-            is_pure = (
-                self._length == before
-                and self._low <= start + i + 1 <= self._num_common
-                and self._high == UNLIMITED
-                and all(name in attributes for _, name in self._needs)
-            )
-            if is_pure:
+            is_silent = self._length == before
+            reads_no_later_message = self._low <= start + i + 1 <= self._num_common and self._high == UNLIMITED
+            if is_silent and reads_no_later_message and all(name in attributes for _, name in self._needs):
                 run.append((key, self._writes))
             else:
                 run.clear()
@@ -355,6 +345,21 @@ class TemplateTracker:
                 if type(value) not in (str, int, bool, type(None)):
                     raise UntrackedTemplate
                 yield (index, name, type(value), value)
+
+
+def _integers_of_outcome(order: str, other: int, value: int) -> range:
+    """Return the integers around `value` for which the comparison of `other` with them has the same result.
+
+    For other = 5, the result changes at the bars:
+
+        5 > v, 5 <= v     ... 3 4 | 5 6 7 ...
+        5 >= v, 5 < v     ... 3 4 5 | 6 7 ...
+        5 == v, 5 != v    ... 3 4 | 5 | 6 7 ...
+    """
+    first_after = {"gt": [other], "lteq": [other], "gteq": [other + 1], "lt": [other + 1]}
+    changes = first_after.get(order, [other, other + 1])
+    start = max((at for at in changes if at <= value), default=-UNLIMITED)
+    return range(start, min((at for at in changes if at > value), default=UNLIMITED))
 
 
 def _position(loop: Any) -> Any:

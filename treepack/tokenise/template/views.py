@@ -1,6 +1,6 @@
 """Stand-ins for the messages, the namespaces and the variable `loop` of a tracked template.
 
-Each reports to an `IterationReads` the values that an iteration depends on: the number of messages, and values from
+Each reports to an `_IterationReads` the values that an iteration depends on: the number of messages, and values from
 before the loop. Uses that cannot be reported raise `UntrackedTemplate`, and then the template is rendered without
 tracking. `same` compares the values of a variable in two renderings.
 """
@@ -24,7 +24,7 @@ class UntrackedTemplate(BaseException):
     """The template does something whose dependencies are unknown. No handler of `Exception` may catch it."""
 
 
-class IterationReads(Protocol):
+class _IterationReads(Protocol):
     """Values that the current iteration has read."""
 
     items: list[Any]
@@ -52,7 +52,7 @@ class MessageView:
 
     __slots__ = ("_reads", "_start")
 
-    def __init__(self, reads: IterationReads, start: int = 0) -> None:
+    def __init__(self, reads: _IterationReads, start: int = 0) -> None:
         self._reads, self._start = reads, start
 
     def __len__(self) -> int:
@@ -121,7 +121,7 @@ class _TrackedLoop:
     __slots__ = ("_reads", "_start")
     depth0, depth = 0, 1
 
-    def __init__(self, reads: IterationReads, start: int) -> None:
+    def __init__(self, reads: _IterationReads, start: int) -> None:
         self._reads, self._start = reads, start
 
     @property
@@ -143,7 +143,7 @@ class LoopView(_TrackedLoop):
 
     __slots__ = ("index0",)
 
-    def __init__(self, reads: IterationReads, start: int) -> None:
+    def __init__(self, reads: _IterationReads, start: int) -> None:
         super().__init__(reads, start)
         self.index0 = -1
 
@@ -198,7 +198,7 @@ class ReversedLoopView(_TrackedLoop):
 
     __slots__ = ("position",)
 
-    def __init__(self, reads: IterationReads, start: int) -> None:
+    def __init__(self, reads: _IterationReads, start: int) -> None:
         super().__init__(reads, start)
         self.position = 0
 
@@ -227,7 +227,7 @@ class ReversedLoopView(_TrackedLoop):
         return self.position + 1
 
 
-def namespace_class(reads: IterationReads) -> type[sandbox.SandboxNamespace]:
+def namespace_class(reads: _IterationReads) -> type[sandbox.SandboxNamespace]:
     """Return the class `namespace` of a tracked template."""
 
     class TrackedNamespace(sandbox.SandboxNamespace):
