@@ -41,7 +41,7 @@ class ChatCall:
 
 
 @dataclass(frozen=True, slots=True)
-class JoinedChat:
+class _JoinedChat:
     """Calls that continue each other, as one conversation; `calls` are their numbers from 0."""
 
     calls: tuple[int, ...]
@@ -76,13 +76,13 @@ def read_chats(record: Record, calls: Sequence[ChatCall], options: ReadOptions) 
     yield from with_rollout_names(record, items, [part.calls for part in joined], num_calls=len(calls))
 
 
-def join_chats(calls: Sequence[ChatCall], *, source: str) -> list[JoinedChat]:
+def join_chats(calls: Sequence[ChatCall], *, source: str) -> list[_JoinedChat]:
     """Join two of `calls` if the prompt of one begins with all messages of the other, and both have the same tools.
 
     Raises:
         TreepackError: `readers.messages` refuses messages or tools.
     """
-    runs: list[JoinedChat] = []
+    runs: list[_JoinedChat] = []
     logged: list[list[Any]] = []  # the messages of each run as they were logged, before they were normalised
     parts: dict[int, list[Any]] = {}  # each logged message with its blocks split, by its identity
     for number, call in enumerate(calls):
@@ -119,13 +119,13 @@ def join_chats(calls: Sequence[ChatCall], *, source: str) -> list[JoinedChat]:
             and run.content.messages == done.messages[: min(num_prompt, len(run.content.messages))]
         ]
         if not continued:
-            runs.append(JoinedChat((number,), _after(None, own, num_prompt), done.notes))
+            runs.append(_JoinedChat((number,), _after(None, own, num_prompt), done.notes))
             logged.append(whole)
             continue
         longest = max(continued, key=lambda i: len(runs[i].content.messages))
         before = runs[longest]
         notes = tuple(dict.fromkeys((*before.notes, *done.notes)))  # each note once, in order
-        runs[longest] = JoinedChat((*before.calls, number), _after(before.content, own, num_prompt), notes)
+        runs[longest] = _JoinedChat((*before.calls, number), _after(before.content, own, num_prompt), notes)
         logged[longest] = whole
     return runs
 
@@ -152,7 +152,7 @@ def _split(message: Any, parts: dict[int, list[Any]]) -> list[Any]:
     return parts.setdefault(id(message), split_blocks([message])) if split is None else split
 
 
-def _messages(run: JoinedChat) -> NormalMessages:
+def _messages(run: _JoinedChat) -> NormalMessages:
     num = len(run.content.messages)
     cuts, bounds = run.content.message_cuts or [False] * num, run.content.message_bounds or [None] * num
     return NormalMessages(run.content.messages, run.content.message_weights, run.notes, cuts, bounds)

@@ -21,7 +21,7 @@ from treepack.trajectory import Outcomes
 
 _TOKEN_ID = "token_id:"
 SOME_NOTE = "token ids of some calls only, not used"
-LOGPROBS_NOTE = "log-probabilities without token ids not used"
+_LOGPROBS_NOTE = "log-probabilities without token ids not used"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ def read_served(record: Record, calls: Sequence[ServedCall], options: ReadOption
     if tokens and len(tokens) == len(calls):
         yield from read_calls(record, tokens, options)
         return
-    notes = (SOME_NOTE,) if tokens else (LOGPROBS_NOTE,) if any(call.has_logprobs for call in calls) else ()
+    notes = (SOME_NOTE,) if tokens else (_LOGPROBS_NOTE,) if any(call.has_logprobs for call in calls) else ()
     yield from with_notes(read_chats(record, [call.chat for call in calls], options), notes)
 
 
@@ -56,13 +56,13 @@ def served_call(response: JsonObject, choice: JsonObject, chat: ChatCall) -> Ser
     """Return the call `chat`, which is a `choice` of `response`, with its token ids."""
     tokens = token_call(response, choice, chat.temperature)
     tokens = None if tokens is None else replace(tokens, name=chat.name)
-    return ServedCall(chat, tokens, bool(token_parts(choice)))
+    return ServedCall(chat, tokens, bool(_token_parts(choice)))
 
 
 def token_call(response: JsonObject, choice: JsonObject, temperature: float | None = None) -> TokenCall | None:
     """Return the call of a `choice` of `response` by its token ids; None if the server added none."""
     message, extra = (object_or_empty(choice.get(name)) for name in ("message", "provider_specific_fields"))
-    parts = token_parts(choice)
+    parts = _token_parts(choice)
     # vLLM adds the ids to the response and the choice, LiteLLM to provider_specific_fields, NeMo to the message.
     holders = (response, choice, extra, message)
     prompt = next((holder["prompt_token_ids"] for holder in holders if holder.get("prompt_token_ids")), None)
@@ -76,7 +76,7 @@ def token_call(response: JsonObject, choice: JsonObject, temperature: float | No
     return TokenCall(prompt, generated, values, ending=endings.raw_of(choice), kept=kept)
 
 
-def token_parts(choice: JsonObject) -> list[JsonObject]:
+def _token_parts(choice: JsonObject) -> list[JsonObject]:
     """Return the log-probabilities of the tokens of a choice."""
     parts = object_or_empty(choice.get("logprobs")).get("content")
     return parts if is_messages(parts) else []

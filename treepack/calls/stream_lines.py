@@ -23,7 +23,7 @@ from treepack.ingest.readers.unread_programs import unread_program
 
 NO_PROMPT = "lines of the model without the prompt before them"
 NO_SUMMARY = "lines after a compaction without its summary"
-NO_TEXTS = "lines of a sub-agent without its texts"
+_NO_TEXTS = "lines of a sub-agent without its texts"
 NO_CONTENT = "lines of a session in which a message has no content"
 REMEDY = (
     "give the session file below ~/.claude/projects or ~/.qwen, or run claude -p with --input-format stream-json "
@@ -110,7 +110,7 @@ def _fault(chain: list[Record], agent: Any, number: int) -> str | None:
     if number and not (first.get("isSynthetic") or first.get("isCompactSummary")):
         return NO_SUMMARY
     answers = [row.value for row in chain if row.value["type"] == "assistant"]
-    return NO_TEXTS if agent is not None and answers and "text" not in _kinds(answers[-1]) else None
+    return _NO_TEXTS if agent is not None and answers and "text" not in _kinds(answers[-1]) else None
 
 
 def _kinds(value: JsonObject) -> list[Any]:

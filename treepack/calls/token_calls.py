@@ -1,6 +1,6 @@
 """Calls of one rollout by their token ids: calls that continue each other as one record of `tokens`.
 
-    calls --join_calls--> JoinedTokens --read_tokens--> trajectories
+    calls --join_calls--> _JoinedTokens --read_tokens--> trajectories
 
 `treepack.calls` explains when a call continues another.
 """
@@ -54,7 +54,7 @@ class TokenCall:
 
 
 @dataclass(frozen=True, slots=True)
-class JoinedTokens:
+class _JoinedTokens:
     """Calls that continue each other: `calls` are their numbers from 0, `fields` the fields of a `tokens` record."""
 
     calls: tuple[int, ...]
@@ -90,7 +90,7 @@ def read_calls(record: Record, calls: Sequence[TokenCall], options: ReadOptions)
     yield from with_rollout_names(record, items, [part.calls for part in joined], num_calls=len(calls))
 
 
-def join_calls(calls: Sequence[TokenCall], *, source: str) -> list[JoinedTokens]:
+def join_calls(calls: Sequence[TokenCall], *, source: str) -> list[_JoinedTokens]:
     """Join `calls` that continue each other, in the order of their first call; calls without a response are left out.
 
     The `fields` of each result are `input_ids`, `loss_mask` and the values that all of its calls have, over the whole
@@ -161,7 +161,7 @@ class _CallChain:
             )
         self._routes.append(routes)
 
-    def join(self) -> JoinedTokens:
+    def join(self) -> _JoinedTokens:
         names = dict.fromkeys(name for _, values in self._parts for name in values)
         # Temperatures may be known for some calls only; the others have NaN, as untrained tokens do.
         common = [name for name in names if name == _TEMPERATURES or all(name in values for _, values in self._parts)]
@@ -184,7 +184,7 @@ class _CallChain:
             placed = {place: own for sets in self.sets for place, own in sets.items()}
             fields[_KEPT] = [placed.get(place, []) for place in range(len(self.ids))]
         notes = tuple(f"{name} of some calls only, not used" for name in names if name not in common)
-        return JoinedTokens(tuple(self._calls), fields, notes)
+        return _JoinedTokens(tuple(self._calls), fields, notes)
 
 
 def _ids(values: Any, name: str, where: str) -> Int32:

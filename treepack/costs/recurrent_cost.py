@@ -1,6 +1,6 @@
 """Multiplications of recurrent layers and short convolutions for each token.
 
-    config.json --recurrent_part--> RecurrentPart     of one layer; the number does not depend on the length of the path
+    config.json --recurrent_part--> _RecurrentPart    of one layer; the number does not depend on the length of the path
     config.json --count_scans--> multiplications of the scans of all layers
 
 The scan of a layer has a state h [K, V] for each head. One token costs K V multiplications for each product of a vector
@@ -25,7 +25,7 @@ from typing import NamedTuple
 from treepack.costs.model_fields import RECURRENT, Config, list_layers, read_field
 
 
-class RecurrentPart(NamedTuple):
+class _RecurrentPart(NamedTuple):
     """The recurrent part of one layer.
 
     weights: multiplications for each token in its projections and the taps of its convolution.
@@ -45,7 +45,7 @@ class RecurrentPart(NamedTuple):
         return self.products * self.heads * self.key_size * self.value_size
 
 
-def recurrent_part(config: Config, name: str) -> RecurrentPart:
+def recurrent_part(config: Config, name: str) -> _RecurrentPart:
     """Return the cost of the recurrent part of a layer of a model whose type is one of `FAMILIES`.
 
     Raises:
@@ -65,17 +65,17 @@ def count_scans(config: Config, name: str) -> int:
     return recurrent_part(config, name).scan * sum(kind in RECURRENT for kind in list_layers(config, name))
 
 
-def _delta_rule(config: Config, hidden: int, name: str) -> RecurrentPart:
+def _delta_rule(config: Config, hidden: int, name: str) -> _RecurrentPart:
     heads, value_size = (read_field(config, f"linear_{key}", name) for key in ("num_value_heads", "value_head_dim"))
     key_heads, key_size = (read_field(config, f"linear_{key}", name) for key in ("num_key_heads", "key_head_dim"))
     taps = read_field(config, "linear_conv_kernel_dim", name)
     keys, values = key_heads * key_size, heads * value_size
     # In: q, k, v, the gate of the output, decay and rate of each head. Out: o.
     projections = hidden * (2 * keys + 2 * values + 2 * heads) + values * hidden
-    return RecurrentPart(projections + taps * (2 * keys + values), 3, heads, key_size, value_size)
+    return _RecurrentPart(projections + taps * (2 * keys + values), 3, heads, key_size, value_size)
 
 
-def _kimi_delta(config: Config, hidden: int, name: str) -> RecurrentPart:
+def _kimi_delta(config: Config, hidden: int, name: str) -> _RecurrentPart:
     inner = config.get("linear_attn_config") or {}
     names = {"linear_num_heads": "num_heads", "linear_head_dim": "head_dim"}
     names["linear_conv_kernel_dim"] = "short_conv_kernel_size"
@@ -83,10 +83,10 @@ def _kimi_delta(config: Config, hidden: int, name: str) -> RecurrentPart:
     width = heads * size
     # q, k, v and o; decay and gate of the output, each through a low rank of one head's size; the rate of each head.
     projections = 4 * hidden * width + 2 * (hidden + width) * size + hidden * heads
-    return RecurrentPart(projections + taps * 3 * width, 3, heads, size, size)
+    return _RecurrentPart(projections + taps * 3 * width, 3, heads, size, size)
 
 
-def _ling(config: Config, hidden: int, name: str) -> RecurrentPart:
+def _ling(config: Config, hidden: int, name: str) -> _RecurrentPart:
     # transformers writes the sizes as linear_*, and reads them from the fields on the right.
     names = {"linear_num_heads": "num_attention_heads", "linear_head_dim": "head_dim"}
     names["linear_conv_kernel_dim"] = "short_conv_kernel_size"
@@ -94,16 +94,16 @@ def _ling(config: Config, hidden: int, name: str) -> RecurrentPart:
     width = heads * size
     # q, k, v, o, decay and gate of the output, all as wide; the rate of each head.
     projections = 6 * hidden * width + hidden * heads
-    return RecurrentPart(projections + taps * 3 * width, 3, heads, size, size)
+    return _RecurrentPart(projections + taps * 3 * width, 3, heads, size, size)
 
 
-def _nemotron(config: Config, hidden: int, name: str) -> RecurrentPart:
+def _nemotron(config: Config, hidden: int, name: str) -> _RecurrentPart:
     heads, size = (read_field(config, key, name) for key in ("mamba_num_heads", "mamba_head_dim"))
     groups, state, taps = (read_field(config, key, name) for key in ("n_groups", "ssm_state_size", "conv_kernel"))
     return _mamba(hidden, heads * size, heads, groups, taps, state=state)
 
 
-def _mamba_of_expansion(config: Config, hidden: int, name: str) -> RecurrentPart:
+def _mamba_of_expansion(config: Config, hidden: int, name: str) -> _RecurrentPart:
     heads, groups, state, taps = (
         read_field(config, f"mamba_{key}", name) for key in ("n_heads", "n_groups", "d_state", "d_conv")
     )
@@ -111,20 +111,20 @@ def _mamba_of_expansion(config: Config, hidden: int, name: str) -> RecurrentPart
     return _mamba(hidden, inner, heads, groups, taps, state=state)
 
 
-def _mamba(hidden: int, inner: int, heads: int, groups: int, taps: int, *, state: int) -> RecurrentPart:
+def _mamba(hidden: int, inner: int, heads: int, groups: int, taps: int, *, state: int) -> _RecurrentPart:
     # In: the gate of the output, x, B, C and the time step of each head. Out: y. `inner` is H V, and `state` is K.
     channels = inner + 2 * groups * state
     projections = hidden * (inner + channels + heads) + inner * hidden
-    return RecurrentPart(projections + taps * channels, 2, heads, state, inner // heads)
+    return _RecurrentPart(projections + taps * channels, 2, heads, state, inner // heads)
 
 
-def _short_convolution(config: Config, hidden: int, name: str) -> RecurrentPart:
+def _short_convolution(config: Config, hidden: int, name: str) -> _RecurrentPart:
     # In: two gates and x. Out: y. No state.
-    return RecurrentPart(4 * hidden * hidden + read_field(config, "conv_L_cache", name) * hidden)
+    return _RecurrentPart(4 * hidden * hidden + read_field(config, "conv_L_cache", name) * hidden)
 
 
 # The types of models whose recurrent layers are counted, as in the field model_type.
-FAMILIES: dict[str, Callable[[Config, int, str], RecurrentPart]] = {
+FAMILIES: dict[str, Callable[[Config, int, str], _RecurrentPart]] = {
     **dict.fromkeys("qwen3_next qwen3_5_text qwen3_5_moe_text qwen3_5 qwen3_5_moe olmo_hybrid".split(), _delta_rule),
     "kimi_linear": _kimi_delta,
     "bailing_hybrid": _ling,

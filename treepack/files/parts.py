@@ -1,7 +1,7 @@
 """Parquet parts of a directory: numbered files of bounded size, with their encodings, written and read.
 
     tables --PartWriter--> part-00000.parquet  part-00001.parquet  ...   and their entries for the manifest
-    entries of a manifest --open_part--> OpenPart, checked against its size, its sha256 and the types of the schema
+    entries of a manifest --open_part--> _OpenPart, checked against its size, its sha256 and the types of the schema
                           --read_row_groups--> tables of bounded size
 
 Equal tables give equal bytes.
@@ -145,7 +145,7 @@ def planned_parts(sizes: Int64, limit: int) -> list[list[tuple[int, int]]]:
 
 
 @dataclass(frozen=True, slots=True)
-class OpenPart:
+class _OpenPart:
     """An open part of a directory, whose columns have the types of `columns` if they are there."""
 
     path: Path
@@ -191,7 +191,7 @@ class OpenPart:
             raise TreepackError(f"{self.path}: has {error}; write it again") from error
 
 
-def open_part(directory: Path, entry: FileEntry, columns: pa.Schema) -> OpenPart:
+def open_part(directory: Path, entry: FileEntry, columns: pa.Schema) -> _OpenPart:
     """Open a part after checking its size, its hash and the types of the `columns` that it has.
 
     Raises:
@@ -203,7 +203,7 @@ def open_part(directory: Path, entry: FileEntry, columns: pa.Schema) -> OpenPart
     except (pa.ArrowException, OSError) as error:
         raise TreepackError(f"{path}: is not readable as Parquet ({error}); write it again") from error
     check_part_columns(part.schema_arrow, columns, str(path), f"write {directory} again")
-    return OpenPart(path, part, columns)
+    return _OpenPart(path, part, columns)
 
 
 def refuse_links(directory: Path, manifest: Manifest) -> None:

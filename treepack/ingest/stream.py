@@ -43,7 +43,7 @@ def read(
         TreepackError: bad input; text without a tokenizer.
     """
     parts, job = parts_and_job(inputs, options, tokenizer, input_hash)
-    min_parts = -(-min_bytes(job) // PART_BYTES)
+    min_parts = -(-min_bytes(job) // _PART_BYTES)
     for trajectories in in_order(_ReadWork, job, parts, workers=options.workers, min_tasks=min_parts):
         yield from trajectories
 
@@ -102,7 +102,7 @@ def options_and_job(options: BuildOptions, tokenizer: Any = None) -> tuple[ReadO
 # Bytes of the input below which no other process starts: reading them takes 0.2 s, and starting a process 0.6 s.
 # With a tokenizer, reading a single part takes longer.
 MIN_BYTES = 1 << 25
-PART_BYTES = 1 << 19  # of a part that contains its data
+_PART_BYTES = 1 << 19  # of a part that contains its data
 
 
 def min_bytes(job: TokenisationJob) -> int:
@@ -112,7 +112,7 @@ def min_bytes(job: TokenisationJob) -> int:
 
 def num_bytes(part: Part) -> int:
     """Return the bytes of the input of a part, or an estimate."""
-    return part.block.size if isinstance(part, UnreadPart) and isinstance(part.block, Range) else PART_BYTES
+    return part.block.size if isinstance(part, UnreadPart) and isinstance(part.block, Range) else _PART_BYTES
 
 
 class _ReadWork:

@@ -2,15 +2,15 @@
 
     Trie --group_codes--> group of each trajectory, as a number
     Trie --node_paths--> NodePaths        ancestor of any node by token offset, lowest common ancestors
-    Trie, group of each trajectory --group_tree--> GroupTree       end nodes and branch nodes of the group, no others
-    GroupTree, first trained tokens --find_origins--> TrajectoryOrigins  the trajectory that each trajectory continues
+    Trie, group of each trajectory --group_tree--> _GroupTree       end nodes and branch nodes of the group, no others
+    _GroupTree, first trained tokens --find_origins--> TrajectoryOrigins  the trajectory that each trajectory continues
 
         1 - 2 - 3 4 - 5 6   a, group g        The trie has 7 nodes, a node for each run of tokens between branches.
         |   |     '-- 7     b, group g        The tree of g omits the node `1`: only h leaves g there.
         |   '-- 8           c, group g
         '-- 9               d, group h
 
-A trie that several groups share also has branches at which one group leaves another. A `GroupTree` has only the
+A trie that several groups share also has branches at which one group leaves another. A `_GroupTree` has only the
 branches of its own group. Time and memory are O(n log n) in the number of trajectories plus O(nodes of the trie), for
 any path length.
 """
@@ -95,7 +95,7 @@ def token_places(trie: Trie, paths: NodePaths, trajectory: Int64, token: Int64) 
 
 
 @dataclass(frozen=True, slots=True)
-class GroupTree:
+class _GroupTree:
     """The trie nodes where trajectories of a group end or two of them branch, as one forest of all groups.
 
     All arrays are int64. Nodes are sorted by group and then depth-first. Each has its trie `node`, the index `up` of
@@ -113,7 +113,7 @@ class GroupTree:
     end: Int64
 
 
-def group_tree(trie: Trie, paths: NodePaths, members: Int64, group: Int64) -> GroupTree:
+def group_tree(trie: Trie, paths: NodePaths, members: Int64, group: Int64) -> _GroupTree:
     """Build the trees of the trajectories `members` of `trie` (ascending), whose groups are `group`, codes from 0.
 
     The nodes are the end nodes of each group's trajectories, and the common ancestors of neighbours among them. `paths`
@@ -131,7 +131,7 @@ def group_tree(trie: Trie, paths: NodePaths, members: Int64, group: Int64) -> Gr
     up[1:][near] = np.searchsorted(keys, ancestors)
     order = np.argsort(key, kind="stable")
     key_group, node = np.divmod(keys, size)
-    return GroupTree(
+    return _GroupTree(
         paths=NodePaths.of(up, paths.path_length[node]),
         node=node,
         up=up,
@@ -165,7 +165,7 @@ class TrajectoryOrigins(NamedTuple):
     shared: Int64
 
 
-def find_origins(tree: GroupTree, first: Int64, rank: Int64) -> TrajectoryOrigins:
+def find_origins(tree: _GroupTree, first: Int64, rank: Int64) -> TrajectoryOrigins:
     """Find the trajectory of its group that each one continues, from their `first` trained tokens, int64 [n].
 
     Trajectory i may continue d if both are the same up to and including token `first[d]`, and that token is before

@@ -1,7 +1,7 @@
 """Prompts and prefixes of the rollouts in a trie, as queries.
 
 trie, groups --group_prompts--> GroupPrompt(ids, step, fields)       the tokens before the first trained one
-trie, prefixes --prefix_parts--> RecordedPrefix(ids, turns, cuts, cut_ids)  the first tokens of one trajectory
+trie, prefixes --prefix_parts--> _RecordedPrefix(ids, turns, cuts, cut_ids)  the first tokens of one trajectory
 
     1 2 3 | 4 5 | 6 | 7 8        trained: 4 5 and 7 8; segments [3, 6]
     1 2 3 | 4 5 | 6              its first 6 tokens: turns [(3, 5)], cuts [3]; the query's own segment starts at 6
@@ -34,7 +34,7 @@ class GroupPrompt:
 
 
 @dataclass(frozen=True, slots=True)
-class RecordedPrefix:
+class _RecordedPrefix:
     """The first tokens of a trajectory: `ids` int32 [n]; the other attributes have the meaning that `Query` gives."""
 
     ids: Int32
@@ -83,7 +83,7 @@ def group_prompts(trie: Trie, path: str, groups: Iterable[str]) -> dict[str, Gro
 
 def prefix_parts(
     trie: Trie, path: str, prefixes: Mapping[tuple[str, int], str]
-) -> dict[tuple[str, int], RecordedPrefix]:
+) -> dict[tuple[str, int], _RecordedPrefix]:
     """Return the prefix of each of `prefixes`: trajectory id and number of tokens; the value names it in errors.
 
     Raises:
@@ -121,7 +121,9 @@ def prefix_parts(
         i = index[name]
         cuts, cut_ids = _cuts(metadata[i], size)
         ids = sequences[i][:size].copy()
-        result[name, size] = RecordedPrefix(ids, groups[i], steps[i], tuple(turns(i, size)), cuts, cut_ids, metadata[i])
+        result[name, size] = _RecordedPrefix(
+            ids, groups[i], steps[i], tuple(turns(i, size)), cuts, cut_ids, metadata[i]
+        )
     return result
 
 

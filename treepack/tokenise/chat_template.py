@@ -61,7 +61,7 @@ class RenderedTurn:
 
 
 @dataclass(frozen=True, slots=True)
-class RenderedChat:
+class _RenderedChat:
     """The trained turns of a conversation in order, and remarks about them to be counted, each once."""
 
     turns: list[RenderedTurn]
@@ -90,7 +90,7 @@ class ChatTemplate:
         self._forms: dict[tuple[str, bool], MessageForms] = {}  # (template, with tools or not) -> forms, probed once
         self._stops: dict[tuple[str, bool], StopTokens] = {}  # of the same keys
 
-    def turns(self, chat: Chat, *, tools: Tools, source: str) -> RenderedChat:
+    def turns(self, chat: Chat, *, tools: Tools, source: str) -> _RenderedChat:
         """Render each assistant turn of `chat` that has a non-zero weight and generated text, as the last message.
 
         Each turn is rendered with all messages before it. Renderings share the text that the template repeats unchanged
@@ -132,7 +132,7 @@ class ChatTemplate:
                 notes |= dict.fromkeys(remarks)
         if refusal and not turns:
             raise refusal
-        return RenderedChat(turns, tuple(notes))
+        return _RenderedChat(turns, tuple(notes))
 
     def _turn(
         self, answer: TurnAnswer, index: int, k: int, chat: Chat, stops: StopTokens, source: str

@@ -35,7 +35,7 @@ _FIXED_FIELDS = frozenset({"role", "type", "id", "tool_call_id"})
 
 
 @dataclass(frozen=True, slots=True)
-class SpelledToken:
+class _SpelledToken:
     """A control token in the text of a message, the place of the message from 0, and if the message is trained."""
 
     token: str
@@ -53,12 +53,12 @@ class ControlTokens:
         longest_first = sorted(tokens, key=lambda token: (-len(token), token))
         self._pattern = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
 
-    def find(self, chat: Chat) -> list[SpelledToken]:
+    def find(self, chat: Chat) -> list[_SpelledToken]:
         """Return each control token that a message spells out, once for each message; O(characters)."""
         if self._pattern is None:
             return []
         return [
-            SpelledToken(token, place, str(message["role"]), weight > 0)
+            _SpelledToken(token, place, str(message["role"]), weight > 0)
             for place, (message, weight) in enumerate(zip(chat.messages, chat.message_weights, strict=True))
             for token in dict.fromkeys(token for text in _texts(message) for token in self._pattern.findall(text))
         ]
@@ -99,7 +99,7 @@ def has_mark(content: Chat | PromptCompletion | Tokens) -> bool:
     return any(MARK in text for text in texts)
 
 
-def notes_of(spelled: list[SpelledToken], mode: str) -> tuple[str, ...]:
+def notes_of(spelled: list[_SpelledToken], mode: str) -> tuple[str, ...]:
     """Return a note for each control token in `spelled`, and one more if it is trained; a conversation counts once.
 
     "keep":  control token '<|im_end|>' in the text of messages,  control token '<|im_end|>' in text that is trained
@@ -113,7 +113,7 @@ def notes_of(spelled: list[SpelledToken], mode: str) -> tuple[str, ...]:
     return (*notes, *(f"control token '{token}'{TRAINED}" for token in trained))
 
 
-def skip_sentence(spelled: SpelledToken, source: str) -> str:
+def skip_sentence(spelled: _SpelledToken, source: str) -> str:
     """Return the sentence for a conversation that is skipped because of `spelled`."""
     return (
         f"{source}: message {spelled.message + 1} ({spelled.role}) contains the control token '{spelled.token}'; "

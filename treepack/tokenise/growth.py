@@ -15,13 +15,13 @@ from typing import Any
 from treepack.errors import TreepackError
 
 # XLNet's rules, which are the longest in use, reach 18 * 18 * 2: compatibility forms twice, and a rule about spaces.
-MAX_GROWTH = 1000
+_MAX_GROWTH = 1000
 # U+FDFA becomes 18 letters in the compatibility forms; a byte outside of ASCII becomes two in ByteLevel.
 _GROWTH = {"NFKC": 18, "NFKD": 18, "ByteLevel": 2, "BertNormalizer": 3, "BertPreTokenizer": 1}
 
 
 def check_growth(tokenizer: Any, name: str) -> None:
-    """Refuse a fast tokenizer whose rules can make a text more than `MAX_GROWTH` times longer.
+    """Refuse a fast tokenizer whose rules can make a text more than `_MAX_GROWTH` times longer.
 
     Raises:
         TreepackError: they can.
@@ -31,9 +31,9 @@ def check_growth(tokenizer: Any, name: str) -> None:
         growth = 1
         for rule in (rule for part in parts for rule in _rules(part)):
             growth *= _growth(rule)
-        if growth > MAX_GROWTH:
+        if growth > _MAX_GROWTH:
             raise TreepackError(
-                f"{name}: the rules of its tokenizer.json can make a text more than {MAX_GROWTH} times longer, which "
+                f"{name}: the rules of its tokenizer.json can make a text more than {_MAX_GROWTH} times longer, which "
                 "may fill the memory; use the tokenizer that came with the model"
             )
 

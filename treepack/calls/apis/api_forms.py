@@ -74,7 +74,7 @@ _NO_CALLS = "a response that ends with a tool call has none"
 
 
 @dataclass(frozen=True, slots=True)
-class RequestPrompt:
+class _RequestPrompt:
     """The messages of a request in chat form, and its tools and temperature if it has them."""
 
     messages: list[Message]
@@ -82,7 +82,7 @@ class RequestPrompt:
     temperature: float | None = None
 
 
-def prompt_of(value: Any, *, source: str) -> RequestPrompt:
+def prompt_of(value: Any, *, source: str) -> _RequestPrompt:
     """Return the prompt of a request, a list of messages, or text.
 
     Raises:
@@ -92,7 +92,7 @@ def prompt_of(value: Any, *, source: str) -> RequestPrompt:
     if isinstance(form, str) and _TRANSCRIPT.match(form):
         raise TreepackError(f"{source}: the prompt is a transcript, {shown(form)}; log the messages as a list")
     if isinstance(form, str):
-        return RequestPrompt([{"role": "user", "content": form}])
+        return _RequestPrompt([{"role": "user", "content": form}])
     if isinstance(form, dict):
         prompt = _prompt_of_object(form, source)
     elif isinstance(form, list):
@@ -112,7 +112,7 @@ def _begins_with_result(messages: Sequence[Message]) -> bool:
     return next((role for role in roles if role != "system"), None) in ("tool", "function")
 
 
-def _prompt_of_object(value: JsonObject, source: str) -> RequestPrompt | None:
+def _prompt_of_object(value: JsonObject, source: str) -> _RequestPrompt | None:
     found = _prompt_of_request(value, source)
     if found is None or not found.messages:
         return found
@@ -122,7 +122,7 @@ def _prompt_of_object(value: JsonObject, source: str) -> RequestPrompt | None:
     return replace(found, messages=[*others, last | left_over(value, _REQUEST_FIELDS, "request")])
 
 
-def _prompt_of_request(value: JsonObject, source: str) -> RequestPrompt | None:
+def _prompt_of_request(value: JsonObject, source: str) -> _RequestPrompt | None:
     temperature = temperature_of(value)
     tools = value.get("tools") or value.get("functions") or None
     if "contents" in value:
@@ -131,19 +131,19 @@ def _prompt_of_request(value: JsonObject, source: str) -> RequestPrompt | None:
         system = next((each[name] for each in holders for name in _SYSTEM_NAMES if each.get(name)), None)
         declared = gemini_tools(next((each["tools"] for each in holders if each.get("tools")), None))
         heat = temperature if temperature is not None else temperature_of(config)
-        return RequestPrompt(gemini_messages(value["contents"], system, source), declared, heat)
+        return _RequestPrompt(gemini_messages(value["contents"], system, source), declared, heat)
     if "input" in value and ("instructions" in value or not isinstance(value["input"], dict)):
         items = messages_of_items(value["input"], source=source).messages
-        return RequestPrompt([*_system(value.get("instructions"), source), *items], tools, temperature)
+        return _RequestPrompt([*_system(value.get("instructions"), source), *items], tools, temperature)
     if "messages" in value or "prompt" in value:
         inner = prompt_of(value.get("messages", value.get("prompt")), source=source)
         messages = [*_system(value.get("system"), source), *inner.messages]
-        return RequestPrompt(messages, tools or inner.tools, temperature)
+        return _RequestPrompt(messages, tools or inner.tools, temperature)
     if "role" in value:
         return _prompt_of_list([value], source)
     texts = value.get("args")  # of a call of the client in Python
     if isinstance(texts, list) and len(texts) == 1 and isinstance(texts[0], str) and len(value) == 1:
-        return RequestPrompt([{"role": "user", "content": texts[0]}])
+        return _RequestPrompt([{"role": "user", "content": texts[0]}])
     return None
 
 
@@ -160,18 +160,18 @@ def _system(system: Any, source: str) -> list[Message]:
     raise TreepackError(f"{source}: the system prompt is {shown(system)}; expected text")
 
 
-def _prompt_of_list(value: list[Any], source: str) -> RequestPrompt | None:
+def _prompt_of_list(value: list[Any], source: str) -> _RequestPrompt | None:
     if len(value) == 1 and isinstance(value[0], list):
         value = value[0]  # LangChain logs one list for each of several prompts
     if len(value) == 1 and isinstance(value[0], str):
-        return RequestPrompt([{"role": "user", "content": value[0]}])
+        return _RequestPrompt([{"role": "user", "content": value[0]}])
     if not is_messages(value) or not value:
         return None
     if any("role" in each or "parts" in each or _is_other(each) for each in value):
         messages = list(_messages(value, source))
         # Langfuse logs the schemas of LangChain's tools as messages of role tool.
         schemas = [each["content"] for each in messages if _is_schema(each)]
-        return RequestPrompt(merged_turns([each for each in messages if not _is_schema(each)]), schemas or None)
+        return _RequestPrompt(merged_turns([each for each in messages if not _is_schema(each)]), schemas or None)
     return None
 
 

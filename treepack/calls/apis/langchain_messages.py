@@ -29,7 +29,7 @@ ROLES = {
     "FunctionMessage": "function",
 }
 # Fields of messages without which nothing is lost: ids, usage, and copies of other fields.
-HARMLESS = frozenset(
+_HARMLESS = frozenset(
     "id type example additional_kwargs response_metadata usage_metadata tool_call_chunks invalid_tool_calls lc "
     "stop_reason stop_sequence usage model object created annotations chunk_position artifact status".split()
 )
@@ -52,7 +52,7 @@ def chat_messages(message: Any, source: str) -> list[Message]:
         raise TreepackError(f"{source}: has a message of type {quoted(kind)}; expected one of {', '.join(ROLES)}")
     # Fields of other names become notes.
     done = {name: each for name, each in fields.items() if (each is not None if name in READ else each)}
-    done = without(done, HARMLESS) | {"role": role}
+    done = without(done, _HARMLESS) | {"role": role}
     if fields.get("invalid_tool_calls"):
         raise TreepackError(f"{source}: has a tool call that is not JSON; remove the message")
     holders = (object_or_empty(fields.get("response_metadata")), fields)

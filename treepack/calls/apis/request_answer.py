@@ -52,7 +52,7 @@ _RENDERED = ("text", "texts")
 
 
 @dataclass(frozen=True, slots=True)
-class ChatDialogue:
+class _ChatDialogue:
     """Messages in the form of chat, the first `num_prompt` of which are not trained.
 
     `used` are the fields of the record that became messages or repeat them, and `notes` name the fields that repeat.
@@ -64,7 +64,7 @@ class ChatDialogue:
     notes: tuple[str, ...] = ()
 
 
-def dialogue(value: Message, source: str) -> ChatDialogue:
+def dialogue(value: Message, source: str) -> _ChatDialogue:
     """Return the dialogue of a record that has `messages`.
 
     Raises:
@@ -78,13 +78,13 @@ def dialogue(value: Message, source: str) -> ChatDialogue:
     notes = tuple(f"field '{name}' not used, because it repeats the messages" for name in rendered)
     if not answers:
         _refuse_unknown_answer(value, messages, source)
-        return ChatDialogue(messages, prompt, used, notes)
+        return _ChatDialogue(messages, prompt, used, notes)
     name, answer = next(iter(answers.items()))
     if _same(messages[len(messages) - len(answer) :], answer):
         notes += (f"field '{name}' not used, because the messages end with it",)
         # With the prompt as messages too, the rest is the answer; otherwise earlier turns belong to this rollout as
         # well.
-        return ChatDialogue(messages, prompt, used, notes)
+        return _ChatDialogue(messages, prompt, used, notes)
     messages = mark_prefills(messages, value, model=value.get("model"))
     if messages and _role(messages[-1]) in ("assistant", "model") and not is_prefill(messages[-1]):
         raise TreepackError(
@@ -95,7 +95,7 @@ def dialogue(value: Message, source: str) -> ChatDialogue:
     if len(answer) == 1 and beside and answer[0].keys().isdisjoint(beside):
         # {"response": "Let me look.", "tool_calls": [..]}: the parts of one answer next to each other
         answer, used = [answer[0] | {each: value[each] for each in beside}], used | frozenset(beside)
-    return ChatDialogue([*messages, *answer], len(messages), used, notes)
+    return _ChatDialogue([*messages, *answer], len(messages), used, notes)
 
 
 def answer_messages(answer: Any, source: str = "") -> list[Any] | None:

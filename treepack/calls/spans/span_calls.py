@@ -52,9 +52,9 @@ _PROMPT, _COMPLETION, _FUNCTIONS = "gen_ai.prompt", "gen_ai.completion", "llm.re
 _ADK_REQUEST, _ADK_RESPONSE = "gcp.vertex.agent.llm_request", "gcp.vertex.agent.llm_response"
 _SDK_PROMPT, _SDK_RESPONSE = "ai.prompt.messages", "ai.response"
 _SDK_SAID = ("text", "toolCalls", "reasoning", "finishReason")
-NO_CALL_NOTE = "span without an LLM call"
-AROUND_NOTE = "span around LLM calls, whose messages are not those of one call"
-NO_CONTENT_NOTE = "LLM call whose messages were not captured"
+_NO_CALL_NOTE = "span without an LLM call"
+_AROUND_NOTE = "span around LLM calls, whose messages are not those of one call"
+_NO_CONTENT_NOTE = "LLM call whose messages were not captured"
 FAILED_NOTE = "LLM call that failed"
 _RAW_NOTE = "LLM call with input.value and output.value only, which have no fixed form"
 _INDEXED_REASONS = (
@@ -102,7 +102,7 @@ def calls_of_span(span: TraceSpan) -> SpanCalls | Skipped:
     is_other = span.kind != "" and span.kind not in ("LLM", "UNKNOWN")
     if is_other or get(attributes, "gen_ai.operation.name") not in _OPERATIONS:
         around = _has(attributes, _INPUT) and _has(attributes, _OUTPUT)
-        return Skipped(span.source, AROUND_NOTE if around else NO_CALL_NOTE, is_rollout=False)
+        return Skipped(span.source, _AROUND_NOTE if around else _NO_CALL_NOTE, is_rollout=False)
     for prompt, response, read in _CONVENTIONS:
         # Google ADK writes "{}" in place of messages that are not to be captured.
         if _has(attributes, prompt) and _has(attributes, response) and parsed(get(attributes, prompt)) != {}:
@@ -139,9 +139,9 @@ def _without_messages(span: TraceSpan) -> Skipped:
         return Skipped(span.source, "LLM call whose messages are in events of an older convention, which is not read")
     if not is_call:
         around = _has(attributes, "ai.prompt") and _has(attributes, _SDK_RESPONSE)
-        return Skipped(span.source, AROUND_NOTE if around else NO_CALL_NOTE, is_rollout=False)
+        return Skipped(span.source, _AROUND_NOTE if around else _NO_CALL_NOTE, is_rollout=False)
     is_raw = _has(attributes, "input.value") and _has(attributes, "output.value")
-    return Skipped(span.source, _RAW_NOTE if is_raw else NO_CONTENT_NOTE)
+    return Skipped(span.source, _RAW_NOTE if is_raw else _NO_CONTENT_NOTE)
 
 
 # OpenTelemetry

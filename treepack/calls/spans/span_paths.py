@@ -23,7 +23,7 @@ _TREE_MESSAGE = [
 ]
 _INDEXED = [*_MESSAGE, "content{}", *below(["content"], ("type", "text")), *below(["tool_calls"], _CALL)]
 _SCORES = [f"{target}{kind}s" for target in ("", "trace.", "session.") for kind in ("annotation", "evaluation")]
-ATTRIBUTES = [
+_ATTRIBUTES = [
     *(
         """
         openinference.span.kind gen_ai.operation.name gen_ai.conversation.id session.id
@@ -62,6 +62,6 @@ _SPAN = [
         """.split()
     ),
     *below(["context"], "traceId trace_id spanId span_id parentSpanId parent_span_id parent_id".split()),
-    *below(["attributes", "events.attributes"], ATTRIBUTES),
+    *below(["attributes", "events.attributes"], _ATTRIBUTES),
 ]
 SPANS = [*_SPAN, *below(["resourceSpans.scopeSpans.spans"], _SPAN)]

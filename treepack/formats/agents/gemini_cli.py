@@ -53,7 +53,7 @@ from treepack.ingest.readers.messages.gemini_parts import (
 )
 
 _CONTEXT_NOTE = "system prompt and tools are not in sessions of Gemini CLI"
-THOUGHTS_NOTE = "thoughts without an answer not used"
+_THOUGHTS_NOTE = "thoughts without an answer not used"
 RESULT_NOTE = "tool call without a result"
 _MODEL = frozenset({"gemini", "model"})  # types of a message of the model
 
@@ -190,7 +190,7 @@ def _answer(session: _SessionState, message: _Message, where: str) -> _Message |
     ]
     thoughts = [_thought(each, where) for each in objects_at(message, "thoughts", where)]
     if not calls and all(block["type"] == "thinking" for block in answer["content"]):
-        session.log.note(THOUGHTS_NOTE if thoughts or answer["content"] else EMPTY_NOTE)
+        session.log.note(_THOUGHTS_NOTE if thoughts or answer["content"] else EMPTY_NOTE)
         return None
     said = [{"type": "thinking", "thinking": thought} for thought in thoughts if thought]
     return answer | {"content": [*said, *answer["content"], *calls]}

@@ -54,7 +54,7 @@ _CLEARED_NOTE = "result of a tool that later prompts do not contain any more"
 _SYSTEM_NOTE = "later system prompt not used"
 NO_TEXT_NOTE = "step of an answer without text or calls not used"
 _EMPTY_NOTE = "message without parts not used"
-PART_OF_SESSION = "message or part of a message, which is read with its session"
+_PART_OF_SESSION = "message or part of a message, which is read with its session"
 # What opencode sends in place of parts without text.
 COMPACTION, SUBTASK = "What did we do so far?", "The following tool was executed by the user"
 ABORTED, TOO_LONG = "MessageAbortedError", "MessageOutputLengthError"
@@ -102,7 +102,7 @@ def _read_opencode(records: Iterator[Record], options: ReadOptions) -> Outcomes:
             messages = as_objects(row.value["messages"], source=row.source, name="messages")
             yield from _read_session(row, object_or_empty(row.value.get("info")), messages, options)
         elif "sessionID" in row.value or "messageID" in row.value:
-            yield Skipped(row.source, PART_OF_SESSION, is_rollout=False)
+            yield Skipped(row.source, _PART_OF_SESSION, is_rollout=False)
         else:
             stored = _stored(row)
             items = list(_read_session(row, row.value, stored, options))

@@ -32,10 +32,10 @@ from treepack.ingest.readers.messages.sft_messages import read_pair
 from treepack.trajectory import PromptCompletion
 
 # Counted once per record, so that a user notices that a better source may exist.
-DECODED_NOTE = "text of verl's dump, decoded without special tokens"
+_DECODED_NOTE = "text of verl's dump, decoded without special tokens"
 
 
-def by_columns(line: str, *, notes: tuple[str, ...] = ()) -> ReadRecord:
+def _by_columns(line: str, *, notes: tuple[str, ...] = ()) -> ReadRecord:
     """Return the function that reads records by the columns of `line`; each trajectory of text has the `notes`."""
     columns = column_map(line)
     used = {str(path.steps[0]) for paths in (*columns.paths.values(), columns.ignore) for path in paths}
@@ -71,7 +71,7 @@ FORMATS = (
         requires="task_id, traj:objects",
         used="task_id trial reward info traj!",
         keeps="rewards, lineage",
-        read=by_columns("messages=traj"),
+        read=_by_columns("messages=traj"),
     ),
     # Text that verl's trainer writes next to its metrics: `<step>.jsonl` of `rollout_data_dir`. Both texts were decoded
     # from ids without their special tokens. The ends of turns are lost, so neither the ids nor the text that the model
@@ -85,7 +85,7 @@ FORMATS = (
         requires="input:text, output:text, score, step|gts",
         used="input output gts score step",
         keeps="rewards",
-        read=by_columns("prompt=input,answer=output", notes=(DECODED_NOTE,)),
+        read=_by_columns("prompt=input,answer=output", notes=(_DECODED_NOTE,)),
     ),
     # Fine-tuning data of OpenAI for preferences: a conversation and two answers to it. The common prompt is not
     # trained. OpenAI's data for supervised fine-tuning is in the format `chat`.
@@ -98,7 +98,7 @@ FORMATS = (
         used="input.messages input.tools preferred_output non_preferred_output",
         dropped="input.parallel_tool_calls",
         keeps="rewards",
-        read=by_columns(
+        read=_by_columns(
             "prompt=input.messages,chosen=preferred_output,rejected=non_preferred_output,tools=input.tools?"
         ),
     ),
@@ -114,7 +114,7 @@ FORMATS = (
         used="input_prompt output_response score stop_reason env_class data_source",
         dropped="env_extras",
         keeps="rewards",
-        read=by_columns("prompt=input_prompt,answer=output_response,ignore=env_extras"),
+        read=_by_columns("prompt=input_prompt,answer=output_response,ignore=env_extras"),
     ),
     Format(
         name="columns",

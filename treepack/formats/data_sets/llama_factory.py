@@ -25,7 +25,7 @@ from treepack.ingest.readers.messages.sft_messages import Message, calls_of_text
 _PAIR = ("chosen_messages", "rejected_messages")
 
 
-def read_llama_factory(record: Record, options: ReadOptions) -> Outcomes:
+def _read_llama_factory(record: Record, options: ReadOptions) -> Outcomes:
     """Read the one conversation of `record`, or the two of a pair.
 
     Raises:
@@ -79,5 +79,5 @@ FORMAT = Format(
     """,
     dropped="parts that are not text (records that have some are skipped)",
     keeps="masks, rewards",
-    read=read_llama_factory,
+    read=_read_llama_factory,
 )

@@ -47,8 +47,8 @@ _KNOWN = frozenset(
     synthetic user_id created_date created_at review_count
     """.split()
 )
-DELETED_NOTE = "deleted message not used, with its replies"
-REJECTED_NOTE = "answer that reviewers rejected not trained"
+_DELETED_NOTE = "deleted message not used, with its replies"
+_REJECTED_NOTE = "answer that reviewers rejected not trained"
 QUESTION_NOTE = "question that reviewers rejected is context"
 LABELS_NOTE = "field 'labels' not used; --reward-key NAME reads one of them as the reward"
 OTHER_LABELS_NOTE = "field 'labels' not used, except for the label of --reward-key"
@@ -130,8 +130,8 @@ def _read_tree(record: Record, root: Node, tree: Node, options: ReadOptions) -> 
     notes = tuple(
         note
         for note, is_true in (
-            (DELETED_NOTE, any(node.get("deleted") for node in nodes)),
-            (REJECTED_NOTE, any(map(_is_rejected, nodes))),
+            (_DELETED_NOTE, any(node.get("deleted") for node in nodes)),
+            (_REJECTED_NOTE, any(map(_is_rejected, nodes))),
             (QUESTION_NOTE, any(node.get("review_result") is False and not _is_rejected(node) for node in nodes)),
             (LABELS_NOTE, bool(labelled) and options.reward_key is None),
             (OTHER_LABELS_NOTE, options.reward_key is not None and any(map(_has_others, labelled))),

@@ -64,7 +64,7 @@ _OF_TREE = frozenset(["children", "role", "id", "node_id", "parent", "parent_id"
 _ROOT = (*_SAID, "role", *(_OF_MESSAGE - {"weight"}))  # fields of a record that is the root itself
 NO_ANSWER = "tree without a path that has text of the assistant"
 NO_ANSWER_PATH = "path of a tree without text of the assistant"
-INNER_NOTE = "reward of a node above another node with a reward not used"
+_INNER_NOTE = "reward of a node above another node with a reward not used"
 
 _Message = JsonObject
 Node = JsonObject
@@ -261,7 +261,7 @@ def _with_values(
         group_id=item.source if item.group_id is None else item.group_id,
         reward=known[-1] if known else None,
         advantage=None if own is None else as_number(own, source=item.source, name="advantage"),
-        notes=item.notes + ((INNER_NOTE,) if len(known) > 1 else ()),
+        notes=item.notes + ((_INNER_NOTE,) if len(known) > 1 else ()),
     )
 
 

@@ -45,7 +45,7 @@ _SCORERS = frozenset({"scorer", "scorers"})
 MESSAGES_NOTE = "log without model events, read from its messages"
 SCORES_NOTE = "several scores, none of them used; choose one with --reward-key"
 NO_CALL = "sample without a response of the model"
-EVENTS_ONLY = "sample with events only, none of which has a response of the model"
+_EVENTS_ONLY = "sample with events only, none of which has a response of the model"
 
 _Sample = JsonObject
 
@@ -85,7 +85,7 @@ def _read_sample(record: Record, sample: _Sample, options: ReadOptions) -> Outco
     messages = [_message(each) for each in objects_at(sample, "messages", record.source)]
     reason = log.fault or skip_reason(messages)
     if reason is not None or not any(message["role"] == "assistant" for message in messages):
-        empty = NO_CALL if messages or not sample.get("events") else EVENTS_ONLY
+        empty = NO_CALL if messages or not sample.get("events") else _EVENTS_ONLY
         yield Skipped(record.source, reason or empty, group_id=group)
         return
     # The output of the sample is its last response.

@@ -49,7 +49,7 @@ _WHOLE_BATCH = frozenset({"rollout_metrics", "trajectory_time_splits", "trajecto
 _DROPPED = frozenset({"rollout_expert_indices", "router_padding_mask", "values", "returns", "kl", *_MEDIA})
 
 
-def read_skyrl(record: Record, options: ReadOptions) -> Outcomes:
+def _read_skyrl(record: Record, options: ReadOptions) -> Outcomes:
     """Read the trajectories of all rows, `<instance>/<repetition>`, or `<record>[<row>]` if rows have no names.
 
     Raises:
@@ -82,7 +82,7 @@ def read_skyrl(record: Record, options: ReadOptions) -> Outcomes:
 
 def _facts(row: JsonObject, record: Record, number: int) -> JsonObject:
     """Return the facts of a row besides its tokens, under the names that every reader uses."""
-    read_skyrl = {
+    _read_skyrl = {
         *"prompt_token_ids response_ids loss_masks sequences attention_mask loss_mask".split(),
         *_OF_RESPONSE,
         "rewards",
@@ -91,7 +91,7 @@ def _facts(row: JsonObject, record: Record, number: int) -> JsonObject:
         "stop_reasons",
         "uids",
     }
-    rest = without(row, {*read_skyrl, *_DROPPED})
+    rest = without(row, {*_read_skyrl, *_DROPPED})
     name = row.get("trajectory_ids")
     group, index = row.get("uids"), f"{record.label}[{number}]"
     if isinstance(name, dict):
@@ -173,5 +173,5 @@ FORMAT = Format(
     """,
     keeps="token ids, masks, log-probabilities, rewards, lineage",
     failed="stop_reason",
-    read=read_skyrl,
+    read=_read_skyrl,
 )

@@ -40,7 +40,7 @@ from treepack.trajectory import Outcome, Outcomes, Skipped, Trajectory
 KEEPS = tuple("token ids, masks, log-probabilities, rewards, lineage".split(", "))
 _MAX_REMOVED = 100  # damaged records of a file whose records belong together; each costs a reading of the file
 ReadRecord = Callable[[Record, ReadOptions], Outcomes]
-ReadFile = Callable[[Iterator[Record], ReadOptions], Outcomes]
+_ReadFile = Callable[[Iterator[Record], ReadOptions], Outcomes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class Format:
     # Reads one record.
     read: ReadRecord | None = None
     # Reads all records of one file, in place of `read`, for a format whose records belong together.
-    read_file: ReadFile | None = None
+    read_file: _ReadFile | None = None
     # True if a record may be in several files with the same answers: one process reads them all (`ReadOptions.turns`).
     overlaps: bool = False
     # True if a rollout needs other files of its folder, which a copy of one object of a store lacks.

@@ -177,7 +177,7 @@ def read_parts(
         if path in listed.whole:
             yield WholePart(path)
             continue
-        parts, error = parts_of_path(
+        parts, error = _parts_of_path(
             path,
             options,
             is_searched=path in listed.searched,
@@ -194,7 +194,7 @@ def read_parts(
         raise listed.unknown[0]
 
 
-def parts_of_path(
+def _parts_of_path(
     path: str,
     options: ReadOptions,
     *,

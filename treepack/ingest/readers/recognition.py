@@ -36,7 +36,7 @@ _FACTS = frozenset(
 _OF_MANY = frozenset("mean avg average std min max num rate".split())
 
 
-FormatOf = Callable[[Record], Format | None]  # None if no format, or not the expected one, matches
+_FormatOf = Callable[[Record], Format | None]  # None if no format, or not the expected one, matches
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class RecognisedFile:
 
 def recognise(
     blocks: Iterator[RecordBlock | Range],
-    format_of: FormatOf,
+    format_of: _FormatOf,
     *,
     refuse: Callable[[Sequence[Record]], TreepackError],
     expected: Format | None = None,
@@ -93,7 +93,7 @@ def recognise(
     return RecognisedFile(expected, chain(taken, blocks), [])
 
 
-def _list_in_document(block: RecordBlock | Range, format_of: FormatOf) -> RecognisedFile | None:
+def _list_in_document(block: RecordBlock | Range, format_of: _FormatOf) -> RecognisedFile | None:
     """Return the records of the only list of objects in the only record of `block`, or None if they are none."""
     # {"data": [{"messages": [..]}, {"messages": [..]}], "version": 2} -> the two elements of `data`
     records = list(islice(block.records([]), 2))

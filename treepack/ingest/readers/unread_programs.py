@@ -15,7 +15,7 @@ from treepack.ingest.readers.kinds import has_fields
 
 
 @dataclass(frozen=True, slots=True)
-class UnreadProgram:
+class _UnreadProgram:
     """A program, the marks of its records, and a remedy.
 
     A part of a record of a `particular` program may look like a format, so its marks are compared before the formats.
@@ -46,7 +46,7 @@ class ToolSchemasError(UnknownFormatError):
 class UnreadProgramError(UnknownFormatError):
     """A record is an export of a program that treepack does not read."""
 
-    def __init__(self, source: str, program: UnreadProgram) -> None:
+    def __init__(self, source: str, program: _UnreadProgram) -> None:
         super().__init__(f"{source}: is an export of {program.name}, which treepack does not read; {program.remedy}")
         self.reason = f"export of {program.name}, which is not read"
 
@@ -59,9 +59,9 @@ def unread_program(record: Record, *, particular: bool) -> UnknownFormatError | 
     return None if found is None else UnreadProgramError(record.source, found)
 
 
-def _tracer(name: str, marks: str) -> UnreadProgram:
+def _tracer(name: str, marks: str) -> _UnreadProgram:
     remedy = "write each call of a model as one record with request and response (format openai-chat)"
-    return UnreadProgram(name, marks, remedy, particular=True)
+    return _UnreadProgram(name, marks, remedy, particular=True)
 
 
 def _or_list(fields: str, *names: str) -> str:
@@ -84,7 +84,7 @@ _AUTOGEN = """
     source:text,
     type:=TextMessage|StopMessage|HandoffMessage|MultiModalMessage|StructuredMessage|ThoughtEvent
 """
-UNREAD: tuple[UnreadProgram, ...] = (
+UNREAD: tuple[_UnreadProgram, ...] = (
     _tracer("Braintrust", _or_list(_BRAINTRUST, "events", "data") + "; root_span_id, span_attributes"),
     _tracer("Weave", "op_name:=weave:///*; " + _or_list(_WEAVE, "calls")),
     _tracer(
@@ -96,7 +96,7 @@ UNREAD: tuple[UnreadProgram, ...] = (
     ),
     _tracer("Helicone", "heliconeMetadata:object; " + _or_list(_HELICONE, "data")),
     # Libraries of agents.
-    UnreadProgram(
+    _UnreadProgram(
         "Bedrock Converse or Strands Agents, with calls or reasoning",
         """
         messages:some(content:some(toolUse|toolResult|reasoningContent:object));
@@ -105,7 +105,7 @@ UNREAD: tuple[UnreadProgram, ...] = (
         """,
         particular=True,
     ),
-    UnreadProgram(
+    _UnreadProgram(
         "pydantic-ai",
         _or_list(
             "kind:=request|response, parts:first(part_kind:text)",
@@ -113,34 +113,34 @@ UNREAD: tuple[UnreadProgram, ...] = (
         ),
         particular=True,
     ),
-    UnreadProgram(
+    _UnreadProgram(
         "AutoGen", _or_list(_AUTOGEN, "messages") + "; type:=TeamState*, agent_states:object", particular=True
     ),
-    UnreadProgram("Amp", "id:=T-*, messages:list, v", particular=True),
-    UnreadProgram(
+    _UnreadProgram("Amp", "id:=T-*, messages:list, v", particular=True),
+    _UnreadProgram(
         "Google ADK as a session (its spans are read)", _or_list("author:text, invocationId|invocation_id", "events")
     ),
-    UnreadProgram("Letta", "message_type:text, id, date|content|tool_call|reasoning"),
+    _UnreadProgram("Letta", "message_type:text, id, date|content|tool_call|reasoning"),
     # Dumps of trainers.
-    UnreadProgram(
+    _UnreadProgram(
         "ms-swift (completions.jsonl)",
         "prompt:list, completion:list, gen_step|step|advantages:list",
         "write each element of its columns as one record with prompt, completion and reward (format chat)",
     ),
-    UnreadProgram(
+    _UnreadProgram(
         "Atropos",
         "tokens:column, masks:column, scores:list",
         "write each element of its columns as one record with input_ids, labels and reward (format tokens)",
         particular=True,
     ),
-    UnreadProgram(
+    _UnreadProgram(
         "agent-lightning (triplets)",
         _or_list("prompt.token_ids:ids, response.token_ids:ids", "triplets"),
         "write each triplet as one record and add --columns "
         "prompt_ids=prompt.token_ids,answer_ids=response.token_ids,reward=reward?",
     ),
     # Streams of headless runs.
-    UnreadProgram(
+    _UnreadProgram(
         "codex exec --json",
         """
         type:=thread.*, thread_id:text; type:=item.*, item:object; msg.type:text, id;
@@ -148,32 +148,32 @@ UNREAD: tuple[UnreadProgram, ...] = (
         """,
         "it has neither the prompt nor the calls as the model wrote them; " + _session("~/.codex/sessions", "codex"),
     ),
-    UnreadProgram(
+    _UnreadProgram(
         "gemini --output-format stream-json",
         "type:=init, session_id:text, model",
         _session("~/.gemini/tmp", "gemini-cli"),
     ),
-    UnreadProgram(
+    _UnreadProgram(
         "opencode run",
         "sessionID:text, timestamp, type:text, part:object",
         "give what opencode export writes of the same session (format opencode)",
     ),
     # Coding agents.
-    UnreadProgram(
+    _UnreadProgram(
         "GitHub Copilot CLI",
         "; ".join(
             f"type:={prefix}.*, data:object, id, parentId"
             for prefix in ("session", "user", "assistant", "system", "tool", "hook")
         ),
     ),
-    UnreadProgram(
+    _UnreadProgram(
         "GitHub Copilot Chat",
         """
         requests:list, requesterUsername|responderUsername|initialLocation;
         requests:list, sessionId:text, creationDate; kind, v.requests:list
         """,
     ),
-    UnreadProgram(
+    _UnreadProgram(
         "Cursor",
         """
         role:=user|assistant, message.content, type:!;
@@ -181,18 +181,18 @@ UNREAD: tuple[UnreadProgram, ...] = (
         bubbleId:text, type; tabs:first(bubbles:list); type:=tool_call, session_id:text, tool_call:object
         """,
     ),
-    UnreadProgram(
+    _UnreadProgram(
         "Factory's Droid",
         "type:=session_start, id:text, sessionTitle|owner; type:=message, session_id:text, role, text",
     ),
-    UnreadProgram("Kimi CLI", "type:=metadata, protocol_version"),
-    UnreadProgram("Kiro or Amazon Q", "conversation_id:text, history:first(user:object, assistant)"),
-    UnreadProgram(
+    _UnreadProgram("Kimi CLI", "type:=metadata, protocol_version"),
+    _UnreadProgram("Kiro or Amazon Q", "conversation_id:text, history:first(user:object, assistant)"),
+    _UnreadProgram(
         "gptme", "role:text, content:text, timestamp:text, pinned|hide|files|file_hashes|call_id|ui_only|ephemeral_ttl"
     ),
-    UnreadProgram("Antigravity", "step_index, source:text, type:text, status"),
-    UnreadProgram("Goose", "working_dir:text, message_count"),
-    UnreadProgram("Grok Build", "type:=system|user|assistant, content, message:!, sessionId:!"),
-    UnreadProgram("the Agent Client Protocol", "method:=session/*, params:object"),
-    UnreadProgram("the Agent Host Protocol", "ahpProtocolVersion"),
+    _UnreadProgram("Antigravity", "step_index, source:text, type:text, status"),
+    _UnreadProgram("Goose", "working_dir:text, message_count"),
+    _UnreadProgram("Grok Build", "type:=system|user|assistant, content, message:!, sessionId:!"),
+    _UnreadProgram("the Agent Client Protocol", "method:=session/*, params:object"),
+    _UnreadProgram("the Agent Host Protocol", "ahpProtocolVersion"),
 )

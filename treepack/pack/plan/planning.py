@@ -148,7 +148,7 @@ def plan_items(
     if method not in names:
         raise TreepackError(f"method is {method!r}; expected one of {', '.join(names)}")
     limits = RowLimits(capacity) if isinstance(capacity, int) else capacity
-    refuse_excesses(excesses(trie, limits), limits)
+    refuse_excesses(_excesses(trie, limits), limits)
     if method == GROUPS:
         return _items(trie, whole_groups(trie, limits), tree_bounds(trie, limits))
     if method in FOREST_METHODS:
@@ -186,7 +186,7 @@ def plan_of_file(trie: Trie, file: files.PlanFile) -> Plan:
     Raises:
         TreepackError: a trajectory of the file is not in `trie`, is in two rows, is in none, or exceeds a limit alone.
     """
-    refuse_excesses(excesses(trie, file.limits), file.limits)
+    refuse_excesses(_excesses(trie, file.limits), file.limits)
     row_of = files.rows_of_plan_file(file, trie)
     bound = max(int(tree_bounds(trie, file.limits).sum()), file.lower_bound)
     return Plan(file.method, file.limits, row_of, bound, file.multiple_of)
@@ -215,7 +215,7 @@ class ExcessTrajectories:
     count: int
 
 
-def excesses(trie: Trie, limits: RowLimits) -> list[ExcessTrajectories]:
+def _excesses(trie: Trie, limits: RowLimits) -> list[ExcessTrajectories]:
     """Return the trajectories that exceed each limit alone, one entry for each limit that is exceeded."""
     lengths = trie.lengths
     alone = (

@@ -1,7 +1,7 @@
 """Fitting of the prefix value predictor, which predicts success from a prompt or a prefix of a rollout.
 
-    FitData, model --open_fit--> CheckedFit    unsuitable models are refused here, and data in `fit_data`
-    CheckedFit --fit--> out/                   one FitStep per optimiser step; the directory is whole or absent
+    FitData, model --open_fit--> _CheckedFit    unsuitable models are refused here, and data in `fit_data`
+    _CheckedFit --fit--> out/                   one FitStep per optimiser step; the directory is whole or absent
 
 TRACE (arXiv 2606.11119), section 4.3: the target of a prefix is the share of successes among the rollouts below it
 (eq. 18). The loss is the mean squared error (eq. 19) over all prompts and a share of the prefixes (appendix E.6).
@@ -56,7 +56,7 @@ _SHARED_OPTIONS = frozenset(
 
 
 @dataclass(frozen=True)
-class CheckedFit:
+class _CheckedFit:
     """A checked fit: its data, model and options, and the rows of every optimiser step."""
 
     data: FitData
@@ -107,7 +107,7 @@ def _squared_error(head: ValueHead, states: Tensor, target: Float64) -> Tensor:
     return (values_of_states(head, states).double() - targets).square().sum()
 
 
-def open_fit(data: FitData, model: str | Path) -> CheckedFit:
+def open_fit(data: FitData, model: str | Path) -> _CheckedFit:
     """Load the model, and check that it fits the data.
 
     Raises:
@@ -130,7 +130,7 @@ def open_fit(data: FitData, model: str | Path) -> CheckedFit:
     )
     fitted = (f"the head of {model} is used and fitted further",) if predictor.record else ()
     notes = (*loaded.notes, *fitted, *data.notes)
-    return CheckedFit(data, predictor, _schedule(len(data.rows), train), notes)
+    return _CheckedFit(data, predictor, _schedule(len(data.rows), train), notes)
 
 
 def _schedule(num_rows: int, train: TrainOptions) -> list[OptimiserStep]:
@@ -146,7 +146,7 @@ def _schedule(num_rows: int, train: TrainOptions) -> list[OptimiserStep]:
     return schedule
 
 
-def fit(run: CheckedFit, out: str | AnyPath, *, overwrite: bool = False) -> Iterator[FitStep]:
+def fit(run: _CheckedFit, out: str | AnyPath, *, overwrite: bool = False) -> Iterator[FitStep]:
     """Fit the predictor, and yield after every optimiser step; `out` appears after the last step.
 
     Raises:
@@ -170,7 +170,7 @@ def fit(run: CheckedFit, out: str | AnyPath, *, overwrite: bool = False) -> Iter
         save_values(run.model, temporary, _entries(run))
 
 
-def _entries(run: CheckedFit) -> dict[str, Any]:
+def _entries(run: _CheckedFit) -> dict[str, Any]:
     """Return the entries of values.json about the fit."""
     fit_options = {name: getattr(run.options, name) for name in ("capacity", "segment", "prefix_share", "freeze")}
     shared = {name: value for name, value in run.options.train.as_record().items() if name in _SHARED_OPTIONS}
@@ -178,11 +178,11 @@ def _entries(run: CheckedFit) -> dict[str, Any]:
     return {"model": run.model.loaded.source, **run.data.origin, "options": fit_options | shared, **counts}
 
 
-def _dtype(run: CheckedFit) -> str:
+def _dtype(run: _CheckedFit) -> str:
     return run.options.train.dtype
 
 
-def _frozen_states(run: CheckedFit) -> Callable[[AnchorRow], Tensor]:
+def _frozen_states(run: _CheckedFit) -> Callable[[AnchorRow], Tensor]:
     """Return `end_states` with a cache, which computes each row once, for use with a frozen backbone."""
     states: dict[int, Tensor] = {}  # by row_id; [n, D] each, only the ends of prefixes, so all rows fit in memory
 
@@ -206,7 +206,7 @@ def _optimiser(parameters: Sequence[nn.Parameter], train: TrainOptions) -> torch
 
 
 def _fit_step(
-    run: CheckedFit, optimiser: torch.optim.Optimizer, number: int, states_of: Callable[[AnchorRow], Tensor]
+    run: _CheckedFit, optimiser: torch.optim.Optimizer, number: int, states_of: Callable[[AnchorRow], Tensor]
 ) -> FitStep:
     """Carry out optimiser step `number`, counted from 0.
 

@@ -26,7 +26,7 @@ _EMPTY_AT_END = re.compile(rf"(?:{_EMPTY_THOUGHT})\s*\Z")
 
 
 @dataclass(frozen=True, slots=True)
-class InnerThought:
+class _InnerThought:
     """The thought inside the content of a message, the text that closes it, and the text after it."""
 
     text: str
@@ -57,7 +57,7 @@ def without_empty_thought(text: str) -> str:
     return text[match.end() :] if match else text
 
 
-def inner_thought(content: str) -> InnerThought | None:
+def inner_thought(content: str) -> _InnerThought | None:
     """Return the thought at the beginning of `content`, whose opening tag may be missing, or None."""
     for start, end in _TAGS.items():
         # The last closing tag: templates cut there, and text before it is thought in any case.
@@ -68,7 +68,7 @@ def inner_thought(content: str) -> InnerThought | None:
             text = stem.removeprefix(start)
             inner, answer = text.strip("\n"), rest.lstrip()
             gap = text[len(text.rstrip("\n")) :]
-            return InnerThought(inner, gap + tag + rest[: len(rest) - len(answer)], answer)
+            return _InnerThought(inner, gap + tag + rest[: len(rest) - len(answer)], answer)
     return None
 
 

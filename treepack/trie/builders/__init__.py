@@ -1,1 +1,1 @@
-"""Sequences to a trie: in memory, from sorted runs on disk, and in ranges of several tasks."""
+"""Sequences to a trie: in memory, from sorted runs on disk, and merged from tries of shares."""

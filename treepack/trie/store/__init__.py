@@ -1,1 +1,1 @@
-"""A trie in files: written, read, mapped, and read in slices."""
+"""A trie in files: written, read and mapped."""

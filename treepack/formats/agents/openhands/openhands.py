@@ -39,7 +39,7 @@ from treepack.formats.kit import (
 
 Event = JsonObject
 _EVENT_FILE = re.compile(r"event-(\d+)-.*\.json")
-SYSTEM_NOTE = "system prompt is not in the file"
+_SYSTEM_NOTE = "system prompt is not in the file"
 NO_CALL = "conversation without a response of the model"
 # An event before version 1, and one since then. Actions that start a conversation have no result yet.
 
@@ -87,7 +87,7 @@ def _read(record: Record, events: Sequence[Event], options: ReadOptions) -> Outc
     view = EventView()
     before = list(takewhile(lambda event: not _is_response(event), events))
     if not any(event.get("action") == "system" or event.get("kind") == "SystemPromptEvent" for event in before):
-        view.log.note(SYSTEM_NOTE)
+        view.log.note(_SYSTEM_NOTE)
     description = _description(record)
     group, instruction = description.get("group_id"), record.value.get("instruction")
     instruction = as_text(instruction, source=record.source, name="instruction", default="")

@@ -47,7 +47,7 @@ _TOKEN_KEYS = frozenset({"ids", "prompt_ids", "answer_ids"})
 
 
 @dataclass(frozen=True, slots=True)
-class MappedRecords:
+class _MappedRecords:
     """The new records of one record; of several, each is an answer to the same prompt. `notes` are about all.
 
     A record is None if its answer is empty.
@@ -58,7 +58,7 @@ class MappedRecords:
     has_answers: bool = False
 
 
-def map_record(record: Record, columns: ColumnMap) -> MappedRecords:
+def map_record(record: Record, columns: ColumnMap) -> _MappedRecords:
     """Return the new records of `record`.
 
     Raises:
@@ -98,7 +98,7 @@ def map_record(record: Record, columns: ColumnMap) -> MappedRecords:
         hidden |= dict.fromkeys(name for name in rest if name not in kept and rest[name] is not None)
         records.append(replace(record, value=kept | fields, line=None))
     notes += [f"field '{name}' not used" for name in hidden]
-    return MappedRecords(records, (*notes, *talk.notes()), has_answers)
+    return _MappedRecords(records, (*notes, *talk.notes()), has_answers)
 
 
 def _beside(rest: JsonObject, fields: JsonObject, source: str) -> JsonObject:

@@ -47,7 +47,7 @@ SEGMENTS = "segments"  # token offsets at which a sampler began its segments: a 
 SEGMENT_IDS = "segment_ids"  # one integer per segment, equal in two rollouts of a group if it is the same sample
 MAX_METADATA = 2000  # characters of one field: enough for settings and scores, too few for a transcript
 _INTEGER = re.compile(r"[+-]?[0-9]{1,19}")
-NUMBER = re.compile(r"[0-9]{1,4}(\.[0-9]{1,20})?")  # a temperature as text
+_NUMBER = re.compile(r"[0-9]{1,4}(\.[0-9]{1,20})?")  # a temperature as text
 
 
 def describe(
@@ -166,7 +166,7 @@ def _temperature(value: JsonObject) -> tuple[float | None, str | None]:
 def temperature_of(settings: Any) -> float | None:
     """Return the `temperature` of an object of settings, None if it has none or `settings` is not an object."""
     value = settings.get("temperature") if isinstance(settings, dict) else None
-    if isinstance(value, str) and NUMBER.fullmatch(value.strip()):
+    if isinstance(value, str) and _NUMBER.fullmatch(value.strip()):
         value = float(value)
     if isinstance(value, bool) or not isinstance(value, int | float | np.floating | np.integer):
         return None

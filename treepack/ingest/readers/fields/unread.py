@@ -55,7 +55,7 @@ MASKS = frozenset(
 
 # Words of the names of flags and lists that choose the trained tokens.
 _NO_MARKS = frozenset("is_train is_training train_split mask_sample".split())  # parts of a data set; a mark of NeMo Gym
-MARKS = frozenset("train trainable trained untrained masked mask loss weights".split())
+_MARKS = frozenset("train trainable trained untrained masked mask loss weights".split())
 
 
 def declare(paths: Iterable[str]) -> Declared:
@@ -242,7 +242,7 @@ def danger(name: str, value: Any) -> str | None:
 def _is_mark(name: str) -> bool:
     """Return whether a flag or list of this name can choose the trained tokens: is_masked, roles_to_train."""
     words = set(name.split("_"))
-    return name not in _NO_MARKS and bool(words & MARKS) and (len(words) > 1 or name == "weights")
+    return name not in _NO_MARKS and bool(words & _MARKS) and (len(words) > 1 or name == "weights")
 
 
 def is_empty(value: Any) -> bool:

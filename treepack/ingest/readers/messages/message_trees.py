@@ -20,7 +20,7 @@ _HIDDEN_NOTE = "encrypted reasoning left out"
 _FIELDS = frozenset("role content contents tool_calls function_call_name function_call_arguments_json".split())
 _CALL_FIELDS = frozenset("id type function name arguments reasoning_signature".split())
 # The text of a part, and the fields that providers attach to it: ids and encrypted reasoning, which is noted.
-PART_FIELDS = frozenset("type text id image signature data encrypted_content".split())
+_PART_FIELDS = frozenset("type text id image signature data encrypted_content".split())
 
 
 def message_of_tree(message: Message, source: str, notes: dict[str, None]) -> Message:
@@ -66,7 +66,7 @@ def message_of_tree(message: Message, source: str, notes: dict[str, None]) -> Me
 def _content(part: JsonObject, message: Message, notes: dict[str, None]) -> list[JsonObject]:
     """Return a part of the content as a block; fields that are not read go into `message`."""
     kind, text = part.get("type"), part.get("text")
-    message |= left_over(part, PART_FIELDS, "contents")
+    message |= left_over(part, _PART_FIELDS, "contents")
     if kind == "reasoning" and not isinstance(text, str):
         if any(part.get(key) is not None for key in ("signature", "data", "encrypted_content")):
             notes[_HIDDEN_NOTE] = None

@@ -1,6 +1,6 @@
 """Likeliest words of a teacher in a tokenised record, as columns of the trained tokens.
 
-    {"teacher_ids": [[5, 7], ..], "teacher_logprobs": [[-.1, -3], ..]} --take_words--> TeacherWords, and other fields
+    {"teacher_ids": [[5, 7], ..], "teacher_logprobs": [[-.1, -3], ..]} --take_words--> _TeacherWords, and other fields
 
 Programs store them at the token, or at the token before it, whose state predicts it; `_FIELDS` has the choice. Lists of
 one word are the sampled token itself.
@@ -36,7 +36,7 @@ _FIELDS = (
 )
 
 
-class TeacherWords(NamedTuple):
+class _TeacherWords(NamedTuple):
     """Words of a teacher at the stored tokens of a record: ids and values [n, K] each, under `names`."""
 
     names: _Pair
@@ -94,7 +94,7 @@ class TeacherWords(NamedTuple):
         )
 
 
-def take_words(record: Record) -> tuple[TeacherWords | None, Record]:
+def take_words(record: Record) -> tuple[_TeacherWords | None, Record]:
     """Return the words of a teacher, or None, and the record without their fields.
 
     Raises:
@@ -114,5 +114,5 @@ def take_words(record: Record) -> tuple[TeacherWords | None, Record]:
                 f"{record.source}: {names.ids} and {names.values} are not tables of one shape; expected a row of K "
                 "token ids and a row of their K numbers for each token"
             )
-        return TeacherWords(names, ids, values), replace(record, value=rest)
+        return _TeacherWords(names, ids, values), replace(record, value=rest)
     return None, record

@@ -57,7 +57,7 @@ LOGPROBS = {
 }
 
 
-class NullLogprobError(BadValueError):
+class _NullLogprobError(BadValueError):
     """A log-probability of a trained token is null."""
 
 
@@ -69,7 +69,7 @@ def read_tokens(record: Record, options: ReadOptions) -> Outcomes:
     """
     try:
         yield from read_valid_tokens(record, options)
-    except NullLogprobError as error:
+    except _NullLogprobError as error:
         yield Skipped(record.source, error.reason, detail=str(error))
 
 
@@ -77,7 +77,7 @@ def read_valid_tokens(record: Record, options: ReadOptions) -> Outcomes:
     """Read the one trajectory of `record`, or skip it.
 
     Raises:
-        NullLogprobError: a log-probability of a trained token is null.
+        _NullLogprobError: a log-probability of a trained token is null.
         TreepackError: ids, masks or values that contradict each other, have a wrong length or an impossible value.
     """
     words, record = take_words(record)
@@ -329,7 +329,7 @@ def _per_token(fields: tf.Fields, kind: str, mask: Mask, layout: FieldLayout) ->
         if len(bad):
             fault = f"{name} is {picked[bad[0]]} at trained token {bad[0]}; expected finite numbers there"
             if kind in LOGPROBS.values() and np.isnan(picked[bad[0]]):
-                raise NullLogprobError(f"{layout.source}: {fault}", f"bad value of {name}")
+                raise _NullLogprobError(f"{layout.source}: {fault}", f"bad value of {name}")
             raise TreepackError(f"{layout.source}: {fault}")
         if kind in LOGPROBS.values():
             check_logprobs(picked, source=layout.source, name=name)
