@@ -1,1 +1,1 @@
-"""Sequences to a trie: in memory, from sorted runs on disk, and merged from tries of shares."""
+"""Sequences to a trie: in memory, and from sorted runs on disk, which several processes merge."""
