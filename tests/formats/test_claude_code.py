@@ -113,6 +113,23 @@ def test_every_turn_is_trained_once_after_its_own_prompt(program: Program) -> No
     assert sorted(trained) == sorted(program.prompts)
 
 
+def test_a_result_whose_parent_is_not_in_the_file_follows_its_call() -> None:
+    calls = [{"type": "tool_use", "id": name, "name": "f", "input": {}} for name in "ab"]
+    results = [[{"type": "tool_result", "tool_use_id": name, "content": name}] for name in "ab"]
+    lines = [
+        entry("u", None, content="q"),
+        block("m", "u", "m", calls[0]),
+        block("n", "m", "m", calls[1]),
+        entry("r", "a line of progress that is not in the file", content=results[0]),
+        entry("s", "r", content=results[1]),
+        block("o", "s", "o", text("B")),
+    ]
+    whole = [line if line["uuid"] != "r" else {**line, "parentUuid": "n"} for line in lines]
+    assert said_in(read(lines)) == said_in(read(whole))
+    assert len(chats(read(lines))) == 1
+    assert claude_code.PARENT_NOTE not in chats(read(lines))[0][0].notes
+
+
 def lines_of_agent(agent: str) -> list[Line]:
     return [
         entry(f"u{agent}", None, content="search", agentId=agent, isSidechain=True),

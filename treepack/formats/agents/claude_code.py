@@ -93,7 +93,8 @@ class _SessionTree:
 
     entries: dict[str, _SessionEntry] = field(default_factory=dict)  # by uuid, in the order of the file
     blocks: dict[str, list[_SessionEntry]] = field(default_factory=dict)  # of each message of the model, by its key
-    called: dict[str, Any] = field(default_factory=dict)  # by the id of a tool call: the kind of sub-agent it starts
+    # By the id of a tool call: the uuid of its block, and the kind of sub-agent that it starts.
+    called: dict[str, tuple[str, Any]] = field(default_factory=dict)
     results: dict[str, _SessionEntry] = field(default_factory=dict)  # by the id of the call
     kept: dict[str, list[str]] = field(default_factory=dict)  # uuid of a summary -> entries that its compaction kept
     agents: dict[str, Any] = field(default_factory=dict)  # by the id of a sub-agent with a result in the file: its kind
@@ -191,7 +192,7 @@ def _session(rows: list[Record]) -> _SessionTree:
             session.blocks.setdefault(key, []).append(entry)
             called = [part for part in _parts(message) if part.get("type") == "tool_use"]
             session.called |= {
-                str(part.get("id")): object_or_empty(part.get("input")).get("subagent_type") for part in called
+                str(part.get("id")): (uuid, object_or_empty(part.get("input")).get("subagent_type")) for part in called
             }
         # A resumed session may repeat lines, and a stream the line of an answer that grows.
         if uuid in session.entries:
@@ -201,11 +202,20 @@ def _session(rows: list[Record]) -> _SessionTree:
             done = _ids(message, "tool_result", "tool_use_id")
             session.results |= dict.fromkeys(done, entry)
             agent = object_or_empty(value.get("toolUseResult")).get("agentId")
-            kinds = [session.called.get(name) for name in done]
+            kinds = [session.called[name][1] for name in done if name in session.called]
             session.agents |= {agent: kinds[0] if len(kinds) == 1 else None} if isinstance(agent, str) else {}
     for entry in session.entries.values():
         _add_kept(session, entry)
+    session.entries |= {entry.uuid: entry for entry in _moved_results(session)}
     return session
+
+
+def _moved_results(session: _SessionTree) -> Iterator[_SessionEntry]:
+    """Yield the results whose parent is not in the file, such as a line of progress, with their call as parent."""
+    for entry in session.entries.values():
+        if entry.kind == "user" and entry.parent is not None and entry.parent not in session.entries:
+            calls = _ids(entry.message, "tool_result", "tool_use_id") & session.called.keys()
+            yield from (replace(entry, parent=session.called[name][0]) for name in sorted(calls)[:1])
 
 
 def _add_kept(session: _SessionTree, entry: _SessionEntry) -> None:
