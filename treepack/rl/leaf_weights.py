@@ -95,7 +95,7 @@ def leaf_weights(trie: Trie) -> LeafWeights | None:
     missing = np.flatnonzero(weighted[group] & is_base & ~known)
     if len(missing):
         raise TreepackError(
-            f"{_source(trie, missing[0])}: has no {WEIGHT} and other rollouts of its group have one; record it in all "
+            f"{trie.source(missing[0])}: has no {WEIGHT} and other rollouts of its group have one; record it in all "
             "rollouts of the group, or give them another group_id"
         )
     weights = np.where(is_base, np.where(weighted[group], recorded.weights, 1.0), 0.0)
@@ -104,7 +104,7 @@ def leaf_weights(trie: Trie) -> LeafWeights | None:
         empty = np.flatnonzero((total[group] == 0) & is_base)
         if len(empty):
             raise TreepackError(
-                f"{_source(trie, empty[0])}: {name} is 0 in all rollouts of its group; build the trie from all of them"
+                f"{trie.source(empty[0])}: {name} is 0 in all rollouts of its group; build the trie from all of them"
             )
         values /= np.where(total > 0, total, 1.0)[group]
     _add_continuations(trie, group, recorded, weights)
@@ -124,10 +124,6 @@ def required_leaf_weights(trie: Trie) -> LeafWeights:
             "--leaf-weights"
         )
     return weights
-
-
-def _source(trie: Trie, index: np.integer[Any] | int) -> str:
-    return str(trie.trajectories["source"][int(index)].as_py())
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,17 +146,17 @@ def _read(trie: Trie) -> _RecordedWeights | None:
     named: dict[int, tuple[str, int]] = {}
     lengths = trie.lengths.tolist()
     for i in np.flatnonzero(mentioned).tolist():
-        fields = parse_metadata(table["metadata"][i].as_py(), _source(trie, i))
+        fields = parse_metadata(table["metadata"][i].as_py(), trie.source(i))
         weight, before = (_weight(trie, i, fields, name) for name in (WEIGHT, BEFORE))
         if weight is None and before is not None:
-            raise TreepackError(f"{_source(trie, i)}: has a {BEFORE} and no {WEIGHT}; record both or neither")
+            raise TreepackError(f"{trie.source(i)}: has a {BEFORE} and no {WEIGHT}; record both or neither")
         if weight is not None:
             weights[:, i] = weight, weight if before is None else before
         name, num_tokens = marked(fields, PARENT), marked(fields, PARENT_TOKENS)
         if name is not None and num_tokens is not None:
             if type(name) not in (str, int) or type(num_tokens) is not int or not 0 < num_tokens < lengths[i]:
                 raise TreepackError(
-                    f"{_source(trie, i)}: continues {shown(num_tokens)} tokens of the rollout {shown(name)}; expected "
+                    f"{trie.source(i)}: continues {shown(num_tokens)} tokens of the rollout {shown(name)}; expected "
                     f"an id and 1 to {lengths[i] - 1} tokens"
                 )
             named[i] = str(name), num_tokens
@@ -171,7 +167,7 @@ def _read(trie: Trie) -> _RecordedWeights | None:
     for i, (name, num_tokens) in named.items():
         if name not in index_of:
             raise TreepackError(
-                f"{_source(trie, i)}: continues the rollout {name!r}, which the trie does not contain; build one trie "
+                f"{trie.source(i)}: continues the rollout {name!r}, which the trie does not contain; build one trie "
                 "from rollouts and their continuations"
             )
         parents[i] = index_of[name], num_tokens
@@ -183,7 +179,7 @@ def _weight(trie: Trie, index: int, fields: dict[str, Any], name: str) -> float 
     if value is None:
         return None
     if type(value) not in (int, float) or not 0 <= value < np.inf:
-        raise TreepackError(f"{_source(trie, index)}: {name} is {shown(value)}; expected a finite number of 0 or more")
+        raise TreepackError(f"{trie.source(index)}: {name} is {shown(value)}; expected a finite number of 0 or more")
     return float(value)
 
 
@@ -250,7 +246,7 @@ def _add_continuations(trie: Trie, group: Int64, recorded: _RecordedWeights, wei
         if not ready:
             i = min(waiting)
             raise TreepackError(
-                f"{_source(trie, i)}: continues rollouts that continue it; name the rollout that it was cut from"
+                f"{trie.source(i)}: continues rollouts that continue it; name the rollout that it was cut from"
             )
         for (code, node, num_tokens), new in ready.items():
             old = [i for i in in_tree[code] if paths[i].above(num_tokens) == node]
@@ -304,7 +300,7 @@ def _check_parents(trie: Trie, group: Int64, recorded: _RecordedWeights) -> None
         for at in np.flatnonzero(is_wrong)[:1].tolist():
             name = trie.trajectories["trajectory_id"][int(parent[at])].as_py()
             raise TreepackError(
-                f"{_source(trie, own[at])}: continues {num_tokens[at]} tokens of the rollout {name!r}, which {fault}; "
+                f"{trie.source(own[at])}: continues {num_tokens[at]} tokens of the rollout {name!r}, which {fault}; "
                 f"{remedy}"
             )
 

@@ -60,7 +60,7 @@ def rollouts_of(trie: Trie) -> TrieRollouts:
     shared = np.flatnonzero(part == ON_SEVERAL_PATHS)
     if len(shared):
         raise TreepackError(
-            f"{_source(trie, shared[0])}: has turns that several paths of a search tree share, {len(shared):,} such "
+            f"{trie.source(shared[0])}: has turns that several paths of a search tree share, {len(shared):,} such "
             "trajectories in total, and groups compare rollouts; build the trie without --expand turns, or with "
             "--per-path"
         )
@@ -76,7 +76,7 @@ def rollouts_of(trie: Trie) -> TrieRollouts:
             i = int((~same).argmax())
             names = [table["trajectory_id"][int(k)].as_py() for k in (own[i], i)]
             raise TreepackError(
-                f"{_source(trie, i)}: {names[0]} and {names[1]} belong to one rollout, but their {fact} differs; give "
+                f"{trie.source(i)}: {names[0]} and {names[1]} belong to one rollout, but their {fact} differs; give "
                 "all trajectories of a rollout the same"
             )
     return rollouts
@@ -95,7 +95,7 @@ def by_agent(trie: Trie) -> Trie:
     table = trie.trajectories
     agents = [""] * trie.num_trajectories
     for i in np.flatnonzero(pc.match_substring(table["metadata"], '"agent"').to_numpy()).tolist():
-        agents[i] = str(parse_metadata(table["metadata"][i].as_py(), _source(trie, i)).get("agent") or "")
+        agents[i] = str(parse_metadata(table["metadata"][i].as_py(), trie.source(i)).get("agent") or "")
     if not any(agents):
         raise TreepackError(
             "no trajectory has the name of an agent in its metadata; give the records a field agent, or leave out --by "
@@ -134,11 +134,7 @@ def refuse_split(trie: Trie, *, what: str, remedy: str, members: Int64 | None = 
     if len(split):
         i = int(rollouts.first[split[0]])
         raise TreepackError(
-            f"{_source(trie, i)}: the rollout {trie.trajectories['rollout_id'][i].as_py()} is "
+            f"{trie.source(i)}: the rollout {trie.trajectories['rollout_id'][i].as_py()} is "
             f"{sizes[split[0]]:,} trajectories, because its prompts do not continue each other ({len(split):,} such "
             f"rollouts in total), and {what} one trajectory per rollout; {remedy}"
         )
-
-
-def _source(trie: Trie, index: int | np.integer) -> str:
-    return str(trie.trajectories["source"][int(index)].as_py())

@@ -223,7 +223,7 @@ def _complete_segments(trie: Trie, members: Int64) -> list[_RecordedSegments] | 
     segments = recorded_segments(trie, members)
     complete = [each for each in segments if each is not None]
     if complete and len(complete) < len(segments):
-        source = trie.trajectories["source"][int(members[segments.index(None)])].as_py()
+        source = trie.source(members[segments.index(None)])
         fault = f"its metadata has no '{SEGMENTS}' and that of other trajectories has"
         raise TreepackError(f"{source}: {fault}; {_EXPECTED}")
     return complete or None

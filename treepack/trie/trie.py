@@ -69,6 +69,10 @@ class Trie:
     def num_trajectories(self) -> int:
         return len(self.end_node)
 
+    def source(self, index: int | np.integer[Any]) -> str:
+        """Return the place that a trajectory was read from; messages about it begin with this."""
+        return str(self.trajectories["source"][int(index)].as_py())
+
     @property
     def num_trees(self) -> int:
         return int((self.parent < 0).sum())

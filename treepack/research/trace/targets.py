@@ -78,12 +78,11 @@ def binary_rewards(trie: Trie) -> Float64:
     reward: Float64 = trie.trajectories["reward"].to_numpy().astype(np.float64)
     wrong = np.flatnonzero((reward != 0) & (reward != 1))
     if len(wrong):
-        source = trie.trajectories["source"][int(wrong[0])].as_py()
         value = reward[wrong[0]]
         fault = "no reward" if np.isnan(value) else f"the reward {str(value).removesuffix('.0')}"
         raise TreepackError(
-            f"{source}: has {fault}; TRACE needs 0 for failure or 1 for success in every rollout, so write one of them "
-            "there and build the trie again"
+            f"{trie.source(wrong[0])}: has {fault}; TRACE needs 0 for failure or 1 for success in every rollout, so "
+            "write one of them there and build the trie again"
         )
     return reward
 
