@@ -28,6 +28,7 @@ GROUPS = {
         "report": "Write a page or pictures of the sharing of rollouts.",
         "show": "Show a tree, a rollout or a packed row.",
         "formats": "List the formats of rollouts that are read.",
+        "models": "List the models that train exactly, and their costs.",
     },
     "Prepare data": {
         "prepare": "Read and pack rollouts in one command.",

@@ -1,6 +1,7 @@
 """Write the generated parts of the documentation.
 
-    python docs/generate.py              the blocks of PAGES between `<!-- generated: NAME -->` and `<!-- end -->`
+    python docs/generate.py              the blocks of PAGES between `<!-- generated: NAME -->` and `<!-- end -->`, and
+                                         the table of `treepack models`
     python docs/generate.py --check      only compare them
     python docs/generate.py --site DIR   all pages of the site, and three that only the site has: cli.md is `--help` of
                                          every command, api.md the names that `treepack` offers, formats.md the formats
@@ -46,6 +47,7 @@ from treepack.trie.builders.in_memory import build_trie
 OPTIONS = {"method": "auto", "semantics": "branch", "normalize": "token", "too_long": "error"}
 DOCS = Path(__file__).parent
 PAGES = ("../CHANGELOG.md", "coming-from.md", "forecast.md", "format.md", "inputs.md", "models.md", "objectives.md")
+FAMILIES = DOCS.parent / "treepack" / "analysis" / "families.json"
 BLOCK = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -254,7 +256,7 @@ def main() -> int:
     if "--site" in sys.argv:
         write_site(Path(sys.argv[sys.argv.index("--site") + 1]))
         return 0
-    pages = {DOCS / name: filled_page(name) for name in PAGES}
+    pages = {DOCS / name: filled_page(name) for name in PAGES} | {FAMILIES: support_table.families()}
     stale = [path for path, text in pages.items() if path.read_text() != text]
     if "--check" in sys.argv:
         for path in stale:

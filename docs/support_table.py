@@ -1,6 +1,6 @@
-"""The table of supported models in docs/models.md, from the table that the tests prove.
+"""The table of supported models, of docs/models.md and `treepack models`, from the table that the tests prove.
 
-    support.model_table --dispatch, as on an H100 in bf16--> family, example, head dimensions, attention, kernels
+    support.model_table --dispatch, as on an H100 in bf16--> treepack/analysis/families.json, lines of docs/models.md
 
 `dispatch` and `autograd` choose the kernels. No GPU is needed: tensors are fake, and the two properties of a GPU that
 the choice depends on (Hopper or not, shared memory) are those of an H100.
@@ -8,7 +8,9 @@ the choice depends on (Hopper or not, shared memory) are those of an H100.
 
 from __future__ import annotations
 
+import json
 import sys
+from functools import cache
 from pathlib import Path
 from unittest.mock import patch
 
@@ -35,16 +37,47 @@ _LABELS = {"hopper": "Hopper", "portable": "Triton"}
 
 
 def accepted() -> str:
-    """Return the table of accepted families in Markdown; families with equal attention share a line."""
-    lines = ["| head dimensions | attention | kernels | beside it | families |", "|---|---|---|---|---|"]
-    families: dict[str, list[str]] = {}
-    for family in ACCEPTED:
-        kinds = family.attention
-        beside = ", ".join(filter(None, (family.recurrent, family.note)))
-        cells = f"{_unique(map(_dims, kinds))} | {_variants(kinds)} | {_kernels(kinds)} | {beside}"
-        families.setdefault(cells, []).append(f"{family.name} (`{family.example}`, `{family.kind}`)")
-    lines += [f"| {cells} | {', '.join(names)} |" for cells, names in families.items()]
+    """Return the table of accepted families in Markdown, by name."""
+    lines = [
+        "| family | example | type | head dimensions | attention | kernels | beside it |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for each in _records():
+        if not each["refused"]:
+            cells = (each["name"], f"`{each['example']}`", f"`{each['type']}`")
+            lines.append(
+                f"| {' | '.join((*cells, *(each[name] for name in ('heads', 'attention', 'kernels', 'beside'))))} |"
+            )
     return "\n".join(lines) + "\n"
+
+
+def families() -> str:
+    """Return the content of treepack/analysis/families.json."""
+    return json.dumps(_records(), indent=1) + "\n"
+
+
+@cache
+def _records() -> list[dict[str, str]]:
+    """Return the fields of each `ModelFamily`: accepted families by name, then refused ones."""
+    records = []
+    for family in sorted(ACCEPTED, key=lambda each: each.name.casefold()):
+        kinds = family.attention
+        records.append(
+            {
+                "name": family.name,
+                "example": family.example,
+                "type": family.kind,
+                "heads": _unique(map(_dims, kinds)),
+                "attention": _variants(kinds),
+                "kernels": _kernels(kinds),
+                "beside": ", ".join(filter(None, (family.recurrent, family.note))),
+                "refused": "",
+            }
+        )
+    refused = [
+        {"name": each.name, "example": each.example, "type": each.kind, "refused": _reason(each)} for each in REFUSED
+    ]
+    return records + refused
 
 
 def copies() -> str:

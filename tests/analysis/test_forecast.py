@@ -175,7 +175,7 @@ def test_devices_have_names_or_rates() -> None:
     assert forecast.read_device("H200").rate == pytest.approx(771e12, rel=0.01)
     assert forecast.read_device("123.5").rate == 123.5e12
     for wrong in ("h900", "-1", "0", "nan", "inf"):
-        assert "expected a100, h100, h200, b200 or a rate in TFLOP/s" in refusal(forecast.read_device, wrong)
+        assert "b200, l40s, rtx4090, rtx5090 or a rate in TFLOP/s" in refusal(forecast.read_device, wrong)
 
 
 def test_usual_capacities_hold_every_trajectory() -> None:

@@ -94,6 +94,7 @@ def test_the_data_half_imports_no_torch(trie: Path, packed: Path, tmp_path: Path
         ("build-trie", rollouts, "--out", tmp_path / "again"),
         ("pack", trie, "--capacity", "12", "--out", tmp_path / "again-packed"),
         ("stats", packed, "--check"),
+        ("models", "qwen3-8b"),
         ("stats", rollouts),
         ("show", rollouts),
     )

@@ -65,6 +65,11 @@ BILLIONS = {  # as published; for the mixture of experts, the active ones
     "qwen2.5-32b": 32.76,
     "llama-3.1-8b": 8.03,
     "llama-3.1-70b": 70.55,
+    "gpt-oss-20b": 4.19,  # active, and the embeddings
+    "gpt-oss-120b": 5.71,
+    "gemma-3-4b": 3.88,  # of the text
+    "gemma-3-12b": 11.77,
+    "gemma-3-27b": 27.01,
 }
 
 

@@ -38,9 +38,17 @@ DEFAULT_DEVICE = "h200"
 # Measured over nominal bfloat16 rate: products of 8192 x 8192 x 8192 run at 770 of 989 TFLOP/s on an H200.
 _MEASURED_SHARE = 0.78
 # Dense bfloat16 operations per second in the vendor's data sheets.
-_PEAK = {"a100": 312e12, "h100": 989e12, "h200": 989e12, "b200": 2250e12}
+_PEAK = {
+    "a100": 312e12,
+    "h100": 989e12,
+    "h200": 989e12,
+    "b200": 2250e12,
+    "l40s": 362e12,
+    "rtx4090": 165e12,
+    "rtx5090": 209e12,
+}
 # Memory that the drivers of these devices report, in GiB, rounded down.
-_MEMORY = {"a100": 79, "h100": 79, "h200": 139, "b200": 178}
+_MEMORY = {"a100": 79, "h100": 79, "h200": 139, "b200": 178, "l40s": 44, "rtx4090": 23, "rtx5090": 31}
 # Operations per second of a training step over the rate of products alone: 0.46 to 0.55 on an H200, tree and flat.
 MFU = 0.5
 # Maximum share of conversations without an append-only sequence; above it, the forecast has no such baseline.

@@ -32,7 +32,10 @@ class StatsOptions:
     model: str = option(
         "qwen3-8b", "Model that is trained: a preset or a config.json; docs/forecast.md lists the presets."
     )
-    device: str = option("h200", "GPU that trains it: a100, h100, h200, b200, or its rate in TFLOP/s in bfloat16.")
+    device: str = option(
+        "h200",
+        "GPU that trains it: a100, h100, h200, b200, l40s, rtx4090, rtx5090, or its rate in TFLOP/s in bfloat16.",
+    )
 
     def __post_init__(self) -> None:
         """Read texts such as "4k", and refuse values that are not numbers of tokens."""

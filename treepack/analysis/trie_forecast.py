@@ -24,7 +24,7 @@ from treepack.analysis.capacities import (
 )
 from treepack.analysis.forecast import ForecastLine, ForecastRows, TrainingDevice, read_device
 from treepack.analysis.verdict import baseline_notes, forecast_report
-from treepack.costs.model_cost import ModelShape, operations, pairs_of_token, read_shape
+from treepack.costs.model_cost import FlopCount, ModelShape, operations, pairs_of_token, read_shape
 from treepack.ingest.conversation_counts import Conversations
 from treepack.memory.model_memory import PARAMETER_BYTES, ModelMemory, NoPieces, read_memory
 from treepack.pack.options import PackOptions
@@ -139,6 +139,12 @@ def _rows_of(planned: PlannedCapacity) -> ForecastRows:
     )
 
 
+def row_forecast(target: ForecastTarget, tokens: int) -> _Entry:
+    """Return the forecast of one row that is one path of `tokens` trained tokens: its work, memory and sentence."""
+    work = FlopCount(tokens, tokens * (tokens + 1) // 2, tokens)
+    return _memory_entries([ForecastRows(tokens, work, 1, tokens, tokens)], 0, target)
+
+
 def _memory_entries(rows: Sequence[ForecastRows], usual: int, target: ForecastTarget) -> _Entry:
     """Return the entries of a forecast about capacities and memory; the sentence is about `rows[usual]`.
 
@@ -199,6 +205,8 @@ def memory_sentence(rows: _Entry, target: ForecastTarget, *, num_gpus: int) -> s
     if num_gpus == target.ranks:
         verb = "fits" if target.ranks == 1 else "fits, divided over"
         return f"{trained} {verb} {gpus}: {need} of {device.memory / _GIB:.0f}"
+    if rows.get("fits") is False:  # on any number of GPUs
+        return f"{trained} does not fit any number of {device.name}: {need} of {device.memory / _GIB:.0f} on each"
     # Frozen weights have no gradient and no moments: 4 of 16 bytes.
     frozen = memory.state * _WEIGHT_BYTES // PARAMETER_BYTES
     others = rows["num_bytes"] - -(-memory.state // num_gpus)

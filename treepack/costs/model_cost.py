@@ -62,6 +62,34 @@ def _sizes(layers: int, hidden: int, intermediate: int, heads: int) -> Config:
     }
 
 
+def _gpt_oss(layers: int, experts: int) -> Config:
+    return {
+        **_sizes(layers, 2880, 2880, 64),
+        "model_type": "gpt_oss",
+        "vocab_size": 201088,
+        "head_dim": 64,
+        "num_key_value_heads": 8,
+        "num_local_experts": experts,
+        "num_experts_per_tok": 4,
+        "sliding_window": 128,
+        "layer_types": ["sliding_attention", "full_attention"] * (layers // 2),
+        "tie_word_embeddings": False,
+    }
+
+
+def _gemma3(layers: int, hidden: int, heads: int, groups: int, head_dim: int) -> Config:
+    return {
+        **_sizes(layers, hidden, 4 * hidden, heads),
+        "model_type": "gemma3_text",
+        "vocab_size": 262208,
+        "head_dim": head_dim,
+        "num_key_value_heads": groups,
+        "sliding_window": 1024,
+        "layer_types": ["full_attention" if i % 6 == 5 else "sliding_attention" for i in range(layers)],
+        "tie_word_embeddings": True,
+    }
+
+
 PRESETS: dict[str, Config] = {
     "qwen3-0.6b": {**_QWEN3, **_sizes(28, 1024, 3072, 16), "tie_word_embeddings": True},
     "qwen3-1.7b": {**_QWEN3, **_sizes(28, 2048, 6144, 16), "tie_word_embeddings": True},
@@ -98,10 +126,15 @@ PRESETS: dict[str, Config] = {
     "qwen2.5-32b": {**_QWEN2, **_sizes(64, 5120, 27648, 40), "num_key_value_heads": 8, "tie_word_embeddings": False},
     "llama-3.1-8b": {**_LLAMA3, **_sizes(32, 4096, 14336, 32), "tie_word_embeddings": False},
     "llama-3.1-70b": {**_LLAMA3, **_sizes(80, 8192, 28672, 64), "tie_word_embeddings": False},
+    "gpt-oss-20b": _gpt_oss(24, 32),
+    "gpt-oss-120b": _gpt_oss(36, 128),
+    "gemma-3-4b": _gemma3(34, 2560, 8, 4, 256),
+    "gemma-3-12b": _gemma3(48, 3840, 16, 8, 256),
+    "gemma-3-27b": _gemma3(62, 5376, 32, 16, 128),
 }
 
 # "meta-llama-3.1-8b-instruct" and "qwen3-8b-base" -> groups 2 "llama-3.1-8b" and "qwen3-8b"
-_VARIANT = re.compile(r"^(meta-)?(.*?)(-(base|instruct|thinking))?(-\d{4})?$")
+_VARIANT = re.compile(r"^(meta-)?(.*?)(-(base|instruct|thinking|it|pt))?(-\d{4})?$")
 # Fields of models with layers other than softmax attention, for models that do not list the kinds of their layers.
 _OTHER_LAYERS = (
     "mamba_d_state ssm_state_size state_size hybrid_override_pattern "
