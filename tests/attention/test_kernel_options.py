@@ -17,33 +17,24 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from support.attention_trees import chain, comb, random_tree, star
-from support.kernel_inputs import poisoned_empty, surrounded
+from support.kernel_inputs import surrounded
 from support.refusal import refusal
 from support.strategies import trees
 
 pytest.importorskip("triton")
 
-from support import interpreter  # noqa: F401
+from support.interpreter import poison  # noqa: F401
 from treepack.attention import autograd
 from treepack.attention.autograd import KeptOutputs, backend, triton_attention
 from treepack.attention.build_schedule import build_schedule
 from treepack.attention.portable import forward as portable
-from treepack.attention.portable.forward import LoopConfigs, PortableConfig
 from treepack.attention.reach import KeyReach, first_visible
 from treepack.attention.reference import reference_attention
 from treepack.errors import TreepackError
 from treepack.pack.plan.problem import PlanTree
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-WIDE = PortableConfig(128, 128, 8, 1)  # few programs and steps, because each costs the interpreter about the same time
 FOREST = torch.cat([random_tree(210, seed=21), comb(70, 70, 2), torch.arange(1, 211)[None].int()])
-
-
-@pytest.fixture(autouse=True)
-def _poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "empty", poisoned_empty())
-    if DEVICE == "cpu":
-        monkeypatch.setitem(portable.FLOAT32, 64, LoopConfigs(WIDE, WIDE, PortableConfig(128, 64, 8, 1)))
 
 
 def draw(

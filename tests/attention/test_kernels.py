@@ -16,13 +16,13 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from support.attention_trees import chain, comb, ends_of, random_tree, star
-from support.kernel_inputs import poisoned_empty, surrounded
+from support.kernel_inputs import surrounded
 from support.refusal import refusal
 from support.strategies import trees
 
 pytest.importorskip("triton")
 
-from support import interpreter  # noqa: F401
+from support.interpreter import poison  # noqa: F401
 from treepack.attention.autograd import triton_attention
 from treepack.attention.build_schedule import build_schedule
 from treepack.attention.portable import forward as portable
@@ -31,14 +31,6 @@ from treepack.attention.reference import reference_attention
 from treepack.pack.plan.problem import PlanTree
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-WIDE = PortableConfig(128, 128, 8, 1)  # few programs and steps, because each costs the interpreter about the same time
-
-
-@pytest.fixture(autouse=True)
-def _poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "empty", poisoned_empty())
-    if DEVICE == "cpu":
-        monkeypatch.setitem(portable.FLOAT32, 64, LoopConfigs(WIDE, WIDE, PortableConfig(128, 64, 8, 1)))
 
 
 @dataclass

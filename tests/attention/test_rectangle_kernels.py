@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from support.attention_trees import comb, forests, random_tree
-from support.kernel_inputs import poisoned_empty, surrounded
+from support.kernel_inputs import surrounded
 from support.refusal import refusal
 
 pytest.importorskip("triton")
 
-from support import interpreter  # noqa: F401
+from support.interpreter import poison  # noqa: F401
 from treepack.attention import KeyReach, first_visible, prepare, reference_attention, tree_attention
 from treepack.attention.autograd import triton_attention
 from treepack.attention.build_schedule import build_schedule
@@ -29,14 +29,6 @@ from treepack.attention.portable import forward as portable
 from treepack.attention.portable.forward import LoopConfigs, PortableConfig
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-WIDE = PortableConfig(128, 128, 8, 1)  # few programs and steps, because each costs the interpreter about the same time
-
-
-@pytest.fixture(autouse=True)
-def _poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "empty", poisoned_empty())
-    if DEVICE == "cpu":
-        monkeypatch.setitem(portable.FLOAT32, 64, LoopConfigs(WIDE, WIDE, PortableConfig(128, 64, 8, 1)))
 
 
 def check(

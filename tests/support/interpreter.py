@@ -15,11 +15,16 @@ import math
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import triton.language as tl
 from triton import knobs
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
+
+from support.kernel_inputs import poisoned_empty
+from treepack.attention.portable import forward as portable
+from treepack.attention.portable.forward import LoopConfigs, PortableConfig
 
 _patch_tensor = interpreter._patch_lang_tensor
 _multiply = interpreter.InterpreterBuilder.create_dot
@@ -134,3 +139,12 @@ if knobs.runtime.interpret:  # the compiler keeps its own types
     tl.core._unwrap_if_constexpr = _unwrapped
     TritonSemantic.broadcast_impl_value = _broadcast_both
     interpreter._get_np_dtype = _numpy_dtype
+
+
+@pytest.fixture(autouse=True)
+def poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fill `torch.empty` with NaN in a file that imports this; without a GPU, let float32 kernels have few steps."""
+    monkeypatch.setattr(torch, "empty", poisoned_empty())
+    if not torch.cuda.is_available():
+        wide = PortableConfig(128, 128, 8, 1)  # each program and step costs the interpreter about the same time
+        monkeypatch.setitem(portable.FLOAT32, 64, LoopConfigs(wide, wide, PortableConfig(128, 64, 8, 1)))
