@@ -183,6 +183,25 @@ def test_a_template_that_never_ends_is_one_sentence(bare: Any) -> None:
     assert "refuses the messages (RecursionError: " in skip(chat([user("Q"), assistant("A")]), tokenizer).detail
 
 
+def test_variables_of_the_template_come_from_the_record(bare: Any, tmp_path: Path) -> None:
+    # Qwen3's templates work like this: with enable_thinking false, the prompt ends with an empty thought.
+    no = "{% if enable_thinking is false %}<no>{% endif %}"
+    answer = "{% if m.role == 'assistant' %}" + no + "{% endif %}{{ m.content }}"
+    prompt = "{% if add_generation_prompt %}<|im_start|>" + no + "{% endif %}"
+    tokenizer = with_template(bare, "{% for m in messages %}<|im_start|>" + answer + "<|im_end|>{% endfor %}" + prompt)
+    value: dict[str, Any] = {"messages": [user("Q"), assistant("A")]}
+    lines = [value, value | {"chat_template_kwargs": {"enable_thinking": False}}]
+    path = tmp_path / "r.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    plain, without = tokenize(read_trajectories([path]), tokenizer=tokenizer)
+    assert isinstance(plain, Trajectory)
+    assert isinstance(without, Trajectory)
+    assert text(plain, tokenizer) == "<|im_start|>Q<|im_end|><|im_start|>A<|im_end|>"
+    assert text(without, tokenizer) == "<|im_start|>Q<|im_end|><|im_start|><no>A<|im_end|>"
+    assert trained_texts(without, tokenizer) == ["A<|im_end|>"]
+    assert plain.group_id != without.group_id
+
+
 def test_a_template_that_prints_the_date_is_noted(bare: Any) -> None:
     dated = with_template(bare, "{{ strftime_now('%d %B %Y') }}" + START + END)
     item = chat([user("Q"), assistant("A")])

@@ -18,6 +18,8 @@ from treepack.tokenise.tokenization import TRUNCATED_NOTE, load_tokenizer
 from treepack.trajectory import Skipped, Tokens, Trajectory
 from treepack.trie.store.trie_files import read_trie
 
+ASK = {"role": "user", "content": "How many screws?"}
+
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
@@ -34,6 +36,10 @@ def tokens(reward: float, **more: Any) -> dict[str, Any]:
     return {"prompt_ids": [1, 2], "response_ids": [3, int(4 + reward)], "reward": reward, "group_id": "g", **more}
 
 
+def chat(text: str, **more: Any) -> dict[str, Any]:
+    return {"messages": [ASK, {"role": "assistant", "content": text}], **more}
+
+
 def items(path: Path, **options: Any) -> list[Trajectory]:
     done: list[Trajectory | Skipped] = list(read([str(path)], BuildOptions(**options)))
     return [item for item in done if isinstance(item, Trajectory)]
@@ -46,6 +52,18 @@ def test_drop_takes_the_weight_of_truncated_rollouts_and_leaves_their_rewards(tm
         assert [item.weight for item in read_items] == weights
         assert [item.reward for item in read_items] == [1.0, 0.0]
         assert [TRUNCATED_NOTE in item.notes for item in read_items] == [weight == 0 for weight in weights]
+
+
+@pytest.mark.parametrize("expand", ["trajectory", "turns"])
+def test_drop_masks_every_turn_of_a_conversation_whose_last_answer_was_cut(
+    tmp_path: Path, tokenizer: str, expand: str
+) -> None:
+    first = {"role": "assistant", "content": "Four.", "finish_reason": "stop"}
+    last = {"role": "assistant", "content": "Fi", "finish_reason": "length"}
+    path = written(tmp_path, {"messages": [ASK, first, ASK, last]}, {"messages": [ASK, last, ASK, first]})
+    samples = items(path, tokenizer=tokenizer, truncated="drop", expand=expand)
+    assert [sample.weight for sample in samples] == ([0.0, 1.0] if expand == "trajectory" else [0.0, 0.0, 1.0, 1.0])
+    assert sum(TRUNCATED_NOTE in sample.notes for sample in samples) == 1
 
 
 def test_drop_masks_a_text_that_was_decoded_without_an_end_token(tmp_path: Path, tokenizer: str) -> None:

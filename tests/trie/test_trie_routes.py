@@ -21,7 +21,7 @@ from treepack.sequences import collect
 from treepack.trajectory import Routes, Tokens, Trajectory, missing_route
 from treepack.trie.builders.in_memory import build_trie, route_costs
 from treepack.trie.check import check_trie
-from treepack.trie.directory import read_to_trie
+from treepack.trie.directory import build_trie_directory, read_to_trie
 from treepack.trie.route_symbols import splits_by_routes
 from treepack.trie.store.trie_files import read_trie, write_trie
 from treepack.trie.trie import Trie, trajectories_of, unshared
@@ -245,6 +245,39 @@ def rollouts(tmp_path_factory: pytest.TempPathFactory) -> Path:
             lines.append(orjson.dumps(record))
         (folder / f"{number}.jsonl").write_bytes(b"\n".join(lines))
     return folder
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {each.name: each.read_bytes() for each in sorted(folder.iterdir())}
+
+
+# Two processes take a second to start. They read the same for all options; one process builds the trie.
+@pytest.mark.parametrize(
+    ("share", "conflicts", "most_workers"),
+    [
+        ("all", "first", 2),
+        pytest.param("none", "split", 2, marks=pytest.mark.slow),
+        ("all", "split", 1),
+        ("none", "first", 1),
+    ],
+)
+def test_bytes_do_not_depend_on_processes_and_memory(
+    rollouts: Path, share: str, conflicts: str, most_workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Several processes for a small input.
+    monkeypatch.setattr("treepack.trie.builders.builder.min_bytes", lambda job: 1)
+    built = []
+    for workers, memory in [(1, None), (1, 1000), (2, 1000)][: most_workers + 1]:
+        options = BuildOptions(keep_routes=True, route_conflicts=conflicts, share=share, workers=workers)
+        out = tmp_path / f"{workers}-{memory}"
+        build_trie_directory([rollouts], out, options, memory=memory)
+        built.append(files_of(out))
+    for other in built[1:]:
+        assert other.keys() == built[0].keys()
+        assert all(other[name] == built[0][name] for name in other if name != "manifest.json")
+        manifests = [orjson.loads(each["manifest.json"]) for each in (other, built[0])]
+        assert manifests[0]["routes"] == manifests[1]["routes"]
+        assert manifests[0]["totals"] == manifests[1]["totals"]
 
 
 def test_large_routes_are_mapped(rollouts: Path) -> None:
