@@ -168,6 +168,11 @@ def test_without_ids_rollouts_of_equal_cuts_share_a_prefix() -> None:
     assert weights_by_name([*base, new])[0] == pytest.approx(dict.fromkeys(("a0", "a1", "n"), 1 / 3))
 
 
+def test_a_continuation_may_repeat_all_tokens_of_its_parent() -> None:
+    rollouts = [by_hand("a", [7, 1], leaf_weight=1.0), by_hand("b", [7, 1, 2], parent_rollout="a", parent_tokens=2)]
+    assert weights_by_name(rollouts)[0] == {"a": 0.5, "b": 0.5}
+
+
 def test_continuations_of_a_fallback_leaf_count_only_after_the_fallback() -> None:
     base = [
         by_hand("a", [7, 1], leaf_weight=0.5, leaf_weight_before_fallback=1.0),
