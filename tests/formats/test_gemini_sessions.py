@@ -104,11 +104,18 @@ def test_lines_of_one_uuid_are_one_message_and_repeated_lines_add_nothing() -> N
     assert (chat.messages[1]["content"], chat.messages[1]["reasoning_content"]) == ("A", "Hm.")
 
 
-def test_calls_after_an_image_are_left_out() -> None:
-    image = {"role": "user", "parts": [{"inlineData": {"mimeType": "image/png", "data": ""}}]}
-    items = read_qwen(entry("q", None), entry("A", "q"), entry("i", "A", message=image), entry("B", "i"))
+@pytest.mark.parametrize(
+    ("part", "reason"),
+    [
+        ({"inlineData": {"mimeType": "image/png", "data": ""}}, MEDIA_REASON),
+        ({"codeExecutionResult": {"output": "1"}}, "content parts of type 'codeExecutionResult' are not read"),
+    ],
+)
+def test_calls_after_a_part_that_is_not_text_are_left_out(part: Line, reason: str) -> None:
+    other = {"role": "user", "parts": [part]}
+    items = read_qwen(entry("q", None), entry("A", "q"), entry("i", "A", message=other), entry("B", "i"))
     assert said_in(items) == {"S": "q A"}
-    assert f"call not used: {MEDIA_REASON}" in notes_of(items)
+    assert f"call not used: {reason}" in notes_of(items)
 
 
 def test_sessions_of_qwen_code_and_claude_code_are_told_by_their_messages() -> None:
