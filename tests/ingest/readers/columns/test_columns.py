@@ -20,6 +20,7 @@ from treepack.ingest.column_map import column_map
 from treepack.ingest.options import BuildOptions
 from treepack.ingest.readers.fields.read_options import ReadOptions
 from treepack.ingest.readers.registry import formats_by_name
+from treepack.ingest.readers.turn_flags import TurnWeights
 from treepack.ingest.stream import read
 from treepack.trajectory import Chat, PromptCompletion, Skipped, Tokens, Trajectory
 
@@ -309,3 +310,12 @@ def test_every_command_of_rollouts_takes_columns_and_a_trie_records_them(tmp_pat
     recorded = read_manifest(tmp_path / "trie")["options"]["columns"]
     assert recorded["assistant"] == ["clerk"]
     assert recorded["messages"] == ["turns"]
+
+
+def test_of_equal_answers_the_one_with_a_weight_keeps_it() -> None:
+    weights = TurnWeights()
+    for weight in (0.5, 0.0):
+        weights.add({"role": "assistant", "content": "A"}, weight, is_marked=True)
+    messages = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]
+    item = weights.applied(Trajectory("t", "r:1", Chat(messages, [0.0, 1.0])))
+    assert chat_of(item).message_weights == [0.0, 0.5]
