@@ -230,6 +230,7 @@ docs: $(VENV)/dev.stamp  ## write the generated parts of docs/ again
 site: $(VENV)/dev.stamp $(PAGES)/stamp  ## the docs as a site, into site/; a link to nothing is an error
 	$(BIN)/python docs/generate.py --site build/pages
 	NO_MKDOCS_2_WARNING=1 $(PAGES)/bin/mkdocs build --strict --quiet
+	cp build/pages/*.md build/agents/* site/
 
 # A wheel for every Python from 3.11 on, and the sources, installed and run without a compiler.
 dist: $(VENV)/dev.stamp  ## build the wheel and the sdist, and run the demo from them in fresh environments

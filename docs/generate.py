@@ -4,7 +4,8 @@
                                          the table of `treepack models`
     python docs/generate.py --check      only compare them
     python docs/generate.py --site DIR   all pages of the site, and three that only the site has: cli.md is `--help` of
-                                         every command, api.md the names that `treepack` offers, formats.md the formats
+                                         every command, api.md the names that `treepack` offers, formats.md the formats;
+                                         and llms.txt and SKILL.md into the folder agents beside DIR
 
 The six-token example is built, packed, written and read back here, so what the page shows is what the files hold.
 """
@@ -23,6 +24,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import agent_files
 import click
 import numpy as np
 import objective_table
@@ -251,19 +253,28 @@ def write_site(out: Path) -> None:
         (out / name).write_text(text)
 
 
+def write_agent_files(out: Path) -> None:
+    """Write llms.txt and SKILL.md into the directory `out`."""
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "llms.txt").write_text(agent_files.llms_text())
+    (out / "SKILL.md").write_text(agent_files.skill_text())
+
+
 def main() -> int:
     """Write the blocks of pages or the site, or with `--check` print the names of stale pages."""
     if "--site" in sys.argv:
-        write_site(Path(sys.argv[sys.argv.index("--site") + 1]))
+        pages = Path(sys.argv[sys.argv.index("--site") + 1])
+        write_site(pages)
+        write_agent_files(pages.with_name("agents"))
         return 0
-    pages = {DOCS / name: filled_page(name) for name in PAGES} | {FAMILIES: support_table.families()}
-    stale = [path for path, text in pages.items() if path.read_text() != text]
+    texts = {DOCS / name: filled_page(name) for name in PAGES} | {FAMILIES: support_table.families()}
+    stale = [path for path, text in texts.items() if path.read_text() != text]
     if "--check" in sys.argv:
         for path in stale:
             print(f"{path.name} is stale; run `make docs`")
         return 1 if stale else 0
     for path in stale:
-        path.write_text(pages[path])
+        path.write_text(texts[path])
     return 0
 
 

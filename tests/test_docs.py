@@ -33,6 +33,16 @@ def test_the_help_of_commands_does_not_depend_on_commands_before(treepack: Run) 
     assert generate.cli_page() == before
 
 
+def test_files_for_agents_name_every_page_and_command(tmp_path: Path) -> None:
+    import_module("generate").write_agent_files(tmp_path)
+    pages, skill = (tmp_path / "llms.txt").read_text(), (tmp_path / "SKILL.md").read_text()
+    linked = set(re.findall(r"^- \[[^]]+\]\(([\w-]+\.md)\): \S", pages, re.MULTILINE))
+    assert linked == {path.name for path in (ROOT / "docs").glob("*.md")} - {"index.md"}
+    assert [name for name in import_module("treepack_cli").SUMMARIES if f"- `treepack {name}`: " not in skill] == []
+    assert skill.startswith("---\nname: treepack\ndescription: ")
+    assert "treepack prepare rollouts/" in skill
+
+
 def test_the_pages_that_only_the_site_has_are_complete() -> None:
     generate = import_module("generate")
     commands = import_module("treepack_cli").commands
