@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -208,6 +209,27 @@ def test_a_tree_of_thousands_of_turns_is_opened_at_any_of_them(driver: WebDriver
     assert text_of(driver, "turn-3210").strip() == str(2 + 3210 % 700)
     assert "turn-3210" in driver.find_element(By.ID, "text-ends").text
     assert "from 3,211 on" in focus(driver)
+    assert console(driver) == []
+
+
+@pytest.mark.slow
+def test_the_end_of_a_part_says_what_was_edited_and_who_made_it(driver: WebDriver, tmp_path: Path) -> None:
+    facts: list[tuple[list[int], dict[str, Any]]] = [
+        ([1, 2, 3, 4], {}),
+        ([1, 2, 7], {}),
+        ([1, 9], {"agent": "explorer"}),
+    ]
+    made = [
+        replace(make(f"part-{i}", ids, group="S"), rollout_id="S", rollout_part=i, source="made", metadata=metadata)
+        for i, (ids, metadata) in enumerate(facts)
+    ]
+    visit(driver, page_url(tmp_path / "page.html", build_trie(made), decoded=False))
+    for name, note in (("part-1", "edited after 2 of 4 tokens"), ("part-2", "sub-agent explorer")):
+        search = driver.find_element(By.ID, "search")
+        search.clear()
+        search.send_keys(name, Keys.ENTER)
+        text_of(driver, name)
+        assert driver.find_element(By.ID, "text-ends").text == f"Ends here: {name}: {note}"
     assert console(driver) == []
 
 
