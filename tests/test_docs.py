@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from importlib import import_module
+from pathlib import Path
 
 import click
 import pytest
