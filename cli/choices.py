@@ -28,5 +28,7 @@ class WordChoice(click.Choice[str]):
 
 def guess(word: str, words: Iterable[str]) -> str:
     """Return a question with the nearest of `words`; nothing if none is near."""
-    near = get_close_matches(word.replace("_", "-"), words, n=1)
+    word, known = word.replace("_", "-"), list(words)
+    # Letters in a wrong order: "gpro" is nearer to "gspo" by its common substrings, and means "grpo".
+    near = [each for each in known if sorted(each) == sorted(word)] or get_close_matches(word, known, n=1)
     return f" Did you mean {near[0]!r}?" if near else ""

@@ -104,3 +104,7 @@ def test_other_words_are_wrong_usage_that_names_the_known_ones(text: str) -> Non
         sizes.KINDS["carry"].convert(text, None, None)
     with pytest.raises(click.BadParameter, match="is not a number of layers, all or auto"):
         sizes.KINDS["checkpoint_layers"].convert(text, None, None)
+
+
+def test_letters_in_a_wrong_order_are_guessed_before_a_nearer_word(treepack: Run) -> None:
+    assert treepack("train", "x", "--loss", "gpro").err.endswith("Did you mean 'grpo'?\n")
