@@ -36,15 +36,20 @@ def models(model: str | None, tokens: int, device: str, as_json: bool) -> None:
     tests models of other families before its first step.
     """
     from treepack.analysis.model_families import describe_model, families
-    from treepack.model.accept.vocabulary import find_config
 
     if model is not None:
-        report = describe_model(model, tokens, device, find_config)
+        report = describe_model(model, tokens, device, _find_config)
         click.echo(json.dumps(report)) if as_json else _show(report, device)
     elif as_json:
         click.echo(json.dumps({"families": [asdict(each) for each in families()]}))
     else:
         _list()
+
+
+def _find_config(model: str) -> dict[str, Any] | None:
+    from treepack.model.accept.vocabulary import find_config
+
+    return find_config(model)
 
 
 def _list() -> None:

@@ -14,8 +14,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from treepack.analysis.forecast import MFU, read_device
-from treepack.analysis.trie_forecast import ForecastTarget, row_forecast
 from treepack.costs.model_cost import PRESETS, language_model, read_model_fields, shape_of
 from treepack.errors import TreepackError
 from treepack.memory.model_memory import count_weights, memory_of
@@ -102,6 +100,10 @@ def _fields(model: str, is_family: bool, find_config: Callable[[str], dict[str, 
 
 def _costs(model: str, fields: dict[str, Any], tokens: int, device: str) -> dict[str, Any]:
     """Return weights, operations, seconds and memory, or why they are not forecast."""
+    # Imported here, because a verdict alone needs no packing, whose import takes seconds.
+    from treepack.analysis.forecast import MFU, read_device
+    from treepack.analysis.trie_forecast import ForecastTarget, row_forecast
+
     one = read_device(device)
     try:
         target = ForecastTarget(shape_of(fields, name=model), memory_of(fields, name=model), one)
