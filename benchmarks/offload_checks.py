@@ -25,6 +25,7 @@ from torch import Tensor
 from training_rows import make_row
 
 from treepack.data.batch import Batch
+from treepack.fit.measure import TrialPasses, probe_model
 from treepack.memory.device_memory import gpu_meter
 from treepack.memory.host_pages import HostCopies, PagePool, StreamCopies
 from treepack.memory.offload import LayerOffload
@@ -32,7 +33,6 @@ from treepack.model.forward import prepare_batch, row_loss
 from treepack.model.layers import adapt_layers, adapted_layers, set_recomputed
 from treepack.model.load import load_model
 from treepack.model.loaded import LoadedModel
-from treepack.train.setup.model_probe import probe_model
 
 LAYERS, VOCABULARY = 5, 320
 CONFIG: dict[str, Any] = {
@@ -107,15 +107,9 @@ def check_measure(name: str, device: torch.device, *, quick: bool) -> Iterator[R
     adapt_layers(loaded.causal, checkpointing=True, compiled=False)
     if device.type != "cuda":
         return
-    probe = probe_model(
-        loaded,
-        _row(256 if quick else 4096, 0),
-        compiled=False,
-        chunk=2048,
-        autocast=partial(torch.autocast, device.type, torch.bfloat16),
-        meter=gpu_meter(device),
-        fits=lambda _: True,
-    )
+    autocast = partial(torch.autocast, device.type, torch.bfloat16)
+    row = _row(256 if quick else 4096, 0)
+    probe = probe_model(TrialPasses(loaded, row, 2048, autocast, gpu_meter(device)))
     # Of every layer: inputs in float32, outputs of 4 heads of 64 in bfloat16, and a log-sum-exp for each head.
     expected = LAYERS * (256 * 4 + 256 * 2 + 4 * 4)
     peak = probe.backward  # the backward pass of one layer is in both of its numbers

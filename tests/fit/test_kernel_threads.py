@@ -15,8 +15,8 @@ import torch
 from support.paths import ROOT
 from treepack.data.batch import empty_batch
 from treepack.fit.kernel_threads import KernelThreads, compile_in_threads
+from treepack.fit.measure import star
 from treepack.recurrent.chunks import build_chunks
-from treepack.train.setup.model_probe import star
 
 
 class Kernel:

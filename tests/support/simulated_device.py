@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
+from treepack.fit.measure import LENGTHS
 from treepack.memory.device_memory import MemoryMeter
 from treepack.model.layers import adapted_layers, find_layers
-from treepack.train.setup.model_probe import LENGTHS
 
 
 @dataclass(frozen=True)
@@ -127,11 +127,9 @@ class ScriptedMemory:
         def peak() -> int:
             if done:
                 return 0  # of a step
-            # Of each length a pass with every layer recomputed and one with none, each with two peaks; before those of
-            # the first length another pass.
+            # The first length twice and the second with every layer recomputed, then with none; each with two peaks.
             number = next(peaks) // 2
-            place = number - 2 if number > 3 else number // 2
-            return int(LENGTHS[place // 2] * (self.kept if place % 2 else self.recomputed))
+            return int(LENGTHS[number > 1] * (self.kept if number > 2 else self.recomputed))
 
         def free() -> int:
             return self.free[rank] - (self.taken[rank] if self.taken and len(done) >= self.steps else 0)

@@ -18,6 +18,7 @@ from support.oracle_model import packed_directory, tiny_config
 from support.strategies import make
 from treepack.errors import TreepackError
 from treepack.fit import rung
+from treepack.fit.climb import PlanForecast, RunRows
 from treepack.fit.pass_memory import ModelProbe, PeakBytes
 from treepack.memory.device_memory import MemoryMeter, StepMemory
 from treepack.model.layers import adapted_layers
@@ -30,7 +31,6 @@ from treepack.train.run import TrainingRun
 from treepack.train.saving.choices import recorded_memory, with_recorded
 from treepack.train.saving.run_directory import begin, record_plan
 from treepack.train.setup.opening import open_run, resume_run
-from treepack.train.setup.run_plan import PlanForecast, RunRows
 from treepack.train.step import StepMetrics
 
 LAYERS = 2
@@ -205,8 +205,8 @@ def measured(run: TrainingRun, device: Device, *, kept: float, recomputed: float
     longest = 128  # rows are padded
     kept, recomputed = kept * 2**30 / longest, recomputed * 2**30 / longest
     peak = PeakBytes(0, kept, recomputed)
-    probe = ModelProbe(False, LAYERS, 0, peak, peak, 1, 1, 0)
-    forecast = PlanForecast(probe, RunRows(longest, longest, longest, step_tokens=longest), moved=0)
+    probe = ModelProbe(False, LAYERS, 0, longest, peak, peak, 1.0)
+    forecast = PlanForecast(probe, RunRows(longest, longest, step_tokens=longest), moved=0)
     memory = StepMemory(device.meter, int(kept * longest), record=forecast.as_record(), forecast=forecast.num_bytes)
     return replace(run, memory=memory)
 

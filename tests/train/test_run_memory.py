@@ -15,35 +15,37 @@ from support.oracle_model import packed_directory, tiny_config
 from support.simulated_device import SimulatedDevice, simulated
 from support.strategies import make
 from treepack.errors import TreepackError
-from treepack.fit.limit import CarryCosts
+from treepack.fit import climb, measure
+from treepack.fit.climb import RunRoom
 from treepack.fit.pass_memory import ModelProbe, PeakBytes
 from treepack.fit.rung import RunPlan
 from treepack.memory.shortage import gib
 from treepack.model.layers import adapted_layers, has_compiled_layers
 from treepack.train.options import TrainOptions
 from treepack.train.ranks import Ranks
-from treepack.train.setup import model_probe, probe_record, run_memory
+from treepack.train.setup import probe_record, run_memory
 from treepack.train.setup.choice_lines import choice_lines, expectation
 from treepack.train.setup.compute import choose_compute
 from treepack.train.setup.memory_input import MemoryInput
-from treepack.train.setup.probe_record import ProbeRecord, keep_probes, known_probes, pays
+from treepack.train.setup.probe_record import keep_probes, known_probes, pays
 from treepack.train.setup.run_data import open_data
 from treepack.train.setup.run_memory import MemoryChoices, choose_memory, coming_bytes
 from treepack.train.setup.run_model import check_fit, load_run_model
-from treepack.train.setup.run_plan import PlanInput, RowCut, RunRoom
 
 OPTIONS = TrainOptions(device="cpu", rows_per_step=2, compile=False, loss_chunk=64)
 PEAK = PeakBytes(1000, 200.0, 100.0)
-PLAIN = ModelProbe(False, 4, 12, PEAK, PEAK, 1e-4, 1.25e-4, 1e-3)
+PLAIN = ModelProbe(False, 4, 12, 256, PEAK, PEAK, 1e-4)
 FUSED = replace(PLAIN, compiled=True, seconds_kept=0.5e-4)
 Plan = Callable[..., tuple[MemoryChoices, MemoryInput]]
-_rows = MemoryInput.rows
 
 
 @pytest.fixture
 def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Plan:
     """Return a function that plans a run of two rows of about 1,500 tokens on a device."""
-    monkeypatch.setattr(run_memory, "probe_model", _short_probe)
+    monkeypatch.setattr(measure, "LENGTHS", (16, 64, 128, 256))
+    monkeypatch.setattr(run_memory, "SMALLEST_PIECE", 128)
+    monkeypatch.setattr(climb, "SMALLEST_PIECE", 128)
+    monkeypatch.setattr(climb, "PREFERRED", 512)
     generator = np.random.default_rng(0)
     rollouts = [make(f"t{i}", [i, *generator.integers(6, 24, 700).tolist()]) for i in range(4)]
     packed = packed_directory(tmp_path / "packed", rollouts, capacity=1500)
@@ -60,10 +62,6 @@ def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Plan:
             return choose_memory(given), given
 
     return go
-
-
-def _short_probe(*arguments: Any, **options: Any) -> Any:
-    return model_probe.probe_model(*arguments, **options, lengths=(16, 64, 128, 256))
 
 
 def device_for(layers: int, **changes: Any) -> SimulatedDevice:
@@ -92,7 +90,7 @@ def test_as_few_layers_are_recomputed_as_memory_demands(plan: Plan, layers: int)
 def test_what_waits_in_host_memory_has_a_line_each(plan: Plan) -> None:
     choices, given = plan(device_for(3), carry=None)
     moved = replace(choices.plan, offload_checkpoints=True, offload_optimizer=True)
-    lines = choice_lines(moved, PlanInput([PLAIN], given.rows(), given.options), RunRoom(1 << 20), given, "")
+    lines = choice_lines(moved, PLAIN, given.rows(), RunRoom(1 << 20), given, "")
     assert " about " in lines[-1]
     assert "offload-checkpoints on: no whole row fits without it" in lines
     moments = gib(8 * sum(p.numel() for p in given.loaded.model.parameters()))
@@ -174,31 +172,33 @@ def test_half_of_the_margin_stays_free_if_all_of_it_cannot(plan: Plan) -> None:
     assert choices.plan.checkpoint_layers == 4
 
 
-def test_half_of_the_margin_is_taken_for_a_faster_plan_that_recomputes_all_layers(
-    plan: Plan, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # A margin of 1,600,000: half of it leaves room for the row if all layers run again. Pieces fit beside all of it.
-    monkeypatch.setattr(run_memory, "pieces_may_win", lambda *_: True)
-    monkeypatch.setattr(run_memory, "measured_pieces", lambda *_: CarryCosts(4, 1000, 730, 8, 8, 4, 1))
-    tight = device_for(4, total=20_000_000, again=4.0)  # 1.5 times as long as a row whose layers keep their activations
+def test_half_of_the_margin_is_taken_if_all_layers_run_again(plan: Plan) -> None:
+    # A margin of 1,600,000: half of it leaves room for the row if all layers run again.
+    tight = device_for(4, total=20_000_000)
     tight = replace(tight, free=tight.free + 800_000)
-    for forward, pieces in ((3 * 1408, False), (0, True)):  # pieces that take 2 times as long, and as long
-        cut = RowCut(((forward, False), (1408, True)))
-        monkeypatch.setattr(MemoryInput, "rows", lambda given, cut=cut: replace(_rows(given), cut=lambda _: cut))
-        choices, _ = plan(tight, offload_checkpoints=False)
-        assert (choices.plan.carry is not None) == pieces
-        assert pieces or choices.plan.checkpoint_layers == 4
+    options: dict[str, Any] = {"offload_checkpoints": False, "offload_optimizer": False}
+    assert plan(tight, **options)[0].plan.checkpoint_layers == 4
     # Layers that keep their activations have all of the margin beside them.
     roomy = device_for(0, total=20_000_000)
-    roomy = replace(roomy, free=roomy.free + 800_000, again=4.0)
-    choices, _ = plan(roomy, carry=None, offload_checkpoints=False, offload_optimizer=False)
-    assert choices.plan.checkpoint_layers == 2
+    roomy = replace(roomy, free=roomy.free + 800_000)
+    assert plan(roomy, carry=None, **options)[0].plan.checkpoint_layers == 2
+
+
+@pytest.mark.parametrize("carry", ["auto", 256])
+def test_rows_run_in_pieces_if_no_whole_row_fits_or_by_their_option(plan: Plan, carry: int | str) -> None:
+    room = device_for(0) if carry == 256 else device_for(4)
+    few = replace(room, fixed=0, free=room.free - (0 if carry == 256 else 1_450_000))
+    choices, _ = plan(few, carry=carry, offload_checkpoints=False, offload_optimizer=False)
+    assert choices.plan.carry == (256 if carry == 256 else 128)
+    assert choices.plan.pass_tokens == choices.plan.carry
+    lines = [line for line in choices.lines if line.startswith("carry")]
+    assert lines == ([] if carry == 256 else ["carry 128: no whole row fits, the longest row has 1,402 tokens"])
 
 
 def test_compilation_that_pays_is_tried_and_measured(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
-    record: ProbeRecord | None = None
+    record: tuple[ModelProbe, ModelProbe | None] | None = None
 
-    def keep(_: MemoryInput, chunk: int, measured: ProbeRecord) -> None:
+    def keep(_: MemoryInput, chunk: int, *measured: Any) -> None:
         nonlocal record
         assert chunk == 64
         record = measured
@@ -232,13 +232,9 @@ def test_compilation_that_pays_is_tried_and_measured(plan: Plan, monkeypatch: py
     assert again.plan == by_hand.plan == fused.plan
     assert has_compiled_layers(given.loaded.causal)
     assert without.plan.seconds == pytest.approx(2 * fused.plan.seconds)
-    # A run with recomputed layers needs a graph that was not measured.
-    assert record is not None
-    assert record.only == 0
-    device.free = device_for(2).free
+    device.free = device_for(2).free + 4 * 10_000  # gradients, which no measurement has made
     fewer, _ = plan(device, compile="auto", carry=None)
-    assert fewer.plan.checkpoint_layers == 2
-    assert record.only is None
+    assert (fewer.plan.checkpoint_layers, device.passes) == (2, before)
 
 
 def test_layers_are_as_before_if_the_compiler_fails(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,13 +259,13 @@ def test_a_machine_remembers_measurements(plan: Plan, tmp_path: Path, monkeypatc
     monkeypatch.setattr(torch.cuda, "get_device_name", str)
     given = replace(given, loaded=replace(given.loaded, device=torch.device("cuda", 0)))
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-    record = ProbeRecord(PLAIN, FUSED, only=4, pieces={0: CarryCosts(4, 1000, 20, 8, 8, 4, 1)})
-    keep_probes(given, 64, record)
+    keep_probes(given, 64, PLAIN, FUSED)
     assert known_probes(given, 64) is None
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     assert known_probes(given, 64) is None
-    keep_probes(given, 64, record)
-    assert known_probes(given, 64) == record
+    for fused in (None, FUSED):
+        keep_probes(given, 64, PLAIN, fused)
+        assert known_probes(given, 64) == (PLAIN, fused)
     # Whatever changes bytes or seconds has a record of its own.
     assert known_probes(given, 128) is None
     for others in (
@@ -285,20 +281,22 @@ def test_a_machine_remembers_measurements(plan: Plan, tmp_path: Path, monkeypatc
     assert known_probes(given, 64) is None
     given.loaded.causal.lm_head.requires_grad_(True)
     (path,) = (tmp_path / "treepack").iterdir()
-    for broken in ("[]", "{", '{"plain": {}, "fused": null, "only": null}'):
+    for broken in ("[]", "{", "{}", "[{}]"):
         path.write_text(broken)
         assert known_probes(given, 64) is None
 
 
 @pytest.mark.parametrize(
-    ("seconds", "record", "expected"),
+    ("seconds", "probes", "expected"),
     [
-        (probe_record.COLD / probe_record.USUAL_SAVING + 1, ProbeRecord(PLAIN), True),
-        (probe_record.COLD / probe_record.USUAL_SAVING - 1, ProbeRecord(PLAIN), False),
-        (probe_record.WARM / 0.5 + 1, ProbeRecord(PLAIN, FUSED), True),
-        (probe_record.WARM / 0.5 - 1, ProbeRecord(PLAIN, FUSED), False),
-        (1e9, ProbeRecord(FUSED, PLAIN), False),
+        (probe_record.COLD / probe_record.USUAL_SAVING + 1, (PLAIN, None), True),
+        (probe_record.COLD / probe_record.USUAL_SAVING - 1, (PLAIN, None), False),
+        (probe_record.WARM / 0.5 + 1, (PLAIN, FUSED), True),
+        (probe_record.WARM / 0.5 - 1, (PLAIN, FUSED), False),
+        (1e9, (FUSED, PLAIN), False),
     ],
 )
-def test_compilation_pays_if_the_run_is_long_enough(seconds: float, record: ProbeRecord, expected: bool) -> None:
-    assert pays(seconds, record) == expected
+def test_compilation_pays_if_the_run_is_long_enough(
+    seconds: float, probes: tuple[ModelProbe, ModelProbe | None], expected: bool
+) -> None:
+    assert pays(seconds, *probes) == expected

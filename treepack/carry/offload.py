@@ -69,15 +69,16 @@ class CarryMemory:
         return HostRows(self.pages, self.copies, width)
 
 
-def spare_memory(device: torch.device, room: int | None = None) -> CarryMemory | None:
-    """Return memory of carried tensors, half of `room` bytes or of the free memory of a GPU; None on a CPU.
+def spare_memory(device: torch.device, room: int | None = None, host: int | None = None) -> CarryMemory | None:
+    """Return memory of carried tensors by `room` bytes, or the free memory, of a GPU; None on a CPU.
 
-    Keys and values of other layers wait on the host; the other half is for a piece's layer and logits. The budget
-    changes no result.
+    Keys and values get half of it, and other layers wait on the host. Outputs of trunk get a quarter, and `host` bytes
+    there. The rest is for a piece. The budget changes no result.
     """
     if device.type != "cuda":
         return None
-    return CarryMemory(device, CarryBudget(stack=max(0, free_memory(device) if room is None else room) // 2))
+    room = max(0, free_memory(device) if room is None else room)
+    return CarryMemory(device, CarryBudget(room // 2, room // 4, host))
 
 
 @dataclass(frozen=True)

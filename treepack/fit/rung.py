@@ -10,9 +10,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from treepack.carry.pieces import ALIGNMENT
-from treepack.fit.limit import SMALLEST_PIECE, CarryPlan
 
 SMALLEST_CHUNK = 64
+# Tokens of a piece. From the preferred number on, it runs at the full rate of a GPU and computes for longer than the
+# copies of a layer's keys and values take.
+SMALLEST_PIECE, PREFERRED = 1024, 8192
 
 
 @dataclass(frozen=True)
@@ -20,9 +22,8 @@ class RunPlan:
     """A way to compute rows; the fields of `PLANNED` are options of `TrainOptions`.
 
     `num_bytes` is the predicted peak on the GPU beside weights, gradients and optimiser, `seconds` the predicted time
-    of a token, and `pieces` the memory of carried tensors if rows run in pieces. Passes without gradients recompute no
-    layers. With `whole_weights`, each of several ranks keeps all weights and gradients during a step, and with
-    `offload_optimizer` the moments of AdamW are in host memory.
+    of a token. Passes without gradients recompute no layers. With `whole_weights`, each of several ranks keeps all
+    weights and gradients during a step, and with `offload_optimizer` the moments of AdamW are in host memory.
     """
 
     compile: bool
@@ -33,7 +34,6 @@ class RunPlan:
     loss_chunk: int
     num_bytes: int = 0
     seconds: float = 0.0
-    pieces: CarryPlan | None = None
     whole_weights: bool = False
     offload_optimizer: bool = False
 
@@ -73,7 +73,7 @@ def smaller_plan(
         return replace(plan, pass_tokens=max(1, passed // 2))
     size = smaller_piece(piece)
     if can_carry and size >= SMALLEST_PIECE:
-        return replace(plan, carry=size, pass_tokens=min(passed, size), pieces=None)  # a pass is no longer than a piece
+        return replace(plan, carry=size, pass_tokens=min(passed, size))  # a pass is no longer than a piece
     if plan.loss_chunk > SMALLEST_CHUNK:
         return replace(plan, loss_chunk=max(SMALLEST_CHUNK, plan.loss_chunk // 2))
     return None

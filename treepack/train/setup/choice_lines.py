@@ -4,31 +4,29 @@ from __future__ import annotations
 
 from datetime import timedelta
 
+from treepack.fit.climb import RunRoom, RunRows
+from treepack.fit.pass_memory import ModelProbe
 from treepack.fit.rung import RunPlan
 from treepack.memory.device_memory import update_bytes
 from treepack.memory.shortage import gib
 from treepack.train.options import CHUNK, STATE_BYTES
 from treepack.train.setup.memory_input import MemoryInput
-from treepack.train.setup.run_plan import PlanInput, RunRoom
 
 
 def choice_lines(
-    plan: RunPlan,
-    measured: PlanInput,
-    room: RunRoom,
-    given: MemoryInput,
-    compilation: str,
+    plan: RunPlan, probe: ModelProbe, rows: RunRows, room: RunRoom, given: MemoryInput, compilation: str
 ) -> tuple[str, ...]:
     """Return a line for every option that was "auto", and one for memory and time.
 
     Args:
         plan: the plan.
-        measured: the measurements that it is made from.
+        probe: the measurements from which it was chosen.
+        rows: the rows of the run.
         room: the free memory.
         given: the run; options that are not "auto" get no line.
         compilation: the reason for layers that are compiled or not.
     """
-    options, probe, rows = given.options, measured.probe_of(plan), measured.rows
+    options, longest = given.options, f"the longest row has {rows.longest_of_all:,} tokens"
     kept, recomputed = (
         f"{max(probe.token_bytes(peak, count) for peak in (probe.forward, probe.backward)) / 1024:,.0f} KiB"
         for count in (0, probe.num_layers)
@@ -37,9 +35,10 @@ def choice_lines(
         "compile": f"compile {'on: ' if plan.compile else ''}{compilation}",
         "checkpoint_layers": f"checkpoint-layers {plan.checkpoint_layers} of {probe.num_layers}: a token needs {kept} "
         f"if layers keep their activations, and {recomputed} if all run again",
-        "carry": _carry_line(plan, measured),
-        "pass_tokens": f"pass-tokens {plan.pass_tokens}: the longest row has {rows.longest:,} tokens, a step "
-        f"{rows.step_tokens:,}, and a pass of few tokens takes {1000 * probe.launch:.0f} ms",
+        "carry": "carry off: whole rows fit"
+        if plan.carry is None
+        else f"carry {plan.carry}: no whole row fits, {longest}",
+        "pass_tokens": f"pass-tokens {plan.pass_tokens}: {longest}, a step {rows.step_tokens:,}",
     }
     if plan.offload_checkpoints:
         lines["offload_checkpoints"] = "offload-checkpoints on: no whole row fits without it"
@@ -65,10 +64,3 @@ def expectation(plan: RunPlan, room: RunRoom, given: MemoryInput) -> str:
         f"expected: {gib(plan.num_bytes)} of {gib(room.gpu)} of GPU memory beside weights, gradients and optimiser, "
         f"about {rate:,.0f} tokens/s in {given.compute.dtype}, {whole} for all steps"
     )
-
-
-def _carry_line(plan: RunPlan, measured: PlanInput) -> str:
-    if plan.carry is None:
-        return "carry off: whole rows " + ("are faster than pieces" if measured.pieces else "fit")
-    resident = "" if plan.pieces is None else f", and {plan.pieces.resident_layers} layers carry on the GPU"
-    return f"carry {plan.carry}: the longest row has {measured.rows.longest_of_all:,} tokens{resident}"

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 import numpy as np
 
-from treepack.carry.pieces import align, plan_row
-from treepack.carry.states import most_states
+from treepack.carry.pieces import align
 from treepack.data.batch import Batch
 from treepack.data.mixture import AnyDataset
+from treepack.fit.climb import RunRows
 from treepack.memory.device_memory import MemoryMeter
 from treepack.model.experts.active import num_weights
 from treepack.model.loaded import LoadedModel
@@ -21,7 +20,6 @@ from treepack.train.ranks import Ranks
 from treepack.train.run import row_operations
 from treepack.train.setup.compute import ComputeSetting
 from treepack.train.setup.run_data import RunData
-from treepack.train.setup.run_plan import RowCut, RunRows
 
 
 @dataclass(frozen=True)
@@ -51,22 +49,10 @@ class MemoryInput:
         counts = self.data.dataset.num_tokens
         return sum(float(counts[step.rows].sum()) for step in self.data.schedule) / self.ranks.row_share[1]
 
-    def longest_path(self) -> int:
-        """Return the tokens of the longest path of any row, which reads a column of all rows."""
-        return max(each.max_position() for each in self.datasets) + 1
-
     def longest_batch(self) -> Batch:
         """Read the longest row of all."""
         dataset = max(self.datasets, key=lambda each: int(each.num_tokens.max()))
         return dataset[int(dataset.num_tokens.argmax())]
-
-    def _cut(self, limit: int) -> RowCut:
-        """Return the cut of the longest row of all into pieces of `limit` tokens."""
-        batch = self.longest_batch()
-        ends, parent = (x[: batch.num_tokens].cpu().numpy() for x in (batch.subtree_end, batch.parent))
-        passes = plan_row(ends, parent, limit, chains=True)
-        sizes = tuple((each.size, each.kind != "push") for each in passes.passes)
-        return RowCut(sizes, most_states(parent, passes))
 
     def rows(self) -> RunRows:
         """Return the numbers of the rows that the plan reads."""
@@ -79,8 +65,6 @@ class MemoryInput:
         return RunRows(
             longest=align(self.data.longest_row),
             longest_of_all=longest,
-            longest_path=longest,  # at most; the positions of all rows are read only for pieces
             step_tokens=-(-steps // self.ranks.row_share[1]),
-            cut=cache(self._cut),
             attention=float(np.sum(pairs) / max(1.0, np.sum(linear))),
         )

@@ -1,7 +1,7 @@
 """Measurements of a model that are kept for later runs on this machine, and the choice of compilation from them.
 
-    MemoryInput --known_probes--> ProbeRecord           nothing is measured again
-    seconds of the run without compilation, ProbeRecord --pays--> True
+    MemoryInput --known_probes--> ModelProbe of layers as they are, and of compiled ones if a run was long enough
+    seconds of the run without compilation, both --pays--> True
 
 The record is a small file in torch's cache of compiled code (`TORCHINDUCTOR_CACHE_DIR`), so it is lost with the code.
 """
@@ -12,13 +12,12 @@ import hashlib
 import json
 import os
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
 from treepack import __version__
-from treepack.fit.limit import CarryCosts
 from treepack.fit.pass_memory import ModelProbe
 from treepack.train.setup.memory_input import MemoryInput
 
@@ -28,50 +27,30 @@ COLD, WARM = 45.0, 15.0
 USUAL_SAVING = 0.25
 
 
-@dataclass(frozen=True)
-class ProbeRecord:
-    """Measurements of a model in an earlier run on this machine.
-
-    Attributes:
-        plain: the layers as they are.
-        fused: compiled layers; None if no run was long enough for them.
-        only: recomputed layers of the passes that measured `fused`, if passes with the others would be another graph,
-            which no run used; None if both were measured.
-        pieces: costs of rows in pieces, by the number of recomputed layers.
-    """
-
-    plain: ModelProbe
-    fused: ModelProbe | None = None
-    only: int | None = None
-    pieces: dict[int, CarryCosts] = field(default_factory=dict)
-
-
-def pays(seconds: float, record: ProbeRecord) -> bool:
+def pays(seconds: float, plain: ModelProbe, fused: ModelProbe | None) -> bool:
     """Return True if compilation saves more time than it takes, in a run of `seconds` without it."""
-    if record.fused is None:
+    if fused is None:
         return seconds * USUAL_SAVING > COLD
-    return seconds * (1 - record.fused.seconds_kept / record.plain.seconds_kept) > WARM
+    return seconds * (1 - fused.seconds_kept / plain.seconds_kept) > WARM
 
 
-def known_probes(given: MemoryInput, chunk: int) -> ProbeRecord | None:
-    """Return the record of a model with logits of `chunk` targets; None if it was not measured on this machine."""
+def known_probes(given: MemoryInput, chunk: int) -> tuple[ModelProbe, ModelProbe | None] | None:
+    """Return what was measured with logits of `chunk` targets; None if this machine has no record of the model."""
     path = _path(given, chunk)
     with suppress(OSError, ValueError, TypeError, KeyError):
         if path is not None:
-            record = json.loads(path.read_text())
-            fused = None if record["fused"] is None else ModelProbe.from_record(record["fused"])
-            pieces = {int(count): CarryCosts(**costs) for count, costs in record["pieces"].items()}
-            return ProbeRecord(ModelProbe.from_record(record["plain"]), fused, record["only"], pieces)
+            plain, *fused = map(ModelProbe.from_record, json.loads(path.read_text()))
+            return plain, fused[0] if fused else None
     return None
 
 
-def keep_probes(given: MemoryInput, chunk: int, record: ProbeRecord) -> None:
+def keep_probes(given: MemoryInput, chunk: int, plain: ModelProbe, fused: ModelProbe | None) -> None:
     """Write the record of a model; without a cache of compiled code, it is not written."""
     path = _path(given, chunk)
     with suppress(OSError):
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(asdict(record)))
+            path.write_text(json.dumps([asdict(each) for each in (plain, fused) if each is not None]))
 
 
 def _path(given: MemoryInput, chunk: int) -> Path | None:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from treepack.errors import TreepackError
-from treepack.fit.limit import SMALLEST_PIECE
+from treepack.fit.rung import SMALLEST_PIECE
 from treepack.memory.device_memory import MemoryMeter
 from treepack.memory.model_memory import ModelMemory, WeightCounts, count_weights, memory_of
 from treepack.memory.shortage import gib
