@@ -179,7 +179,8 @@ def test_ranks_agree_on_the_largest_numbers(loaded: LoadedModel) -> None:
     )  # of the other rank
     assert result.seconds_kept == pytest.approx(2 * own.seconds_kept, rel=1e-4)
     assert result.backward.fixed == 2 * own.backward.fixed
-    assert (result.backward.kept, result.tokens) == (pytest.approx(2 * own.backward.kept, rel=1e-4), 64)
+    assert result.backward.kept == pytest.approx(2 * own.backward.kept, rel=1e-4)
+    assert result.tokens == 64
     # No rank runs a pass that lacks memory on another one.
     assert probe(loaded, SimulatedDevice(free=10**9, launch=1e-3), largest=lambda number: number or 1).tokens == 64
 

@@ -82,7 +82,8 @@ def test_as_few_layers_are_recomputed_as_memory_demands(plan: Plan, layers: int)
     assert all(parameter.grad is None for parameter in given.loaded.model.parameters())
     assert not given.loaded.model.training
     about = {line.split()[0].rstrip(":"): line for line in choices.lines}
-    assert set(about) == {"checkpoint-layers", "pass-tokens", "expected"}
+    assert set(about) == {"checkpoint-layers", "pass-tokens", "if", "expected"}
+    assert about["if"].startswith(f"if memory runs out: {layers + -(-(4 - layers) // 2)} layer")
     assert f"checkpoint-layers {layers} of 4: a token needs 2 KiB if layers keep" in about["checkpoint-layers"]
     assert "tokens/s in fp32" in about["expected"]
 

@@ -139,16 +139,21 @@ def probe_compiled(passes: TrialPasses, plain: ModelProbe, recomputed: int, *, c
     ]
     lengths = (LENGTHS[:2] + tuple(fitting))[-2:]
     passes.measure(lengths[0], recomputed)  # compiles
-    pair = [passes.measure(length, recomputed) for length in lengths]
     kept = plain.num_layers - recomputed
     own = round(casts * kept / max(1, plain.num_layers))
-    pair = [trial._replace(forward=trial.forward - own, backward=trial.backward - own) for trial in pair]
+    trials = [passes.measure(length, recomputed) for length in lengths]
+    # A pass may have compiled again for its length.
+    seconds = min(trial.seconds / trial.tokens for trial in trials) * lengths[1]
+    pair = [_Trial(each.tokens, each.forward - own, each.backward - own, seconds) for each in trials]
     probe = replace(_straight(passes, pair, compiled=True), casts=casts)
-    if not kept:
-        peaks = {n: replace(getattr(probe, n), kept=getattr(plain, n).kept) for n in ("forward", "backward")}
-        return replace(probe, seconds_kept=pair[1].seconds / pair[1].tokens / slower(recomputed, recomputed), **peaks)
-    base = {n: replace(getattr(probe, n), recomputed=getattr(plain, n).recomputed) for n in ("forward", "backward")}
-    return _with_kept(replace(probe, **base), pair[1], kept)
+    known = "recomputed" if kept else "kept"  # the bytes of layers that did not run
+    peaks = {name: getattr(probe, name) for name in ("forward", "backward")}
+    for name, peak in peaks.items():
+        peaks[name] = replace(peak, **{known: getattr(getattr(plain, name), known)})
+    probe = replace(probe, **peaks)
+    if kept:
+        return _with_kept(probe, pair[1], kept)
+    return replace(probe, seconds_kept=seconds / lengths[1] / slower(recomputed, recomputed))
 
 
 def _straight(passes: TrialPasses, pair: list[_Trial], *, compiled: bool) -> ModelProbe:

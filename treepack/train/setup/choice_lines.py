@@ -6,7 +6,7 @@ from datetime import timedelta
 
 from treepack.fit.climb import RunRoom, RunRows
 from treepack.fit.pass_memory import ModelProbe
-from treepack.fit.rung import RunPlan
+from treepack.fit.rung import RunPlan, plan_in_words, smaller_plan
 from treepack.memory.device_memory import update_bytes
 from treepack.memory.shortage import gib
 from treepack.train.options import CHUNK, STATE_BYTES
@@ -53,7 +53,17 @@ def choice_lines(
         why = "all weights and gradients fit on each rank, so ranks exchange them once a step"
         lines["whole_weights"] = f"whole-weights on: {why}"
     chosen = [line for name, line in lines.items() if getattr(options, name) == "auto"]
-    return (*chosen, expectation(plan, room, given))
+    return (*chosen, *_next_rungs(plan, probe, rows), expectation(plan, room, given))
+
+
+def _next_rungs(plan: RunPlan, probe: ModelProbe, rows: RunRows) -> tuple[str, ...]:
+    """Return the line about the next two rungs, if there are some."""
+    words = list[str]()
+    less: RunPlan | None = plan
+    while less is not None and len(words) < 2:
+        less = smaller_plan(less, rows.longest_of_all, probe.num_layers, can_carry=plan.carry is not None)
+        words += [] if less is None else [plan_in_words(less)]
+    return (f"if memory runs out: {'; then '.join(words)}",) if words else ()
 
 
 def expectation(plan: RunPlan, room: RunRoom, given: MemoryInput) -> str:
