@@ -33,7 +33,7 @@ ROOMS := $(sort $(foreach path,$(wildcard tests/*/test_*.py tests/*/*/test_*.py)
 # The core from files to gradients, in about 80 seconds of processor time; other files of tests would import too much.
 QUICK := $(addprefix tests/,files/test_lock.py files/test_manifest_values.py tokenise/test_tokenization.py trie/test_build.py \
 	trie/test_directory.py pack/test_packing.py pack/test_rows.py attention/test_reference.py model/test_collation.py \
-	model/test_loss.py data/test_dataset.py fit/test_carry_plan.py train/test_loop.py cli/test_prepare.py cli/test_choices.py \
+	model/test_loss.py data/test_dataset.py fit/test_climb.py train/test_loop.py cli/test_prepare.py cli/test_choices.py \
 	examples/test_nanotree.py project)
 # Python files with changes that are not committed, also new ones; a deleted file is none.
 CHANGED = { git diff --name-only --diff-filter=d HEAD; git ls-files --others --exclude-standard; } | grep '\.pyi\?$$' | sort -u

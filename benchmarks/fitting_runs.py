@@ -36,6 +36,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -65,12 +66,14 @@ from treepack.train.setup.run_model import load_run_model
 
 # Name of the rows: capacity, tokens of a rollout, rollouts of a group, groups, share of a rollout that repeats.
 ROWS = {
+    "2k": (2048, 700, 8, 192, (0.2, 0.9)),
     "8k": (8192, 2500, 8, 48, (0.2, 0.9)),
     "32k": (32768, 9000, 8, 24, (0.2, 0.9)),
     "256k": (262144, 60000, 16, 4, (0.3, 0.95)),
     "path": (207000, 200000, 1, 4, (0.0, 0.0)),
+    "mixed": (207000, 110000, 1, 6, (0.0, 0.0)),  # after one row of "path"
 }
-ROWS_PER_STEP = {"8k": 8, "32k": 2, "256k": 1, "path": 1, "tiny": 2}
+ROWS_PER_STEP = {"2k": 32, "8k": 8, "32k": 2, "256k": 1, "path": 1, "mixed": 1, "tiny": 2}
 TINY = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
         "num_key_value_heads": 1, "head_dim": 32}  # fmt: skip
 VOCABULARY = 150_000
@@ -101,8 +104,10 @@ def make(data: Path) -> None:
         rng = np.random.default_rng(0)
         with tempfile.TemporaryDirectory() as folder:
             with Path(folder, "rollouts.jsonl").open("w", encoding="utf-8") as file:
-                for record in _rollouts(rng, length, rollouts, groups, shared):
-                    file.write(json.dumps(record) + "\n")
+                records = _rollouts(rng, length, rollouts, groups, shared)
+                longest = _rollouts(rng, ROWS["path"][1], 1, 1, shared) if name == "mixed" else iter(())
+                for number, record in enumerate(chain(longest, records)):
+                    file.write(json.dumps({**record, "id": str(number)}) + "\n")
             for command in (
                 ["build-trie", f"{folder}/rollouts.jsonl", "--out", f"{folder}/trie"],
                 ["pack", f"{folder}/trie", "--capacity", str(capacity), "--out", str(data / name)],
