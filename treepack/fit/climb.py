@@ -76,23 +76,23 @@ class RunRoom:
 class ClimbInput:
     """Measurements, rows and options from which the first rung is chosen.
 
-    `given` has the values of `rung.PLANNED` that are not "auto"; its layers are a number. `carries` is True if rows can
+    `values` are those of `rung.PLANNED` that are not "auto"; its layers are a number. `carries` is True if rows can
     run in pieces.
     """
 
     probe: ModelProbe
     rows: RunRows
-    given: Mapping[str, Any] = field(default_factory=dict)
+    values: Mapping[str, Any] = field(default_factory=dict)
     carries: bool = False
 
     @property
     def chunks(self) -> tuple[int, ...]:
         """Chunks of logits, the largest first."""
-        return (self.given["loss_chunk"],) if "loss_chunk" in self.given else _CHUNKS
+        return (self.values["loss_chunk"],) if "loss_chunk" in self.values else _CHUNKS
 
     def layers(self, *, offload: bool) -> range:
         """Return the numbers of recomputed layers."""
-        given, count = self.given.get("checkpoint_layers"), self.probe.num_layers
+        given, count = self.values.get("checkpoint_layers"), self.probe.num_layers
         return range(1 if offload else 0, count + 1) if given is None else range(given, given + 1)
 
     def seconds(self, recomputed: int) -> float:
@@ -133,7 +133,7 @@ class PlanForecast:
 def climb(given: ClimbInput, room: RunRoom) -> RunPlan | None:
     """Return the first rung that fits, or None."""
     found = None
-    for away in (False, True) if room.moments else (given.given.get("offload_optimizer", False),):
+    for away in (False, True) if room.moments else (given.values.get("offload_optimizer", False),):
         room = room.without_moments() if away else room
         plan = next(_rungs(given, room), None)
         if plan is not None:
@@ -146,7 +146,7 @@ def climb(given: ClimbInput, room: RunRoom) -> RunPlan | None:
 
 def _rungs(given: ClimbInput, room: RunRoom) -> Iterator[RunPlan]:
     """Yield the rungs that fit."""
-    carry, wanted = given.given.get("carry"), given.given.get("offload_checkpoints")
+    carry, wanted = given.values.get("carry"), given.values.get("offload_checkpoints")
     if carry is None or given.rows.longest_of_all <= carry:
         for offload in (False, True) if wanted is None else (wanted,):
             for chunk in given.chunks:
@@ -157,7 +157,7 @@ def _rungs(given: ClimbInput, room: RunRoom) -> Iterator[RunPlan]:
 
 def _whole(given: ClimbInput, room: RunRoom, chunk: int, *, offload: bool) -> Iterator[RunPlan]:
     """Yield the plan of whole rows, joined into passes, that fits with the fewest recomputed layers."""
-    wanted, fitting = given.given.get("pass_tokens", "auto"), list[RunPlan]()
+    wanted, fitting = given.values.get("pass_tokens", "auto"), list[RunPlan]()
     for tokens in _pass_sizes(given.rows, wanted):
         if fitting and tokens < PREFERRED:
             break  # a GPU runs shorter passes at a lower rate
@@ -169,12 +169,12 @@ def _whole(given: ClimbInput, room: RunRoom, chunk: int, *, offload: bool) -> It
 
 def _fewest(given: ClimbInput, room: RunRoom, tokens: int, chunk: int, *, offload: bool = False) -> RunPlan | None:
     """Return the plan of passes of some tokens with the fewest recomputed layers, or None."""
-    probe, moved, carry = given.probe, room.moved if offload else 0, given.given.get("carry")
+    probe, moved, carry = given.probe, room.moved if offload else 0, given.values.get("carry")
     for recomputed in given.layers(offload=offload):
         size = probe.pass_bytes(tokens, recomputed, chunk, moved=moved)
         # Kept activations have many sizes, and FSDP2 gathers weights in separate streams. With less free memory the
         # allocator returns all unused memory to the GPU in every step.
-        spare = room.spare if "checkpoint_layers" not in given.given and recomputed < probe.num_layers else 0
+        spare = room.spare if "checkpoint_layers" not in given.values and recomputed < probe.num_layers else 0
         if size + spare <= room.gpu and recomputed * moved * tokens <= room.host:
             return RunPlan(probe.compiled, recomputed, offload, carry, tokens, chunk, size)
     return None
@@ -182,7 +182,7 @@ def _fewest(given: ClimbInput, room: RunRoom, tokens: int, chunk: int, *, offloa
 
 def _pieces(given: ClimbInput, room: RunRoom) -> Iterator[RunPlan]:
     """Yield plans of rows in pieces: long ones first, and in half of the memory if none fits in a quarter."""
-    carry = given.given.get("carry")
+    carry = given.values.get("carry")
     sizes = [PREFERRED >> shift for shift in range(PREFERRED.bit_length()) if PREFERRED >> shift >= SMALLEST_PIECE]
     for share in (4, 2):
         own = replace(room, gpu=(room.gpu - room.whole) // share)
@@ -190,7 +190,7 @@ def _pieces(given: ClimbInput, room: RunRoom) -> Iterator[RunPlan]:
             for chunk in given.chunks if size < given.rows.longest_of_all else ():
                 plan = _fewest(given, own, size, chunk)
                 if plan is not None:
-                    tokens = given.given.get("pass_tokens", size)
+                    tokens = given.values.get("pass_tokens", size)
                     yield replace(plan, carry=size, pass_tokens=tokens, num_bytes=plan.num_bytes + room.whole)
 
 
@@ -204,7 +204,7 @@ def _pass_sizes(rows: RunRows, wanted: int | str) -> Iterator[int]:
 
 def climb_error(given: ClimbInput, room: RunRoom) -> TreepackError:
     """Return the error about rows for which no rung fits, with the smallest rung, and rows that would fit."""
-    values, rows, probe, chunk = given.given, given.rows, given.probe, given.chunks[-1]
+    values, rows, probe, chunk = given.values, given.rows, given.probe, given.chunks[-1]
     room, layers = room.without_moments() if room.moments else room, given.layers(offload=True)[-1]
     offload = values.get("offload_checkpoints", True) and room.moved > 0 and layers > 0
     carry, tokens = None, list(_pass_sizes(rows, values.get("pass_tokens", "auto")))[-1]
