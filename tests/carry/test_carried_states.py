@@ -15,7 +15,7 @@ from support.oracle_model import gradients
 from support.token_scans import convolve_tokens, scan_tokens
 from treepack.attention import TreePass
 from treepack.carry.pieces import plan_row
-from treepack.carry.states import CarriedStates, follow_layers, most_states
+from treepack.carry.states import CarriedStates, follow_layers
 from treepack.recurrent.interface import convolution as causal_conv1d_fn
 from treepack.recurrent.interface import gated_delta_rule as torch_chunk_gated_delta_rule
 from treepack.trajectory import Int64
@@ -142,7 +142,6 @@ def test_a_state_is_kept_for_each_branch_point_until_its_piece_is_popped() -> No
         ("bundle", 5, 1),
         ("pop", 0, 1),
     ]
-    assert most_states(parent, plan) == 2
 
 
 def test_layers_are_followed_once() -> None:

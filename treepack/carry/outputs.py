@@ -38,11 +38,6 @@ class PieceOutputs:
         """The bytes of all kept outputs, and of pages."""
         return CarriedBytes(self._used("gpu"), sum(rows.num_bytes for rows in self.rows.values()))
 
-    @property
-    def lse_bytes(self) -> int:
-        """The bytes of all log-sum-exps, on the GPU."""
-        return sum(lse.numel() * lse.element_size() for each in self._pieces.values() for lse in each.lses)
-
     def push(self, each: PiecePass) -> KeptOutputs:
         """Return where attention keeps its outputs in the push of a piece."""
         self._pieces[each.begin] = _PushedOutputs(self, each.first)
@@ -93,11 +88,6 @@ class _PushedOutputs(KeptOutputs):
         # Copies on their way, and the tensors that they need.
         self._leaving: tuple[Tensor, Any] | None = None
         self._arriving: dict[Hashable, tuple[Tensor, Any]] = {}
-
-    @property
-    def lses(self) -> list[Tensor]:
-        """The log-sum-exps of all layers."""
-        return [lse for _, lse in self._pushed.values()]
 
     @property
     def is_full(self) -> bool:

@@ -59,11 +59,6 @@ class CarriedStack:
         return self._now.first
 
     @property
-    def shapes(self) -> list[LayerShape]:
-        """The shapes of the layers that have run."""
-        return [layer.shape for layer in self._layers.values()]
-
-    @property
     def num_bytes(self) -> CarriedBytes:
         """The bytes of all buffers and pages."""
         resident = sum(x.buffer.num_bytes for x in self._layers.values() if isinstance(x, _ResidentLayer))

@@ -70,16 +70,6 @@ def _row_exits(parent: Int64, plan: RowPlan) -> Int64:
     return np.unique(parent[(parent >= 0) & (piece[parent] != piece)])
 
 
-def most_states(parent: Int64, plan: RowPlan) -> int:
-    """Return the largest number of tokens whose states are kept at once."""
-    exits, most = _row_exits(parent, plan), 0
-    for each in plan.passes:
-        ranges = np.array([*((begin, end) for begin, end, _ in each.stack), (each.begin, each.end)])
-        # exits [3 7 9], ranges [0 4], [8 10] -> places [0 1], [2 3] -> 2 exits
-        most = max(most, int(np.diff(np.searchsorted(exits, ranges)).sum()))
-    return most
-
-
 @dataclass(frozen=True)
 class _PieceLayout:
     """The tokens of a piece with W tokens before each entry and R tokens after each exit, M in total.

@@ -42,13 +42,6 @@ class MemoryMeter:
     total: int = 0
     clock: Callable[[], float] = time.perf_counter
 
-    def peak_of(self, run: Callable[[], Any]) -> int:
-        """Run a function; return the maximum of the bytes that it added."""
-        self.reset()
-        before = self.allocated()
-        run()
-        return self.peak() - before
-
 
 def gpu_meter(device: torch.device) -> MemoryMeter:
     """Return the memory of tensors on a GPU, as torch counts it, and a clock that waits for the GPU."""

@@ -215,32 +215,18 @@ def _room(given: MemoryInput, memory: StepMemory) -> RunRoom:
     if options.offload_optimizer != "auto":  # nothing moves, but host memory may have them already
         host, moments = max(0, host - moments) if options.offload_optimizer else host, 0
     cost = moments / HOST_RATE * len(given.data.schedule) / max(1.0, given.tokens)
-    return RunRoom(
-        ranks.smallest(max(0, gpu)),
-        host,
-        moved,
-        moments if moments <= host else 0,
-        cost,
-        whole=0 if loaded.root is None else whole,
-    )
+    moments, whole = moments if moments <= host else 0, 0 if loaded.root is None else whole
+    return RunRoom(ranks.smallest(max(0, gpu)), host, moved, moments, cost, whole=whole)
 
 
 def _probe(given: MemoryInput, memory: StepMemory) -> tuple[ModelProbe, str]:
     """Return the faster of layers as they are and compiled, measured now or in an earlier run, and the reason."""
-    wanted, chunk = (
-        given.options.compile,
-        CHUNK if given.options.loss_chunk == "auto" else int(given.options.loss_chunk),
-    )
-    passes = TrialPasses(
-        given.loaded,
-        given.longest_batch(),
-        min(chunk, CHUNK),
-        given.compute.lower_precision,
-        memory.meter,
-        given.ranks.largest,
-    )
+    wanted, chunk, ranks = given.options.compile, given.options.loss_chunk, given.ranks
+    chunk, autocast = CHUNK if chunk == "auto" else int(chunk), given.compute.lower_precision
+    batch = given.longest_batch()
+    passes = TrialPasses(given.loaded, batch, min(chunk, CHUNK), autocast, memory.meter, ranks.largest)
     # The first rank decides, because machines have records of their own.
-    known = given.ranks.lead(lambda: known_probes(given, chunk))
+    known = ranks.lead(lambda: known_probes(given, chunk))
     plain, fused = known or (_plain_probe(given, passes), None)
     about, seconds = "in an earlier run", given.tokens * plain.seconds_kept
     if wanted is False:
@@ -259,7 +245,7 @@ def _probe(given: MemoryInput, memory: StepMemory) -> tuple[ModelProbe, str]:
         else:
             about = f"{1e6 * fused.seconds_kept:.1f} us for a token instead of {1e6 * plain.seconds_kept:.1f}, {about}"
     if known is None or (known[1] is None and fused is not None):
-        given.ranks.lead(lambda: keep_probes(given, chunk, plain, fused))
+        ranks.lead(lambda: keep_probes(given, chunk, plain, fused))
     faster = fused is not None and (wanted is True or fused.seconds_kept < plain.seconds_kept)
     return fused if fused is not None and faster else plain, about
 
@@ -278,18 +264,19 @@ def _compiled_probe(
 ) -> tuple[ModelProbe | None, str]:
     """Compile and measure the layers; return the probe and its time in words, or None and the problem of a rank."""
     causal, start, fused, problem = given.loaded.causal, memory.meter.clock(), None, ""
-    recomputed = plain.num_layers
+    kept, layers = 0, plain.num_layers
     with suppress(TreepackError):
-        recomputed = _climbed(given, memory, plain)[0].checkpoint_layers
-    # Compiled layers keep about half as much, so a plan that runs few layers again may run none when they are compiled.
-    recomputed = 0 if recomputed <= plain.num_layers / 2 else recomputed
+        kept = layers - _climbed(given, memory, plain)[0].checkpoint_layers
+    # Compiled layers keep about half as much, so a plan that keeps half of them may keep all when they are compiled. The
+    # layers of a hybrid differ, and mostly repeat after four.
+    kept = layers if 2 * kept >= layers else min(layers, -(-kept // 4) * 4)
     # With bf16 sent between ranks, the weights of layers are the casts themselves, and are dropped after the layer.
     lower = given.compute.dtype == "bf16" and not (given.loaded.root and given.options.gather_dtype == "bf16")
     _log.info("compiling the layers")
     try:
         adapt(causal, replace(given.options, compile=True), given.loaded.device)
         with memory_errors(*_NO_ROOM):
-            fused = probe_compiled(passes, plain, recomputed, casts=cast_bytes(causal) if lower else 0)
+            fused = probe_compiled(passes, plain, layers - kept, casts=cast_bytes(causal) if lower else 0)
     except compiler_errors() as error:
         problem = str(error).strip().partition("\n")[0]
     if given.ranks.any(fused is None):
