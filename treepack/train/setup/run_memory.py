@@ -267,8 +267,8 @@ def _compiled_probe(
     kept, layers = 0, plain.num_layers
     with suppress(TreepackError):
         kept = layers - _climbed(given, memory, plain)[0].checkpoint_layers
-    # Compiled layers keep about half as much, so a plan that keeps half of them may keep all when they are compiled. The
-    # layers of a hybrid differ, and mostly repeat after four.
+    # Compiled layers keep about half as much, so a plan that keeps half of them may keep all when they are compiled.
+    # The layers of a hybrid differ, and mostly repeat after four.
     kept = layers if 2 * kept >= layers else min(layers, -(-kept // 4) * 4)
     # With bf16 sent between ranks, the weights of layers are the casts themselves, and are dropped after the layer.
     lower = given.compute.dtype == "bf16" and not (given.loaded.root and given.options.gather_dtype == "bf16")
