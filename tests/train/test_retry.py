@@ -22,6 +22,7 @@ from treepack.fit.climb import PlanForecast, RunRows
 from treepack.fit.pass_memory import ModelProbe, PeakBytes
 from treepack.memory.device_memory import MemoryMeter, StepMemory
 from treepack.model.layers import adapted_layers
+from treepack.objectives.objective import choose_objective
 from treepack.train.loop import train
 from treepack.train.optimiser import make_optimiser
 from treepack.train.options import TrainOptions
@@ -40,14 +41,18 @@ OPTIONS = TrainOptions(device="cpu", lr=1e-2, rows_per_step=2, steps=3, checkpoi
 @pytest.fixture
 def packed(tmp_path: Path) -> Path:
     generator = np.random.default_rng(0)
-    rollouts = [make(f"t{i}", [i // 3, *range(9), 5, *generator.integers(20, 24, 8).tolist()]) for i in range(12)]
+    rollouts = [
+        make(f"t{i}", [i // 3, *range(9), 5, *generator.integers(20, 24, 8).tolist()], advantage=1.0) for i in range(12)
+    ]
     return packed_directory(tmp_path / "packed", rollouts, capacity=40)
 
 
 @pytest.fixture
 def opened(packed: Path, tmp_path: Path) -> Callable[..., TrainingRun]:
     config = tiny_config(tmp_path / "tiny.json", num_hidden_layers=LAYERS)
-    held_out = packed_directory(tmp_path / "held-out", [make("e", [1, *range(9), 5, 21, 22])], capacity=40)
+    held_out = packed_directory(
+        tmp_path / "held-out", [make("e", [1, *range(9), 5, 21, 22], advantage=1.0)], capacity=40
+    )
     return lambda **changes: open_run(packed, config, replace(OPTIONS, **changes), held_out=held_out)
 
 
@@ -155,6 +160,21 @@ def test_an_update_that_fails_leaves_weights_and_moments_untouched(
     assert_equal_runs((steps, saved(run, tmp_path / "out.pt")), undisturbed)
     (note,) = notes
     assert note.startswith("out of memory in the update of the weights; it runs again")
+
+
+def test_a_step_whose_teacher_lacks_memory_runs_again(opened: Callable[..., TrainingRun], tmp_path: Path) -> None:
+    teacher = tiny_config(tmp_path / "teacher.json", num_hidden_layers=LAYERS)
+    objective = choose_objective("distill", teacher=str(teacher))
+    calm = opened(objective=objective)
+    undisturbed = go(calm, tmp_path / "calm", []), saved(calm, tmp_path / "calm.pt")
+    run, notes = opened(objective=objective), list[str]()
+    assert run.teacher is not None
+    run.teacher.model.base_model.layers[1].register_forward_hook(Failing(2))
+    steps = go(run, tmp_path / "out", notes)
+    assert_equal_runs((steps, saved(run, tmp_path / "out.pt")), undisturbed)
+    (note,) = notes
+    assert note.startswith("out of memory in row")
+    assert "it runs again with a smaller plan: 1 layer recomputed" in note
 
 
 def test_held_out_rows_are_evaluated_again(opened: Callable[..., TrainingRun], tmp_path: Path) -> None:
