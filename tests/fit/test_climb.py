@@ -149,6 +149,17 @@ def test_rungs_follow_each_other_in_one_order() -> None:
     assert "pieces of 1,024 tokens" in str(error)
 
 
+def test_inputs_in_host_memory_come_before_moments_that_take_longer() -> None:
+    # Qwen3-8B with AdamW on an H200: 11.4 GiB are free beside weights, gradients and moments.
+    peak = PeakBytes(2 * GIB, 2000 * KIB, 1000 * KIB)
+    probe = ModelProbe(True, 36, 12 * 151_936, 4736, peak, peak, 1e-4)
+    room = RunRoom(int(11.4 * GIB), 90 * GIB, 25 * KIB, 61 * GIB, 6e-5, spare=6 * GIB)
+    plan = climb(ClimbInput(probe, RunRows(32_768, 32_768, 65_536)), room)
+    assert plan is not None
+    assert (plan.offload_checkpoints, plan.offload_optimizer, plan.carry) == (True, False, None)
+    assert (plan.checkpoint_layers, plan.pass_tokens, plan.loss_chunk) == (36, 32_768, 2048)
+
+
 def test_ranks_with_rows_in_pieces_have_room_for_the_whole_weights() -> None:
     given = ClimbInput(FUSED, ROWS, {"carry": 4096}, carries=True)
     alone = climb(given, RunRoom(20 * GIB))

@@ -75,7 +75,7 @@ def test_peaks_and_times_give_the_bytes_and_seconds_of_a_token(loaded: LoadedMod
         "compiled": False,
         "num_layers": LAYERS,
         "logits": logits,
-        "tokens": 128,  # 256 of recomputed layers take longer
+        "tokens": 128,  # 256 of recomputed layers take more than _LONG
         "forward": {**peak, "fixed": device.fixed - 16 * logits},
         "backward": peak,
         "seconds_kept": pytest.approx(device.seconds),
@@ -134,7 +134,7 @@ def test_compiled_layers_run_one_rung_and_the_other_numbers_follow(loaded: Loade
     device = SimulatedDevice(free=10**9, kept=1_500.0, recomputed=500.0, seconds=0.5e-4, launch=1e-3)
     device.recomputed -= 100 * (count == LAYERS)
     result = compiled(loaded, device, plain, count)
-    assert device.passes == 3
+    assert device.passes == 4
     assert device.longest == plain.tokens
     assert result.compiled
     assert result.backward.fixed == pytest.approx(device.fixed, rel=1e-5)
@@ -144,8 +144,8 @@ def test_compiled_layers_run_one_rung_and_the_other_numbers_follow(loaded: Loade
 
 
 def test_a_pass_that_might_not_fit_is_not_run(loaded: LoadedModel) -> None:
-    # Four times the bytes of 64 recomputed tokens are free; a pass that does not fit would raise an error.
-    device = SimulatedDevice(free=4_200_000)
+    # Twice the bytes of 64 recomputed tokens are not free; a pass that does not fit would raise an error.
+    device = SimulatedDevice(free=2_100_000)
     result = probe(loaded, device)
     assert (result.tokens, device.longest) == (64, 64)
     assert result.backward.kept == pytest.approx(device.kept, rel=1e-4)
@@ -154,6 +154,19 @@ def test_a_pass_that_might_not_fit_is_not_run(loaded: LoadedModel) -> None:
     tight = SimulatedDevice(free=1_100_000, kept=1000)
     compiled(loaded, tight, plain, 0)
     assert tight.longest == 64
+
+
+@pytest.mark.parametrize("free", [3_000_000, 10**9])
+def test_logits_that_need_less_than_assumed_do_not_hide_the_bytes_of_long_rows(loaded: LoadedModel, free: int) -> None:
+    # A chunk of 64 targets needs nothing here, and 600 bytes of a target are assumed: more than a token needs.
+    device = SimulatedDevice(free=free)
+    result = probe(loaded, device, chunk=64)
+    assert device.longest >= 128
+    for peak in (result.forward, result.backward):
+        assert peak.recomputed == pytest.approx(device.recomputed)
+    assert result.pass_bytes(32_768, LAYERS, 64) == pytest.approx(device.fixed + 32_768 * device.recomputed, rel=1e-3)
+    fused = compiled(loaded, SimulatedDevice(free=free), result, LAYERS)
+    assert fused.forward.recomputed == pytest.approx(device.recomputed)
 
 
 def test_memory_that_is_too_small_for_the_first_passes_is_an_error(loaded: LoadedModel) -> None:
@@ -180,7 +193,7 @@ def test_ranks_agree_on_the_largest_numbers(loaded: LoadedModel) -> None:
     assert result.seconds_kept == pytest.approx(2 * own.seconds_kept, rel=1e-4)
     assert result.backward.fixed == 2 * own.backward.fixed
     assert result.backward.kept == pytest.approx(2 * own.backward.kept, rel=1e-4)
-    assert result.tokens == 64
+    assert result.tokens == own.tokens == 128
     # No rank runs a pass that lacks memory on another one.
     assert probe(loaded, SimulatedDevice(free=10**9, launch=1e-3), largest=lambda number: number or 1).tokens == 64
 

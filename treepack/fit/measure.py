@@ -115,13 +115,23 @@ def probe_model(passes: TrialPasses) -> ModelProbe:
     passes.measure(LENGTHS[0], count)  # makes the gradients, and compiles what the threads have left
     pair = [passes.measure(length, count) for length in LENGTHS[:2]]
     probe = _straight(passes, pair, compiled=False)
-    long = LENGTHS[1] * _LONG / pair[1].seconds
-    for length in reversed(LENGTHS[2:]):
-        if length <= long and passes.fits(_MORE * probe.pass_bytes(length, count, passes.chunk)):
-            pair = [pair[1], passes.measure(length, count)]
-            probe = _straight(passes, pair, compiled=False)
-            break
-    few = passes.measure(pair[1].tokens, max(0, count - _FEW))
+
+    def fits(length: int, factor: float) -> bool:
+        return passes.fits(factor * probe.pass_bytes(length, count, passes.chunk))
+
+    # The first pass has fewer logits than a chunk, which need less than assumed, so its line is too flat for long rows:
+    # the next pass is judged by the second one alone.
+    if fits(LENGTHS[1], LENGTHS[2] / LENGTHS[1]):
+        long = LENGTHS[1] * _LONG / pair[1].seconds
+        pair = [pair[1], passes.measure(LENGTHS[2], count)]
+        probe = _straight(passes, pair, compiled=False)
+        for length in reversed(LENGTHS[3:]):
+            if length <= long and fits(length, _MORE):
+                pair = [pair[1], passes.measure(length, count)]
+                probe = _straight(passes, pair, compiled=False)
+                break
+    tokens = pair[1].tokens if fits(pair[1].tokens, _MORE) else max(LENGTHS[1], pair[0].tokens)
+    few = passes.measure(tokens, max(0, count - _FEW))
     return _with_kept(probe, few, min(_FEW, count))
 
 
@@ -142,8 +152,9 @@ def probe_compiled(passes: TrialPasses, plain: ModelProbe, recomputed: int, *, c
     kept = plain.num_layers - recomputed
     own = round(casts * kept / max(1, plain.num_layers))
     trials = [passes.measure(length, recomputed) for length in lengths]
-    # A pass may have compiled again for its length.
-    seconds = min(trial.seconds / trial.tokens for trial in trials) * lengths[1]
+    # The first pass of a length may compile again, and the GPU's memory is mapped in it.
+    again = passes.measure(lengths[1], recomputed)
+    seconds = min(trial.seconds / trial.tokens for trial in (*trials, again)) * lengths[1]
     pair = [_Trial(each.tokens, each.forward - own, each.backward - own, seconds) for each in trials]
     probe = replace(_straight(passes, pair, compiled=True), casts=casts)
     known = "recomputed" if kept else "kept"  # the bytes of layers that did not run
