@@ -12,16 +12,16 @@ from hypothesis import strategies as st
 from support import oracle, strategies
 from support.command_line import Run
 from support.refusal import refusal
-from support.strategies import make
+from support.strategies import make, trajectories
 from treepack.costs.limits import MAX_TOKEN_PAIRS
 from treepack.costs.model_cost import ModelShape, pairs_of_token, read_shape
 from treepack.errors import TreepackError
 from treepack.files.manifest import read_manifest
-from treepack.pack.options import PackOptions
+from treepack.pack.options import METHODS, PackOptions
 from treepack.pack.plan.check import check_plan
 from treepack.pack.plan.fill import merge_rows
 from treepack.pack.plan.plan import Plan
-from treepack.pack.plan.planning import plan_rows
+from treepack.pack.plan.planning import ExcessTrajectories, plan_items, plan_rows, refuse_excesses
 from treepack.pack.plan.problem import RowLimits, path_pairs
 from treepack.pack.plan.unions import RowSizes, row_sizes
 from treepack.trajectory import Float64, Int64, Tokens, Trajectory
@@ -170,6 +170,50 @@ def test_the_checker_and_the_planner_refuse_what_exceeds_budgets(pairs: int | No
         check_plan(trie, Plan("mine", RowLimits(20, pairs, terms), np.zeros(3, np.int64)))
     with pytest.raises(TreepackError, match=r"trajectory \w has .* \(2 such in total\)"):
         plan_rows(trie, capacity=RowLimits(20, pairs and 9, terms and 2))
+
+
+@given(made=trajectories(), room=st.integers(0, 9), method=st.sampled_from(["contiguous", "heuristic", "single-path"]))
+def test_the_halves_together_are_the_plan(made: list[Trajectory], room: int, method: str) -> None:
+    trie = build_trie(made)
+    limits = RowLimits(int(trie.lengths.max()) + room)
+    items = plan_items(trie, capacity=limits, method=method)
+    rows = merge_rows(items.sizes, items.steps, limits)[items.item_of]
+    plan = plan_rows(trie, capacity=limits, method=method)
+    pairs = {*zip(rows.tolist(), plan.row_of.tolist(), strict=True)}
+    assert len(pairs) == plan.num_rows == len(set(rows.tolist()))
+    assert items.tree_bounds.sum() == plan.lower_bound
+
+
+@given(made=trajectories(), room=st.integers(0, 9), method=st.sampled_from(METHODS))
+def test_items_of_any_method_merge_to_a_plan(made: list[Trajectory], room: int, method: str) -> None:
+    trie = build_trie(made)
+    limits = RowLimits(trie.tokens_flat if method == "groups" else int(trie.lengths.max()) + room)
+    items = plan_items(trie, capacity=limits, method=method)
+    assert len(items.tree_bounds) == trie.num_trees
+    rows = merge_rows(items.sizes, items.steps, limits)[items.item_of]
+    if method != "sequence":  # its sizes are those of rows that share, its rows share nothing
+        totals = check_plan(trie, Plan(method, limits, rows, int(items.tree_bounds.sum())))
+        assert totals.tokens_packed <= items.sizes.tokens.sum()
+
+
+def test_trajectories_over_a_limit_are_counted_over_all_tries() -> None:
+    parts = [
+        ExcessTrajectories("tokens", 12, "a", 2),
+        ExcessTrajectories("tokens", 20, "b", 1),
+        ExcessTrajectories("loss terms", 99, "c", 1),
+    ]
+    sentence = (
+        "trajectory b has 20 tokens, capacity is 10 (3 such in total); raise the capacity: train runs rows "
+        "of any length in pieces, so memory is not a reason to drop or truncate trajectories"
+    )
+    assert refusal(refuse_excesses, parts, RowLimits(10, terms=5)) == sentence
+
+
+def test_a_item_is_a_row_of_one_tree() -> None:
+    trie = build_trie([make(f"t{i}", [i, 1, 2, 3]) for i in range(5)])
+    items = plan_items(trie, capacity=100)
+    assert items.item_of.tolist() == [0, 1, 2, 3, 4]
+    assert items.sizes.tokens.tolist() == items.tree_bounds.tolist() == [4] * 5
 
 
 def costs_of(trie: Trie, plan: Plan, token_pairs: int) -> Float64:

@@ -9,7 +9,7 @@ N_pack, the tokens of all rows together, is a sum over trees, so each tree is pl
     workers.py        all trees, in one process or several    auto.py          the default: it combines several methods
     bounds/           lower bounds on N_pack                  unions.py        sizes of given rows
 
-These rows are items: they are merged into full rows by their sizes alone, whatever trees
+These rows are items, the result of `plan_items`: they are merged into full rows by their sizes alone, whatever trees
 they contain, by `merge_rows`. This costs no token, and it is bin packing:
 
     fill.py           merge rows                              balance.py       the same for R ranks, with even rows
@@ -19,7 +19,8 @@ they contain, by `merge_rows`. This costs no token, and it is bin packing:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -33,7 +34,7 @@ from treepack.pack.plan.methods import contiguous, exact, online, single_path
 from treepack.pack.plan.methods.groups import whole_groups
 from treepack.pack.plan.plan import Plan
 from treepack.pack.plan.problem import PlanTree, RowLimits, SearchOptions, TreeSolution, path_pairs, shapes_of_trees
-from treepack.pack.plan.unions import row_sizes, trained_tokens
+from treepack.pack.plan.unions import RowSizes, row_sizes, trained_tokens
 from treepack.pack.plan.workers import plan_trees
 from treepack.processes import Progress, ReportProgress
 from treepack.trajectory import Int64
@@ -83,7 +84,8 @@ def plan_rows(
             "--balance splits groups to make rows even, but the method groups keeps each group in one row; choose one"
         )
     limits = RowLimits(capacity) if isinstance(capacity, int) else capacity
-    item_of, bound = _items(trie, limits, method, search, workers=workers, progress=progress)
+    items = plan_items(trie, capacity=limits, method=method, search=search, workers=workers, progress=progress)
+    bound = int(items.tree_bounds.sum())
     # Balancing counts score pairs, and the rows of the method sequence are rows of the unshared trie.
     source = packed_trie(trie, method) if multiple_of > 1 else trie
 
@@ -92,34 +94,52 @@ def plan_rows(
             return balance.balanced_rows(source, item_of, limits, multiple_of, token_pairs=token_pairs)
         if method in FOREST_METHODS:
             return item_of
-        num_items = int(item_of.max()) + 1
-        steps = balance.steps_of(item_of, trie.step_rank, num_items)
-        return merge_rows(row_sizes(trie, item_of, num_items), steps, limits)[item_of]
+        merging = items if item_of is items.item_of else _items(trie, item_of, items.tree_bounds)
+        return merge_rows(merging.sizes, merging.steps, limits)[item_of]
 
     if progress is not None and method in METHODS:
         progress(Progress("merging rows", 0, None, ""))
     if method == "auto":
         forest = shapes_of_trees(trie, split_ends=limits.terms is not None)
-        row_of = best_final_rows(trie, forest, limits, item_of, finish, lower_bound=bound, multiple_of=multiple_of)
+        row_of = best_final_rows(
+            trie, forest, limits, items.item_of, finish, lower_bound=bound, multiple_of=multiple_of
+        )
     else:
-        row_of = finish(item_of)
+        row_of = finish(items.item_of)
     row_of = _renumber_by_cost(source, row_of, token_pairs) if multiple_of > 1 else _renumber(row_of)
     return Plan(method, limits, row_of, bound, multiple_of, token_pairs)
 
 
-def _items(
-    trie: Trie,
-    limits: RowLimits,
-    method: str,
-    search: SearchOptions,
-    *,
-    workers: int,
-    progress: ReportProgress | None,
-) -> tuple[Int64, int]:
-    """Return the item of each trajectory, int64 [num_trajectories], and a lower bound on the tokens of any plan.
+@dataclass(frozen=True, slots=True)
+class _TreeRows:
+    """The first half of a plan: rows of single trees. Their sizes alone decide how they are merged.
 
-    An item is a row of one tree, which need not be full. Items of "greedy-online" and "sequence" are rows of all trees
-    of a step, and items of "groups" are whole groups.
+    Attributes:
+        item_of: item of each trajectory, int64 [num_trajectories].
+        sizes: tokens, score pairs and loss terms of each item.
+        steps: training step of each item as a rank from 0, int64 [items].
+        tree_bounds: a lower bound on the tokens of all items of each tree, for any plan; int64 [num_trees].
+    """
+
+    item_of: Int64
+    sizes: RowSizes
+    steps: Int64
+    tree_bounds: Int64
+
+
+def plan_items(
+    trie: Trie,
+    *,
+    capacity: int | RowLimits,
+    method: str = "auto",
+    search: SearchOptions = SearchOptions(),  # noqa: B008
+    workers: int = 1,
+    progress: ReportProgress | None = None,
+) -> _TreeRows:
+    """Assign every trajectory to a item of at most `capacity` tokens: a row of one tree, which need not be full.
+
+    Items of "greedy-online" and "sequence" are rows of all trees of a step, and items of "groups" are whole groups.
+    `merge_rows` is the second half. For "auto", `plan_rows` also tries other items, which may merge better.
 
     Raises:
         TreepackError: a trajectory that exceeds a limit alone, or an unknown method.
@@ -127,15 +147,23 @@ def _items(
     names = [*METHODS, *FOREST_METHODS, GROUPS]
     if method not in names:
         raise TreepackError(f"method is {method!r}; expected one of {', '.join(names)}")
-    _refuse_excesses(trie, limits)
+    limits = RowLimits(capacity) if isinstance(capacity, int) else capacity
+    refuse_excesses(_excesses(trie, limits), limits)
     if method == GROUPS:
-        return whole_groups(trie, limits), _lower_bound(trie, limits)
+        return _items(trie, whole_groups(trie, limits), tree_bounds(trie, limits))
     if method in FOREST_METHODS:
-        return online.plan_first_fit(trie, limits, FOREST_METHODS[method]), _lower_bound(trie, limits)
+        items = online.plan_first_fit(trie, limits, FOREST_METHODS[method])
+        return _items(trie, items, tree_bounds(trie, limits))
     forest = shapes_of_trees(trie, split_ends=limits.terms is not None)
-    row_of_leaf, bound = plan_trees(forest, limits, METHODS[method], search, workers=workers, progress=progress)
+    row_of_leaf, bounds = plan_trees(forest, limits, METHODS[method], search, workers=workers, progress=progress)
     # rows of the leaves [0, 0, 1], leaves of the trajectories [0, 1, 1, 2] -> items [0, 0, 0, 1]
-    return row_of_leaf[forest.leaf_of], bound
+    return _items(trie, row_of_leaf[forest.leaf_of], bounds)
+
+
+def _items(trie: Trie, item_of: Int64, bounds: Int64) -> _TreeRows:
+    num_items = int(item_of.max()) + 1
+    steps = balance.steps_of(item_of, trie.step_rank, num_items)
+    return _TreeRows(item_of, row_sizes(trie, item_of, num_items), steps, bounds)
 
 
 def plan_lines(trie: Trie, plan: Plan, *, trie_sha256: str | None = None) -> Iterator[str]:
@@ -158,9 +186,9 @@ def plan_of_file(trie: Trie, file: files.PlanFile) -> Plan:
     Raises:
         TreepackError: a trajectory of the file is not in `trie`, is in two rows, is in none, or exceeds a limit alone.
     """
-    _refuse_excesses(trie, file.limits)
+    refuse_excesses(_excesses(trie, file.limits), file.limits)
     row_of = files.rows_of_plan_file(file, trie)
-    bound = max(_lower_bound(trie, file.limits), file.lower_bound)
+    bound = max(int(tree_bounds(trie, file.limits).sum()), file.lower_bound)
     return Plan(file.method, file.limits, row_of, bound, file.multiple_of)
 
 
@@ -172,26 +200,58 @@ def packed_trie(trie: Trie, method: str) -> Trie:
     return unshared(trie) if method == "sequence" else trie
 
 
-def _lower_bound(trie: Trie, limits: RowLimits) -> int:
-    """Return a lower bound on the tokens of all rows, whatever plan made them."""
-    return sum(recursive_bound(tree, limits.capacity) for tree in shapes_of_trees(trie).trees())
+def tree_bounds(trie: Trie, limits: RowLimits) -> Int64:
+    """Return a lower bound on the tokens of all rows of each tree, int64 [num_trees], whatever plan made them."""
+    return np.array([recursive_bound(tree, limits.capacity) for tree in shapes_of_trees(trie).trees()], np.int64)
 
 
-def _refuse_excesses(trie: Trie, limits: RowLimits) -> None:
-    """Refuse trajectories that exceed a limit alone; the message names the one with the largest excess."""
-    shorter = "raise the budget of pairs, or drop or truncate longer trajectories"
+@dataclass(frozen=True, slots=True)
+class ExcessTrajectories:
+    """Trajectories that exceed a limit alone: their number, and the one with the largest `value` in `unit`."""
+
+    unit: str
+    value: int
+    trajectory: str
+    count: int
+
+
+def _excesses(trie: Trie, limits: RowLimits) -> list[ExcessTrajectories]:
+    """Return the trajectories that exceed each limit alone, one entry for each limit that is exceeded."""
     lengths = trie.lengths
     alone = (
-        ("tokens", lengths, "capacity", limits.capacity, f"raise the capacity: {ANY_LENGTH}"),
-        ("score pairs", path_pairs(lengths), "the budget of pairs", limits.pairs, shorter),
-        ("loss terms", trained_tokens(trie), "the budget of terms", limits.terms, "raise the budget of terms"),
+        ("tokens", lengths, limits.capacity),
+        ("score pairs", path_pairs(lengths), limits.pairs),
+        ("loss terms", trained_tokens(trie), limits.terms),
     )
-    for unit, values, name, limit, remedy in alone:
+    entries = []
+    for unit, values, limit in alone:
         if limit is not None and (values > limit).any():
             worst = int(values.argmax())
+            name = trie.trajectories["trajectory_id"][worst].as_py()
+            entries.append(ExcessTrajectories(unit, int(values[worst]), name, int((values > limit).sum())))
+    return entries
+
+
+def refuse_excesses(entries: Iterable[ExcessTrajectories], limits: RowLimits) -> None:
+    """Refuse trajectories that exceed a limit alone, in one or several tries.
+
+    Raises:
+        TreepackError: names the trajectory that exceeds the limit by the largest amount.
+    """
+    shorter = "raise the budget of pairs, or drop or truncate longer trajectories"
+    names = {
+        "tokens": ("capacity", limits.capacity, f"raise the capacity: {ANY_LENGTH}"),
+        "score pairs": ("the budget of pairs", limits.pairs, shorter),
+        "loss terms": ("the budget of terms", limits.terms, "raise the budget of terms"),
+    }
+    every = [*entries]
+    for unit, (name, limit, remedy) in names.items():
+        mine = [excess for excess in every if excess.unit == unit]
+        if mine:
+            worst = max(mine, key=lambda excess: excess.value)
             raise TreepackError(
-                f"trajectory {trie.trajectories['trajectory_id'][worst].as_py()} has {values[worst]} {unit}, {name} is "
-                f"{limit} ({int((values > limit).sum())} such in total); {remedy}"
+                f"trajectory {worst.trajectory} has {worst.value} {unit}, {name} is {limit} "
+                f"({sum(excess.count for excess in mine)} such in total); {remedy}"
             )
 
 

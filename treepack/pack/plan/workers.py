@@ -1,6 +1,6 @@
 """Plans of all trees of a forest by a method that plans one tree at a time, in this process or in several.
 
-    forest --parts of about equal work--> worker, worker, ... --> rows and bound of each part --> of all trees
+    forest --parts of about equal work--> worker, worker, ... --> rows and bounds of each part --> of all trees
 
 Trees do not depend on each other, so the result does not depend on the number of workers. The workers come from
 `processes.unordered`: the largest parts go first, and each worker gets its next part when it returns one.
@@ -20,7 +20,7 @@ from treepack.processes import Progress, ReportProgress, unordered
 from treepack.trajectory import Int64
 
 Method = Callable[[PlanTree, RowLimits, SearchOptions], TreeSolution]
-_RowsAndBound = tuple[Int64, int]
+_RowsAndBounds = tuple[Int64, Int64]
 
 # Parts are equal in nodes, not in time. With 8 parts per worker, the last parts are small and end at about one time.
 _PARTS_PER_WORKER = 8
@@ -38,8 +38,10 @@ def plan_trees(
     *,
     workers: int = 1,
     progress: ReportProgress | None = None,
-) -> _RowsAndBound:
-    """Plan all trees. Return the row of each leaf, int64 [num_leaves], and a lower bound on the tokens of any plan.
+) -> _RowsAndBounds:
+    """Plan all trees. Return the row of each leaf, int64 [num_leaves], and a bound for each tree, int64 [num_trees].
+
+    No plan of a tree has fewer tokens than its bound.
 
     Rows are numbered over all trees, from 0. With several `workers`, the calling script needs its
     `if __name__ == "__main__":` guard. `progress` is called with the trees planned so far.
@@ -52,7 +54,7 @@ def plan_trees(
     # Parts of 3, 9, 5 nodes -> [1, 2, 0]; results come as (number in this list, plan) and go back to their part.
     largest_first = sorted(range(len(parts)), key=lambda i: -parts[i].joined.num_nodes)
     results = unordered(_planner, job, [parts[i] for i in largest_first], workers=min(workers, len(parts)))
-    plan_of: dict[int, _RowsAndBound] = {}
+    plan_of: dict[int, _RowsAndBounds] = {}
     for number, plan in results:
         plan_of[largest_first[number]] = plan
         if progress is not None:
@@ -71,29 +73,29 @@ def _progress(forest: PlanForest, planned: list[PlanForest]) -> Progress:
 _Job = tuple[RowLimits, Method, SearchOptions]
 
 
-def _planner(job: _Job) -> Callable[[PlanForest], _RowsAndBound]:
+def _planner(job: _Job) -> Callable[[PlanForest], _RowsAndBounds]:
     return partial(_plan, job)
 
 
-def _plan(job: _Job, forest: PlanForest) -> _RowsAndBound:
+def _plan(job: _Job, forest: PlanForest) -> _RowsAndBounds:
     limits, method, search = job
     plans = []
     for tree in forest.trees():
         solution = method(tree, limits, search)
         # A method may prove less than the general bound, and the general bound less than an exact method.
         bound = max(solution.lower_bound, bounds.recursive_bound(tree, limits.capacity))
-        plans.append((solution.row_of_leaf, bound))
+        plans.append((solution.row_of_leaf, np.array([bound], np.int64)))
     return _join(plans)
 
 
-def _join(plans: Iterable[_RowsAndBound]) -> _RowsAndBound:
+def _join(plans: Iterable[_RowsAndBounds]) -> _RowsAndBounds:
     """Join plans that each number their rows from 0: rows [0, 1, 0] and [0, 0, 1] -> [0, 1, 0, 2, 2, 3]."""
-    rows, total, num_rows = [], 0, 0
-    for row_of_leaf, bound in plans:
+    rows, tree_bounds, num_rows = [], [], 0
+    for row_of_leaf, bounds_of_plan in plans:
         rows.append(row_of_leaf + num_rows)
         num_rows += int(row_of_leaf.max()) + 1
-        total += bound
-    return np.concatenate(rows), total
+        tree_bounds.append(bounds_of_plan)
+    return np.concatenate(rows), np.concatenate(tree_bounds)
 
 
 def _parts(forest: PlanForest, count: int) -> list[PlanForest]:
