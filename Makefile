@@ -196,7 +196,7 @@ test-verifiers: $(TASKS)/stamp  ## prompts and rewards of verifiers' tasksets
 	$(TASKS)/bin/python -m pytest -m verifiers tests/integrations/test_verifiers_tasks.py
 
 # On a real Ray cluster of two workers, against a real S3 server; both run on this machine.
-test-ray: $(CLUSTER)/stamp  ## build-trie on a real Ray cluster of two workers
+test-ray: $(CLUSTER)/stamp  ## build-trie and pack on a real Ray cluster of two workers
 	$(CLUSTER)/bin/python -m pytest -m ray tests/cluster
 
 # Recurrent layers with flash-linear-attention and kernels installed.

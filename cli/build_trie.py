@@ -65,7 +65,7 @@ def build_trie(
             raise click.UsageError("--ray reads files on many machines, so standard input (-) cannot be its input")
         from treepack.cluster.build import build_trie_on
 
-        with ray_cluster(ray, workers=build.workers) as scheduler, progress_bars() as progress:
+        with ray_cluster(ray, workers=build.workers, unsuitable=["memory"]) as scheduler, progress_bars() as progress:
             summary = build_trie_on(scheduler, inputs, out, build, overwrite=overwrite, progress=progress)
     show_build(summary)
     show_end(out, then=f"treepack pack {quoted(out)} --out PACKED")

@@ -14,16 +14,10 @@ import click
 
 _CAPACITY = "pack takes 16k, 64k or the next power of two; for another capacity, stats TRIE compares them"
 _MEMORY = "stats TRIE --device forecasts memory"
-_PARTS = (
-    "pack reads a trie of any number of tokens in one process, so leave it out; if its nodes do not fit, build several "
-    "tries from fewer files, pack each, and give all of them to train"
-)
 
 GONE = {
     "build-trie --partitions": "build-trie --ray takes shares of whole files, so leave it out, and give many files",
     "pack --device": f"{_CAPACITY}, and {_MEMORY}",
-    "pack --partitions": _PARTS,
-    "pack --ray": _PARTS,
     "prepare --device": f"{_CAPACITY}, and {_MEMORY}",
     "stats --carry": "stats takes the largest pieces that fit; train chooses the size itself, or takes --carry N",
     "tree.png of report --png": "the page of report --out draws the trees, and --png the charts alone",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import click
@@ -12,11 +13,13 @@ from .output import next_training, percent, reserve_directory, say, show_end, sh
 from .paths import RATED_TRIE, READ, WRITE
 from .planning import REPLACED_BY_PLAN, pack_options
 from .progress import progress_bars
+from .ray_options import ray_cluster, ray_option
 from .sections import SectionedCommand
 from .sizes import memory_option
 from .skipped import print_control_tokens, print_many_skipped
 
 if TYPE_CHECKING:
+    from treepack.cluster.scheduler import Scheduler
     from treepack.files.manifest import Manifest
     from treepack.files.remote.address import AnyPath
     from treepack.pack.directory import PackSummary
@@ -36,6 +39,14 @@ _MANY_DROPPED = 0.1  # share of the trajectories
 )
 @click.option("--save-plan", type=WRITE, help="Also write the plan, as --plan reads it.")
 @memory_option
+@ray_option
+@click.option(
+    "--partitions",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Pack N parts of the trie alone, one after the other or with --ray side by side; the rows and their number "
+    "may differ a little. With --ray by default 64M tokens each.",
+)
 @click.option("--overwrite", is_flag=True, help="Replace an existing output.")
 @click.option("--verbose", is_flag=True, help="Also print figures about tiles, bytes and the lower bound.")
 @common_options
@@ -46,6 +57,8 @@ def pack(
     plan: AnyPath | None,
     save_plan: AnyPath | None,
     memory: int | None,
+    ray: str | None,
+    partitions: int | None,
     overwrite: bool,
     verbose: bool,
 ) -> None:
@@ -57,15 +70,56 @@ def pack(
     """
     if plan is not None:
         refuse_given(REPLACED_BY_PLAN, "--plan gives the value of {}")
-    from treepack.pack.directory import pack_trie
+    if ray is not None or partitions is not None:
+        summary = _pack_parts(trie, out, options, ray=ray, partitions=partitions, overwrite=overwrite)
+    else:
+        from treepack.pack.directory import pack_trie
 
-    reserve_directory(out, [trie], overwrite=overwrite)
-    with progress_bars() as progress:
-        summary = pack_trie(
-            trie, out, options, plan=plan, save_plan=save_plan, overwrite=overwrite, memory=memory, progress=progress
-        )
+        reserve_directory(out, [trie], overwrite=overwrite)
+        with progress_bars() as progress:
+            summary = pack_trie(
+                trie,
+                out,
+                options,
+                plan=plan,
+                save_plan=save_plan,
+                overwrite=overwrite,
+                memory=memory,
+                progress=progress,
+            )
     show_packing(summary, is_usual=options.capacity is None and plan is None, verbose=verbose)
     show_end(out, save_plan, then=next_training(out, trie))
+
+
+def _pack_parts(
+    trie: AnyPath, out: AnyPath, options: PackOptions, *, ray: str | None, partitions: int | None, overwrite: bool
+) -> PackSummary:
+    """Pack parts of the trie in this process or on a Ray cluster.
+
+    Raises:
+        UsageError: the user gave an option of packing the trie as a whole.
+    """
+    unsuitable = ["plan", "save_plan", "memory"]
+    with ExitStack() as stack:
+        if ray is None:
+            refuse_given(unsuitable, "{} has no meaning with --partitions")
+            from treepack.cluster.scheduler import LocalScheduler
+
+            scheduler: Scheduler = LocalScheduler()
+        else:
+            scheduler = stack.enter_context(ray_cluster(ray, workers=options.workers, unsuitable=unsuitable))
+        from treepack.cluster.pack import pack_trie_on
+
+        progress = stack.enter_context(progress_bars())
+        return pack_trie_on(
+            scheduler,
+            trie,
+            out,
+            options,
+            num_slices=partitions,
+            overwrite=overwrite,
+            progress=progress,
+        )
 
 
 def show_packing(summary: PackSummary, *, is_usual: bool, verbose: bool = False, built: Manifest | None = None) -> None:
@@ -95,12 +149,15 @@ def show_packing(summary: PackSummary, *, is_usual: bool, verbose: bool = False,
 
 
 def _packing_notes(summary: PackSummary, *, is_usual: bool) -> list[str]:
-    """Return notes on the capacity, and on training steps, which `train --mix` refuses."""
+    """Return notes on the capacity, the cost of partitions, and training steps, which `train --mix` refuses."""
     from treepack.pack.files import training_steps
 
     manifest = summary.manifest
     usual = "the usual capacity that every trajectory fits; treepack stats compares others"
     notes = [f"rows of {manifest['capacity']:,} tokens: {usual}"] if is_usual else []
+    if partitions := manifest["options"].get("partitions"):
+        repeated = manifest["totals"]["repeated_tokens"]
+        notes.append(f"{partitions:,} partitions, which repeat {repeated:,} tokens of prefixes that they share")
     if steps := training_steps(summary.path, manifest):
         counted = "one training step" if len(steps) == 1 else f"{len(steps):,} training steps"
         notes.append(f"rows of {counted}, which train keeps in order, so it refuses --mix for them")

@@ -1,11 +1,11 @@
-"""The option of `build-trie` for a Ray cluster: --ray."""
+"""The option of `build-trie` and `pack` for a Ray cluster: --ray."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -14,23 +14,28 @@ from .option_groups import refuse_given
 if TYPE_CHECKING:
     from treepack.cluster.ray import RayScheduler
 
-ray_option = click.option(
-    "--ray",
-    metavar="ADDRESS",
-    help="Run on a Ray cluster: auto for the one that runs here, HOST:PORT or ray://HOST:PORT for another one, or "
-    "local to start one here with --workers CPUs. All machines need treepack, and see the same paths or addresses.",
-)
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def ray_option(command: _F) -> _F:
+    """Add --ray to a command."""
+    return click.option(
+        "--ray",
+        metavar="ADDRESS",
+        help="Run on a Ray cluster: auto for the one that runs here, HOST:PORT or ray://HOST:PORT for another one, or "
+        "local to start one here with --workers CPUs. All machines need treepack, and see the same paths or addresses.",
+    )(command)
 
 
 @contextlib.contextmanager
-def ray_cluster(address: str, *, workers: int) -> Iterator[RayScheduler]:
-    """Yield the scheduler of a cluster.
+def ray_cluster(address: str, *, workers: int, unsuitable: Sequence[str] = ()) -> Iterator[RayScheduler]:
+    """Yield the scheduler of a cluster; `unsuitable` are names of parameters that have no meaning on it.
 
     Raises:
-        UsageError: the user gave --memory, or --workers for a cluster that is not started here.
+        UsageError: the user gave one of them, or --workers for a cluster that is not started here.
         TreepackError: see `treepack.cluster.ray.connected_cluster`.
     """
-    refuse_given(["memory"], "{} has no meaning with --ray")
+    refuse_given(unsuitable, "{} has no meaning with --ray")
     if address != "local":
         refuse_given(["workers"], f"{{}} has no meaning with --ray {address}")
     from treepack.cluster.ray import connected_cluster

@@ -64,7 +64,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "Output": f"{_OUT} save-plan verbose",
         **_ROWS,
         **_SEARCH,
-        "Plan and machine": "plan workers memory",
+        "Plan and machine": "plan partitions workers memory ray",
         **_COMMAND,
     },
     "train": {

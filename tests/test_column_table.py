@@ -23,7 +23,7 @@ from treepack.pack.capacity import fit_capacity
 from treepack.pack.check import check_packed
 from treepack.pack.files import read_rows, write_packed
 from treepack.pack.plan.planning import plan_rows
-from treepack.pack.row import Row, RowTerms
+from treepack.pack.row import Row, RowTerms, concatenate_rows
 from treepack.pack.rows import pack_rows
 from treepack.ragged import RaggedArray
 from treepack.sequences import as_columns
@@ -230,6 +230,7 @@ def check_stages(made: list[Trajectory], folder: Path) -> None:
     if read[0].terms is None:
         return
     assert of_rows(read) == expected
+    assert of_rows([concatenate_rows(read)]) == expected
     batches = [make_batch(row, multiple=4) for row in read]
     joined = join_rows(batches, multiple=8)
     assert joined.terms is not None

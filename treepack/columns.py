@@ -344,6 +344,8 @@ LAWS = tuple(column for column in COLUMNS if column.sharing is Sharing.LAW)
 COMPUTED = tuple(column for column in COLUMNS if column.is_computed)
 BY_NAME = {column.name: column for column in (*COLUMNS, *OF_TRAJECTORY)}
 BY_PACKED = {column.packed: column for column in (*COLUMNS, *OF_TRAJECTORY)}
+MAKES_TERMS = frozenset(name for column in BY_NAME.values() if column.makes_terms for name in column.sources)
+"""Columns of a trie any value of which gives rows terms."""
 
 
 def remedy(packed: str) -> str:

@@ -80,7 +80,7 @@ def as_columns(records: list[Trajectory]) -> Sequences:
     # Records before each multiple of the maximum: offsets 0 3 5 9, maximum 4 -> cuts at 0, 2 and 3.
     cuts = np.searchsorted(offsets, np.arange(0, offsets[-1], MAX_LIST_VALUES)).tolist()
     tables = [_table(records[a:b], contents[a:b]) for a, b in pairwise([*cuts, len(records)]) if a < b]
-    routes = _join_routes([(content.routes, len(content.tokens)) for content in contents])
+    routes = join_routes([(content.routes, len(content.tokens)) for content in contents])
     return Sequences(tokens, offsets, tables[0] if len(tables) == 1 else concatenate(tables), routes)
 
 
@@ -92,11 +92,11 @@ def join(batches: list[Sequences]) -> Sequences:
     # Offsets 0 3 5 and 0 4 -> lengths 3 2 4 -> offsets 0 3 5 9.
     offsets = np.zeros(1 + sum(len(batch.offsets) - 1 for batch in batches), np.int64)
     np.cumsum(np.concatenate([np.diff(batch.offsets) for batch in batches]), out=offsets[1:])
-    routes = _join_routes([(batch.routes, len(batch.tokens)) for batch in batches])
+    routes = join_routes([(batch.routes, len(batch.tokens)) for batch in batches])
     return Sequences(tokens, offsets, concatenate([batch.table for batch in batches]).combine_chunks(), routes)
 
 
-def _join_routes(parts: list[tuple[Routes | None, int]]) -> Routes | None:
+def join_routes(parts: list[tuple[Routes | None, int]]) -> Routes | None:
     """Concatenate the routes of parts with so many tokens each; a part without routes has none recorded.
 
     Raises:

@@ -30,6 +30,7 @@ TRIE_COMMANDS = [
     "pack {} --capacity 24 --method sequence --normalize group --out {out}",
     "pack {} --capacity 6 --too-long truncate --out {out}",
     "pack {} --capacity 24 --leaf-weights --out {out}",
+    "pack {} --capacity 24 --partitions 3 --out {out}",
     "pack {} --capacity 24 --method greedy-online --balance 2 --out {out}",
     "advantages {} --estimator grpo --out {out}",
     "advantages {} --estimator treepo --edges --out {out}",
@@ -97,7 +98,7 @@ def test_parts_of_other_types_lengths_and_values_are_read_or_refused(
     for number, case in enumerate(cases):
         own = random.Random(f"{SEED} {share} {number}")
         for command in chosen(PACKED_COMMANDS if case.kind == "part" else TRIE_COMMANDS, own):
-            directory = rewritten(case, folder, tmp_path / "case")
+            directory = rewritten(case, folder, tmp_path / "case", routes="--partitions" not in command)
             if directory is None:
                 continue
             try:

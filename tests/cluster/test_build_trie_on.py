@@ -23,6 +23,7 @@ from support.pickled_scheduler import PickledScheduler
 from support.refusal import refusal
 from treepack import BuildOptions, TreepackError, build_trie_directory
 from treepack.cluster.build import build_trie_on
+from treepack.cluster.scheduler import LocalScheduler
 from treepack.files import parts as file_parts
 from treepack.files.remote.address import as_path
 from treepack.files.remote.cache import local_copy
@@ -357,12 +358,12 @@ def test_input_without_a_trajectory_is_refused_as_in_one_process(
 
 
 def test_wrong_calls_are_refused(tmp_path: Path, inputs: Path) -> None:
-    assert "expected at least 1" in refusal(build_trie_on, PickledScheduler(), [inputs], tmp_path / "on", share_bytes=0)
+    assert "expected at least 1" in refusal(build_trie_on, LocalScheduler(), [inputs], tmp_path / "on", share_bytes=0)
     assert "standard input cannot be read by other machines" in refusal(
-        build_trie_on, PickledScheduler(), ["-"], tmp_path / "on"
+        build_trie_on, LocalScheduler(), ["-"], tmp_path / "on"
     )
     assert "keep_routes builds the trie on one machine" in refusal(
-        build_trie_on, PickledScheduler(), [inputs], tmp_path / "on", BuildOptions(keep_routes=True)
+        build_trie_on, LocalScheduler(), [inputs], tmp_path / "on", BuildOptions(keep_routes=True)
     )
 
 

@@ -1,4 +1,4 @@
-"""`build-trie` on a Ray cluster gives the result of one process, also after the death of workers."""
+"""`build-trie` and `pack` on a Ray cluster give the results of one process, also after the death of workers."""
 
 from __future__ import annotations
 
@@ -9,24 +9,32 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 
 from support.command_line import Result, Run
-from support.ray_rollouts import write_rollouts
+from support.ray_rollouts import local_tables, tables_of, write_rollouts
 from support.s3 import Store
-from treepack import build_trie_directory
+from treepack import build_trie_directory, pack_trie
 from treepack.cluster.build import build_trie_on
+from treepack.cluster.pack import pack_trie_on
 from treepack.cluster.ray import connected_cluster
 from treepack.cluster.shares import ShareRecord
 from treepack.files.directory import finished_directory
+from treepack.pack.options import PackOptions
 
 pytestmark = pytest.mark.ray
+
+CAPACITY = 1024
+Content = tuple[dict[str, Any], dict[str, pa.Table]]
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +49,13 @@ def trie(rollouts: Path) -> Path:
     return rollouts.with_name("trie")
 
 
+@pytest.fixture(scope="module")
+def packed(trie: Path) -> Path:
+    """The rows that one process packs."""
+    pack_trie(trie, trie.with_name("packed"), PackOptions(capacity=CAPACITY))
+    return trie.with_name("packed")
+
+
 def successful(result: Result) -> Result:
     assert result.status == 0, result.err
     return result
@@ -53,18 +68,47 @@ def assert_same_bytes(one: Path, other: Path) -> None:
     assert not other.with_name(f".{other.name}.shares").exists()
 
 
+def assert_same_samples(one: Content, other: Content) -> None:
+    """As many trajectories, terms and weights, in rows of about as many tokens; `stats --check` compares the rest."""
+    totals, there = one[0]["totals"], other[0]["totals"]
+    for name in ("num_trajectories", "tokens_flat", "tokens_tree", "tokens_trained"):
+        assert totals[name] == there[name]
+    # Each part repeats the system prompt, which is much of a part of this small trie, and little of a large one.
+    assert there["tokens_packed"] - there["repeated_tokens"] <= 1.005 * totals["tokens_packed"]
+
+
 def lines_of(result: Result) -> list[list[str]]:
     """The words of a summary, without the line about the speed."""
     return [line.split() for line in result.out.splitlines() if not line.startswith("tokens_per_second")]
 
 
-def test_the_trie_and_the_summary_are_those_of_one_process(
-    treepack: Run, cluster: str, rollouts: Path, trie: Path, tmp_path: Path
+def test_build_trie_and_pack_are_as_in_one_process(
+    treepack: Run, cluster: str, rollouts: Path, trie: Path, packed: Path, tmp_path: Path
 ) -> None:
-    built = successful(treepack("build-trie", rollouts, "--out", tmp_path / "trie", "--ray", cluster))
+    ray = ("--ray", cluster)
+    built = successful(treepack("build-trie", rollouts, "--out", tmp_path / "trie", *ray))
     assert_same_bytes(trie, tmp_path / "trie")
+    parts = (*ray, "--partitions", 3)
+    made = successful(treepack("pack", tmp_path / "trie", "--capacity", CAPACITY, "--out", tmp_path / "packed", *parts))
+    assert_same_samples(local_tables(packed), local_tables(tmp_path / "packed"))
+    checked = successful(treepack("stats", tmp_path / "packed", "--check", "--json")).json["checked"]
+    assert isinstance(checked, dict)
+    assert checked["against_trie"] is True
     alone = successful(treepack("build-trie", rollouts, "--out", tmp_path / "alone"))
     assert lines_of(built) == lines_of(alone)
+    assert "N_pack" in made.out
+
+
+def test_rows_are_even_in_the_time_of_a_model(treepack: Run, cluster: str, trie: Path, tmp_path: Path) -> None:
+    options = ("--capacity", CAPACITY, "--partitions", 2, "--balance", 2, "--model", "qwen3-8b")
+    successful(treepack("pack", trie, "--out", tmp_path / "on", *options, "--ray", cluster))
+    successful(treepack("pack", trie, "--out", tmp_path / "alone", *options))
+    assert_same_bytes(tmp_path / "alone", tmp_path / "on")
+    manifest, tables = local_tables(tmp_path / "on")
+    assert manifest["options"]["token_pairs"] > 0
+    steps = Counter(step for table in tables.values() for step in table["step"].to_pylist())
+    assert steps
+    assert all(number % 2 == 0 for number in steps.values())
 
 
 def test_a_local_cluster_gives_the_same_trie(rollouts: Path, trie: Path, tmp_path: Path) -> None:
@@ -126,14 +170,18 @@ def test_a_client_that_a_busy_cluster_does_not_serve_at_once_tries_again(
     assert_same_bytes(trie, tmp_path / "trie")
 
 
-def test_objects_of_a_store_give_the_trie_of_files(
-    treepack: Run, cluster: str, shared_store: Store, rollouts: Path
+def test_objects_of_a_store_give_the_results_of_files(
+    treepack: Run, cluster: str, shared_store: Store, rollouts: Path, packed: Path
 ) -> None:
     shared_store.upload(rollouts, "in")
     address = shared_store.address()
     successful(treepack("build-trie", f"{address}/in", "--out", f"{address}/one"))
     successful(treepack("build-trie", f"{address}/in", "--out", f"{address}/trie", "--ray", cluster))
     assert shared_store.read("trie/manifest.json") == shared_store.read("one/manifest.json")  # it has all hashes
+    rows = ("--capacity", CAPACITY, "--out", f"{address}/packed", "--ray", cluster, "--partitions", 3)
+    successful(treepack("pack", f"{address}/trie", *rows))
+    assert_same_samples(local_tables(packed), tables_of(lambda name: shared_store.read(f"packed/{name}")))
+    successful(treepack("stats", f"{address}/packed", "--check"))
     assert not [name for name in shared_store.names() if "unfinished" in name or ".shares" in name]
 
 
@@ -175,11 +223,20 @@ def killed_workers(number: int) -> Iterator[list[int]]:
         thread.join()
 
 
-def test_killed_workers_change_nothing(cluster: str, rollouts: Path, trie: Path, tmp_path: Path) -> None:
-    with connected_cluster(cluster) as scheduler, killed_workers(2) as killed:
-        build_trie_on(scheduler, [rollouts], tmp_path / "trie", share_bytes=1)
-    assert len(killed) == 2
-    assert_same_bytes(trie, tmp_path / "trie")
+def test_killed_workers_change_nothing(
+    treepack: Run, cluster: str, rollouts: Path, trie: Path, packed: Path, tmp_path: Path
+) -> None:
+    with connected_cluster(cluster) as scheduler:
+        with killed_workers(2) as killed:
+            build_trie_on(scheduler, [rollouts], tmp_path / "trie", share_bytes=1)
+        assert len(killed) == 2
+        assert_same_bytes(trie, tmp_path / "trie")
+        with killed_workers(1) as killed:
+            pack_trie_on(scheduler, trie, tmp_path / "packed", PackOptions(capacity=CAPACITY), num_slices=5)
+        assert len(killed) == 1
+    successful(treepack("stats", tmp_path / "packed", "--check"))
+    assert_same_samples(local_tables(packed), local_tables(tmp_path / "packed"))
+    assert not list(tmp_path.glob("*/.task-*"))
 
 
 _KILLED = """
@@ -227,13 +284,16 @@ def test_a_failed_task_leaves_no_output_and_one_sentence(treepack: Run, cluster:
     assert [path.name for path in tmp_path.iterdir() if path.name != "in"] == []
 
 
-def test_a_second_writer_is_refused(treepack: Run, cluster: str, rollouts: Path, tmp_path: Path) -> None:
+def test_a_second_writer_is_refused(treepack: Run, cluster: str, rollouts: Path, trie: Path, tmp_path: Path) -> None:
+    commands = (["build-trie", rollouts], ["pack", trie, "--capacity", CAPACITY])
     # Outputs are locked for a thread: the command in another one is another writer.
     with ThreadPoolExecutor(1) as others, finished_directory(tmp_path / "out") as temporary:
-        result = others.submit(treepack, "build-trie", rollouts, "--out", tmp_path / "out", "--ray", cluster).result()
-        assert result.status == 1
-        assert result.err.count("\n") == 1
-        assert "out: is being written by" in result.err
+        for command in commands:
+            run = partial(treepack, *command, "--out", tmp_path / "out", "--ray", cluster)
+            result = others.submit(run).result()
+            assert result.status == 1
+            assert result.err.count("\n") == 1
+            assert "out: is being written by" in result.err
         (temporary / "manifest.json").write_text("{}")
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["manifest.json"]
 

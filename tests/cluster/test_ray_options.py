@@ -9,6 +9,7 @@ import pytest
 
 from support.command_line import Run
 from support.paths import SAMPLE_DATA
+from treepack.files.manifest import read_manifest
 
 
 @pytest.mark.parametrize(
@@ -28,12 +29,36 @@ def test_options_of_build_trie_that_exclude_each_other(
     assert sentence in " ".join(result.err.split())
 
 
-@pytest.mark.parametrize("option", ["--ray", "--partitions"])
-def test_options_of_pack_that_are_gone_have_a_remedy(treepack: Run, tmp_path: Path, option: str) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--partitions", 2, "--memory", "1G"], "--memory has no meaning with --partitions"),
+        (["--partitions", 2, "--save-plan", "plan.jsonl"], "--save-plan has no meaning with --partitions"),
+        (["--ray", "auto", "--save-plan", "plan.jsonl"], "--save-plan has no meaning with --ray"),
+        (["--ray", "auto", "--plan", "plan.jsonl"], "--plan has no meaning with --ray"),
+        (["--ray", "auto", "--workers", 2], "--workers has no meaning with --ray auto"),
+    ],
+)
+def test_options_of_pack_that_exclude_each_other(
+    treepack: Run, tmp_path: Path, arguments: list[object], sentence: str
+) -> None:
     (tmp_path / "trie").mkdir()
-    result = treepack("pack", tmp_path / "trie", option, 2, "--out", tmp_path / "packed")
+    (tmp_path / "plan.jsonl").touch()
+    arguments = [tmp_path / each if each == "plan.jsonl" else each for each in arguments]
+    result = treepack("pack", tmp_path / "trie", *arguments, "--out", tmp_path / "packed")
     assert result.status == 2
-    assert f"{option} is gone; pack reads a trie of any number of tokens" in " ".join(result.err.split())
+    assert sentence in " ".join(result.err.split())
+
+
+def test_pack_in_parts_needs_no_cluster(treepack: Run, tmp_path: Path) -> None:
+    assert treepack("build-trie", SAMPLE_DATA / "tokens.jsonl", "--out", tmp_path / "trie").status == 0
+    for options in ([], ["--partitions", 3]):
+        out = tmp_path / f"packed-{len(options)}"
+        result = treepack("pack", tmp_path / "trie", "--capacity", 4096, "--out", out, *options)
+        assert result.status == 0, result.err
+        assert treepack("stats", out, "--check").status == 0
+    totals = [read_manifest(tmp_path / name)["totals"] for name in ("packed-0", "packed-2")]
+    assert totals[0]["tokens_tree"] == totals[1]["tokens_tree"]
 
 
 def test_without_ray_the_command_says_how_to_install_it(

@@ -1,4 +1,4 @@
-"""A Ray cluster gives the results of this process, also after the death of workers."""
+"""A Ray cluster gives the results of the scheduler of this process, also after the death of workers."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ import pytest
 
 import treepack
 from support import ray_stages as stages
-from support.ray_cluster import free_port
+from support.ray_cluster import free_port, kill, machine
 from support.refusal import refusal
 from treepack.cluster.ray import WINDOW, RayScheduler, connected_cluster, refuse_unreachable
+from treepack.cluster.scheduler import LocalScheduler
 from treepack.errors import TreepackError
 
 pytestmark = pytest.mark.ray
@@ -44,9 +45,14 @@ def test_results_come_in_order_and_calls_are_taken_as_needed(scheduler: RaySched
     assert scheduler.num_workers == 2
 
 
-def test_a_shared_value_is_an_argument_of_many_tasks(scheduler: RayScheduler) -> None:
-    shared = scheduler.share(list(range(1000)))
-    assert list(scheduler.run(stages.sum_of, [(shared, factor) for factor in range(3)])) == [0, 499500, 999000]
+def test_tables_stay_there_and_are_arguments_of_later_tasks(scheduler: RayScheduler) -> None:
+    results = []
+    for each in (LocalScheduler(), scheduler):
+        kept = list(each.keep(stages.large_table_of, [(seed, 500) for seed in range(6)]))
+        tables = [table for table, _ in kept]
+        sums = each.run(stages.num_rows_and_sum, [(table, each.share(2)) for table in tables])
+        results.append(([summary for _, summary in kept], list(sums)))
+    assert results[0] == results[1]
 
 
 def test_an_error_of_a_task_is_raised_as_in_one_process(scheduler: RayScheduler) -> None:
@@ -56,6 +62,7 @@ def test_an_error_of_a_task_is_raised_as_in_one_process(scheduler: RayScheduler)
     assert refusal(next, results) == "rollouts.jsonl:3: no tokens; remove the line"
     with pytest.raises(ZeroDivisionError):
         list(scheduler.run(stages.breaks, calls))
+    assert refusal(list, scheduler.keep(stages.refuses_table, [(7,)])) == "table 7: cannot be made; give another"
 
 
 def test_a_task_whose_worker_dies_runs_again(scheduler: RayScheduler, tmp_path: Path) -> None:
@@ -84,8 +91,23 @@ def test_workers_killed_from_outside_change_nothing(scheduler: RayScheduler, tmp
 
 
 def test_a_task_that_always_kills_its_worker_is_one_sentence(scheduler: RayScheduler) -> None:
-    with pytest.raises(TreepackError, match=r"^Ray could not finish a task, and 3 retries failed too .*memory per CPU"):
+    with pytest.raises(TreepackError, match=r"^Ray could not finish a task, and 3 retries failed too .*partitions"):
         list(scheduler.run(stages.always_dies, [(1,)]))
+
+
+def test_tables_lost_with_a_machine_are_made_again(cluster: str, scheduler: RayScheduler) -> None:
+    import ray
+
+    with machine(f"--address={cluster}", workers=2) as second:
+        while sum(node["Alive"] for node in ray.nodes()) < 2:
+            time.sleep(0.2)
+        kept = [table for table, _ in scheduler.keep(stages.large_table_of, [(seed, 300) for seed in range(8)])]
+        before = list(scheduler.run(stages.num_rows_and_sum, [(table, 1) for table in kept]))
+        kill(second)
+        while sum(node["Alive"] for node in ray.nodes()) > 1:
+            time.sleep(0.2)
+    assert list(scheduler.run(stages.num_rows_and_sum, [(table, 1) for table in kept])) == before
+    assert sum(rows for rows, _ in before) == 8 * 300
 
 
 def test_relative_paths_are_those_of_the_command(

@@ -19,9 +19,9 @@ import pytest
 
 from support import law
 from support.paths import ROLLOUTS, SAMPLE_DATA
-from support.pickled_scheduler import PickledScheduler
 from treepack.calls.copied_turns import COPIED_NOTE
 from treepack.cluster.build import build_trie_on
+from treepack.cluster.scheduler import LocalScheduler
 from treepack.files.input_files.inputs import list_inputs
 from treepack.files.input_files.record_files import read_records
 from treepack.files.input_files.records import Record
@@ -913,7 +913,7 @@ def test_a_copied_session_is_trained_once(tmp_path: Path, order: str, workers: i
 def assert_shares_are_equal(inputs: list[Path], folder: Path, options: BuildOptions) -> None:
     """Tasks that read a file each build the trie of one process: they know the answers that other files have."""
     build_trie_directory(inputs, folder / "one", options)
-    build_trie_on(PickledScheduler(), inputs, folder / "on", options, share_bytes=1)
+    build_trie_on(LocalScheduler(), inputs, folder / "on", options, share_bytes=1)
     manifests = [
         (folder / name / "manifest.json").read_bytes() for name in ("one", "on")
     ]  # with the hashes of all parts

@@ -214,8 +214,10 @@ def test_a_packed_directory_has_the_sets(treepack: Run, tmp_path: Path) -> None:
     path.write_text(json.dumps({"prompt_ids": [3, 4], "response_ids": [5, 6, 7], "reward": 1.0, "kept_ids": SETS}))
     assert treepack("build-trie", path, "--out", tmp_path / "trie").status == 0
     assert treepack("pack", tmp_path / "trie", "--out", tmp_path / "packed").status == 0
-    manifest, trie = read_manifest(tmp_path / "packed", PACKED_FORMAT), read_trie(tmp_path / "trie")
-    (row,) = checked_rows(read_rows(tmp_path / "packed"), manifest, trie)
-    assert row.terms is not None
-    assert row.terms.kept_ids is not None
-    assert as_lists(row.terms.kept_ids) == EXPECTED
+    assert treepack("pack", tmp_path / "trie", "--out", tmp_path / "slices", "--partitions", 2).status == 0
+    for name in ("packed", "slices"):
+        manifest, trie = read_manifest(tmp_path / name, PACKED_FORMAT), read_trie(tmp_path / "trie")
+        (row,) = checked_rows(read_rows(tmp_path / name), manifest, trie)
+        assert row.terms is not None
+        assert row.terms.kept_ids is not None
+        assert as_lists(row.terms.kept_ids) == EXPECTED

@@ -34,6 +34,7 @@ from treepack.objectives.row_factors import row_factors
 from treepack.objectives.row_numbers import LossPart
 from treepack.online import sequence_loss
 from treepack.pack.files import read_rows
+from treepack.pack.row import concatenate_rows
 from treepack.train.options import TrainOptions
 from treepack.train.schedule import plan_steps
 from treepack.trie.builders.in_memory import build_trie
@@ -241,6 +242,7 @@ def test_rows_of_an_older_treepack_are_refused_for_this_denominator_alone(tmp_pa
     dataset = PackedDataset(tmp_path / "packed", terms=True)
     assert trajectory_table(dataset, choose_objective("grpo")).rollout is None
     (row,) = read_rows(tmp_path / "packed")
+    assert concatenate_rows([row, row]).terms.rollout_number is None  # type: ignore[union-attr]
     assert len(row_factors([row], choose_objective("grpo"))) == 1
     assert refusal(row_factors, [row], choose_objective("grpo", denominator="rollout")) == (
         "row 0: an older treepack packed it without rollout numbers; pack the trie again"

@@ -18,12 +18,14 @@ from support.oracle import path_of
 from support.recorded_routes import routed_trajectories
 from support.refusal import refusal
 from support.strategies import make
+from support.trie_files import saved
 from treepack.analysis.check import check
 from treepack.data.batch import TermTensors, make_batch
 from treepack.data.dataset import PackedDataset
 from treepack.data.ragged_tensor import RaggedTensor
 from treepack.errors import TreepackError
 from treepack.files.manifest import Provenance, read_manifest
+from treepack.files.remote.location import locate
 from treepack.files.routes import route_array
 from treepack.pack.check import check_packed
 from treepack.pack.directory import pack_trie
@@ -31,11 +33,12 @@ from treepack.pack.files import read_rows, write_packed
 from treepack.pack.options import PackOptions
 from treepack.pack.packing import plan_packing
 from treepack.pack.plan.planning import plan_rows
-from treepack.pack.row import Row
+from treepack.pack.row import Row, concatenate_rows
 from treepack.pack.rows import pack_rows
 from treepack.ragged import RaggedArray
 from treepack.trajectory import Routes, Tokens, Trajectory
 from treepack.trie.builders.in_memory import build_trie
+from treepack.trie.store.row_groups import read_footers
 from treepack.trie.store.trie_files import write_trie
 from treepack.trie.totals import trie_totals
 from treepack.trie.trie import trajectories_of
@@ -179,7 +182,7 @@ def expected_routes(trie_trajectories: list[Trajectory]) -> dict[str, list[objec
 
 @settings(max_examples=20)
 @given(data=st.data(), dtype=st.sampled_from([np.uint8, np.uint16]))
-def test_rows_and_files_have_the_routes_of_the_trie(
+def test_rows_files_and_joined_rows_have_the_routes_of_the_trie(
     tmp_path_factory: pytest.TempPathFactory,
     data: st.DataObject,
     dtype: type[np.unsignedinteger],
@@ -188,6 +191,7 @@ def test_rows_and_files_have_the_routes_of_the_trie(
     expected = expected_routes([*trajectories_of(trie)])
     rows = [*plan_packing(trie, PackOptions(capacity=CAPACITY))]
     assert routes_by_id(rows) == expected
+    assert routes_by_id([concatenate_rows(rows)]) == expected
     folder = tmp_path_factory.mktemp("packed")
     write_packed(rows, folder, capacity=CAPACITY)
     assert routes_by_id([*read_rows(folder)]) == expected
@@ -224,6 +228,12 @@ def test_a_check_compares_the_routes_with_those_of_the_trie(tmp_path: Path) -> N
         assert "trajectory 'a' differs from the trie's" in refusal(
             check_packed, [replace(row, routes=routes)], manifest, build
         )
+
+
+def test_slices_of_a_trie_with_routes_are_refused_with_both_remedies(tmp_path: Path) -> None:
+    trie = saved(build_trie([_simple(np.array([[[0, 1]], [[1, 2]], [[2, 0]]], np.uint8))]), tmp_path / "trie")
+    with pytest.raises(TreepackError, match=r"has recorded routes, .* pack it without --ray and --partitions"):
+        read_footers(locate(trie))
 
 
 def test_a_row_with_too_few_bytes_is_refused() -> None:

@@ -13,7 +13,7 @@ from house_numbers import Room
 from support.paths import ROOT
 
 # Lines of Python. A person changes them, and the commit has one sentence about the use of the growth.
-MAX_LINES, MAX_CORE_LINES = 112_900, 84_500
+MAX_LINES, MAX_CORE_LINES = 114_500, 84_900
 MAX_BOXES = 25  # on the first level of a room
 
 

@@ -66,8 +66,10 @@ def rollouts() -> list[Trajectory]:
 
 
 def write_directories(folder: Path) -> None:
-    """Write `folder`/trie and `folder`/packed with routes."""
-    saved(with_values(build_trie(rollouts())), folder / "trie")
+    """Write `folder`/trie and `folder`/packed with routes, and `folder`/plain without: slices need that."""
+    made = rollouts()
+    saved(with_values(build_trie(made)), folder / "trie")
+    saved(build_trie([with_routes(each, None) for each in made]), folder / "plain")
     pack_trie(folder / "trie", folder / "packed", PackOptions(capacity=24), overwrite=True)
 
 
@@ -195,9 +197,12 @@ def _original(path: Path) -> pa.Table:
     return pq.read_table(path)
 
 
-def rewritten(case: PartCase, folder: Path, out: Path) -> Path | None:
-    """Write a copy of the directory of `case` to `out`; None if it has no such column, or the values do not convert."""
-    source = folder / case.directory
+def rewritten(case: PartCase, folder: Path, out: Path, *, routes: bool = True) -> Path | None:
+    """Write a copy of the directory of `case` to `out`; None if it has no such column, or the values do not convert.
+
+    Without `routes`, the trie is the one without these columns.
+    """
+    source = folder / (case.directory if routes or case.directory == "packed" else "plain")
     manifest = json.loads((source / "manifest.json").read_text())
     shutil.rmtree(out, ignore_errors=True)
     shutil.copytree(source, out)

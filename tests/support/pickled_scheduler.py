@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
-from treepack.cluster.scheduler import Call
+import pyarrow as pa
+
+from treepack.cluster.scheduler import Call, TableHandle
 
 
 def pickled_copy(value: Any) -> Any:
@@ -14,12 +17,28 @@ def pickled_copy(value: Any) -> Any:
     return pickle.loads(pickle.dumps(value))
 
 
+@dataclass
 class PickledScheduler:
-    """A scheduler that runs each call here, one after the other."""
+    """`LocalScheduler` with pickled calls; `num_rows` are the rows of the largest table that each function handled."""
+
+    num_rows: dict[str, int] = field(default_factory=dict)
 
     def share(self, value: Any) -> Any:
         return pickled_copy(value)
 
     def run(self, function: Callable[..., Any], calls: Iterable[Call]) -> Iterator[Any]:
         for call in calls:
-            yield pickled_copy(pickled_copy(function)(*pickled_copy(call)))
+            result = pickled_copy(pickled_copy(function)(*pickled_copy(call)))
+            tables = [each for each in (*call, *_parts(result)) if isinstance(each, pa.Table)]
+            name = function.__name__
+            self.num_rows[name] = max([self.num_rows.get(name, 0), *(each.num_rows for each in tables)])
+            yield result
+
+    def keep(
+        self, function: Callable[..., tuple[pa.Table, Any]], calls: Iterable[Call]
+    ) -> Iterator[tuple[TableHandle, Any]]:
+        return self.run(function, calls)
+
+
+def _parts(result: Any) -> tuple[Any, ...]:
+    return result if isinstance(result, tuple) else (result,)

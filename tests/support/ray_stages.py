@@ -7,6 +7,9 @@ import signal
 import time
 from pathlib import Path
 
+import numpy as np
+import pyarrow as pa
+
 from treepack.errors import TreepackError
 
 
@@ -48,5 +51,17 @@ def folder_of_task(_: int) -> str:
     return os.getcwd()  # noqa: PTH109
 
 
-def sum_of(values: list[int], factor: int) -> int:
-    return factor * sum(values)
+def large_table_of(seed: int, rows: int) -> tuple[pa.Table, int]:
+    """A table of 8 KB for each row."""
+    rng = np.random.default_rng(seed)
+    values = pa.array(rng.integers(0, 9, rows * 2048, np.int32))
+    tokens = pa.ListArray.from_arrays(pa.array(np.arange(rows + 1, dtype=np.int32) * 2048), values)
+    return pa.table({"key": pa.array(rng.integers(0, 1000, rows), pa.int64()), "tokens": tokens}), rows
+
+
+def refuses_table(number: int) -> tuple[pa.Table, int]:
+    raise TreepackError(f"table {number}: cannot be made; give another")
+
+
+def num_rows_and_sum(table: pa.Table, factor: int) -> tuple[int, int]:
+    return len(table), factor * int(table["key"].to_numpy().sum())

@@ -28,6 +28,7 @@ from treepack.files import schema
 from treepack.files.input_files import ranges
 from treepack.files.manifest import Provenance, read_manifest
 from treepack.files.part_columns import check_part_columns, with_types
+from treepack.files.remote.location import locate
 from treepack.files.schema import TRIE
 from treepack.ingest import stream
 from treepack.ingest.array_rollouts import trajectories_from_arrays
@@ -40,6 +41,7 @@ from treepack.trie.builders.in_memory import build_trie
 from treepack.trie.check import check_trie
 from treepack.trie.directory import build_trie_directory
 from treepack.trie.store import mapped, trie_files
+from treepack.trie.store.row_groups import read_footers
 from treepack.trie.store.token_values import carried_values, write_token_values
 from treepack.trie.store.trie_files import read_trie, write_trie
 from treepack.trie.trie import Trie, sequences_of, trajectories_of
@@ -210,6 +212,7 @@ def test_a_copy_gives_the_values_back_and_the_rest_as_it_was(
     assert without.token_values is None
     assert again.trajectories.equals(trie.trajectories)
     assert [each.tolist() for each in sequences_of(again)] == [each.tolist() for each in sequences_of(trie)]
+    assert read_footers(locate(out)).num_tokens == trie.tokens_tree
 
 
 def test_a_copy_in_parts_has_the_bytes_of_a_trie_written_with_values(

@@ -1,1 +1,1 @@
-"""Tries built by many machines: shares of the input of `build-trie` as tasks on a Ray cluster."""
+"""Tries and rows made by many machines: stages of `build-trie` and `pack` as tasks, and programs that run them."""

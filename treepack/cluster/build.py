@@ -66,7 +66,7 @@ def build_trie_on(
     """Read rollouts and write their prefix tries to the directory `out` by tasks of `scheduler`.
 
     Args:
-        scheduler: runs the tasks.
+        scheduler: runs the tasks; `LocalScheduler()` runs them in this process, one after the other.
         inputs: files, folders and globs that all machines see, addresses, or tries that `build-trie` wrote.
         out: the directory to write, on a disk that all machines share, or an address.
         options: how to read, tokenise and share; `workers` has no meaning here.

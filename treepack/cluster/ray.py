@@ -1,10 +1,12 @@
-"""Run the tasks of `build-trie` on a Ray cluster.
+"""Run the tasks of `build-trie` and `pack` on a Ray cluster.
 
     connected_cluster(address) --> RayScheduler  address: auto, local, HOST:PORT or ray://HOST:PORT
 
     run       one Ray task for each call, a window of them in flight     results come here in order
+    keep      as run; the table stays in Ray's object store              its handle is an ObjectRef
 
-A task whose process or machine dies runs again.
+A task whose process or machine dies runs again. If a machine dies with tables that a later task needs, Ray runs the
+tasks again that made them.
 """
 
 from __future__ import annotations
@@ -19,8 +21,10 @@ from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 
+import pyarrow as pa
+
 import treepack
-from treepack.cluster.scheduler import Call
+from treepack.cluster.scheduler import Call, TableHandle
 from treepack.errors import TreepackError, install_hint
 
 # Calls in flight for each worker: the one that runs, the next ones, and finished ones that wait for a slow first one.
@@ -58,28 +62,41 @@ class RayScheduler:
         return self._shared[-1]
 
     def run(self, function: Callable[..., Any], calls: Iterable[Call]) -> Iterator[Any]:
-        """Yield `function(*call)` for each of `calls`, in their order; see `Scheduler`.
+        """Yield `function(*call)` for each of `calls`, in their order; see `Scheduler`."""
+        return (summary for _, summary in self._results(function, calls, num_returns=1))
+
+    def keep(
+        self, function: Callable[..., tuple[pa.Table, Any]], calls: Iterable[Call]
+    ) -> Iterator[tuple[TableHandle, Any]]:
+        """Yield a handle of the table and the summary of each of `calls`, in their order; see `Scheduler`."""
+        return self._results(function, calls, num_returns=2)
+
+    def _results(
+        self, function: Callable[..., Any], calls: Iterable[Call], *, num_returns: int
+    ) -> Iterator[tuple[TableHandle, Any]]:
+        """Yield the first handle and the last result of each call.
 
         If the caller stops or a task fails, wait a little for the tasks in flight, so that they do not write into a
         folder that is being removed. The end of the connection ends them. `ray.cancel` is not used: if a result comes
         at that moment, it may end this process with a failed check of Ray 2.60.
         """
         rest = iter(calls)
-        task = self._task.options(max_retries=_RETRIES, name=function.__name__)
-        in_flight: deque[Any] = deque()
+        task = self._task.options(num_returns=num_returns, max_retries=_RETRIES, name=function.__name__)
+        in_flight: deque[list[Any]] = deque()
         try:
             while True:
                 for call in islice(rest, WINDOW * self.num_workers - len(in_flight)):
-                    in_flight.append(task.remote(self._folder, function, *call))
+                    refs = task.remote(self._folder, function, *call)
+                    in_flight.append([refs] if num_returns == 1 else refs)
                 if not in_flight:
                     return
-                result = self._value(in_flight[0])
-                in_flight.popleft()
-                yield result
+                summary = self._value(in_flight[0][-1])
+                yield in_flight.popleft()[0], summary
         finally:
             if in_flight:
                 with contextlib.suppress(Exception):  # the connection may be gone
-                    self._ray.wait([*in_flight], num_returns=len(in_flight), timeout=_GRACE, fetch_local=False)
+                    last = [refs[-1] for refs in in_flight]
+                    self._ray.wait(last, num_returns=len(last), timeout=_GRACE, fetch_local=False)
 
     def _value(self, ref: Any) -> Any:
         """Return the result of a task.
@@ -90,13 +107,16 @@ class RayScheduler:
         try:
             return self._ray.get(ref)
         except self._ray.exceptions.RayTaskError as error:
-            if isinstance(error.cause, TreepackError):
-                raise error.cause from None
+            cause = error.cause
+            while isinstance(cause, self._ray.exceptions.RayTaskError):  # of a task that made an argument
+                cause = cause.cause
+            if isinstance(cause, TreepackError):
+                raise cause from None
             raise
         except self._ray.exceptions.RayError as error:
             raise TreepackError(
                 f"Ray could not finish a task, and {_RETRIES} retries failed too ({_cause(error)}); if memory ran "
-                "out, give machines with more memory per CPU"
+                "out, give machines with more memory per CPU, or for pack more --partitions"
             ) from error
 
 

@@ -105,6 +105,7 @@ _OPTIONS: dict[str, Callable[[Any], bool]] = {
     "normalize": _one_of("token", "trajectory", "group"),
     "too_long": _one_of("error", "drop", "truncate"),
     "balance": lambda value: _is_count(value) and value > 0,
+    "partitions": _is_count,
     "pairs_budget": _is_number,
     "method": _is_text,
 }

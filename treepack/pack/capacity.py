@@ -72,11 +72,11 @@ def fit_capacity(trie: Trie, capacity: int, *, too_long: str) -> tuple[Trie, Cou
     trajectories = fit_all()
     first = next(trajectories, None)
     if first is None:
-        raise _no_trajectory_fits(capacity)
+        raise no_trajectory_fits(capacity)
     return rebuild(trie, chain([first], trajectories)), counts
 
 
-def _no_trajectory_fits(capacity: int) -> TreepackError:
+def no_trajectory_fits(capacity: int) -> TreepackError:
     """Return the error for a trie whose trajectories are all too long."""
     return TreepackError(f"no trajectory fits the capacity of {capacity}; raise the capacity: {ANY_LENGTH}")
 

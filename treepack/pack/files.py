@@ -2,6 +2,9 @@
 
     write_packed(rows, directory, capacity=...)      read_rows(directory) -> Row, Row, ...
 
+    write_rows(rows, output, columns), ...           tasks, on any machine
+    write_packed_manifest(directory, their results)  the command that started them
+
 Equal rows give equal bytes. Readers refuse other formats and versions, and parts that are missing or damaged.
 """
 
@@ -11,10 +14,11 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from pyarrow import parquet
@@ -24,14 +28,17 @@ from treepack.errors import TreepackError
 from treepack.files import schema
 from treepack.files.column_views import ragged_lists
 from treepack.files.manifest import Manifest, Provenance, complete_manifest, read_manifest, write_manifest
-from treepack.files.parts import ColumnEncoding, PartWriter, open_part
+from treepack.files.manifest_entries import FileEntry
+from treepack.files.parts import PART_TOKENS, ColumnEncoding, PartWriter, open_part
 from treepack.files.remote.address import AnyPath, as_path
 from treepack.files.remote.cache import local_copy
 from treepack.files.routes import route_array
+from treepack.files.task_output import TaskOutput
 from treepack.pack.options import PackOptions
 from treepack.pack.row import Row, RowTerms, row_counts, row_totals
 from treepack.pack.row_group import RowGroup, row_schema
 from treepack.pack.row_shape import check_shape
+from treepack.trajectory import Int64
 
 # Tokens per row group, which is the unit that a reader decodes: some megabytes of columns.
 GROUP_TOKENS = 1 << 18
@@ -72,12 +79,65 @@ def write_packed(
     Raises:
         TreepackError: there is no row.
     """
+    written = _write_parts(rows, directory)
+    known = provenance() if callable(provenance) else provenance
+    return write_packed_manifest(directory, [written], capacity=capacity, provenance=known)
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenRows:
+    """Rows that a task has written: the entries of their parts, their summed `row_counts`, and the largest token id."""
+
+    entries: tuple[FileEntry, ...]
+    counted: Counter[str]
+    max_token_id: int
+
+
+def write_rows(
+    rows: Iterable[Row], output: TaskOutput, columns: pa.Schema, *, first_row: int = 0, first_part: int = 0
+) -> WrittenRows:
+    """Write `rows` as parts of a packed directory that several tasks write; they appear when all are complete.
+
+    Args:
+        rows: in the order of the directory; there may be none. Their `row_id` is counted from `first_row` on.
+        output: the directory.
+        columns: the result of `packed_columns`, the same in every task.
+        first_row: number of rows before them in the directory.
+        first_part: number of their first part. `num_parts` counts the parts that they need.
+
+    Raises:
+        TreepackError: the output cannot be written.
+    """
+    numbered = (replace(row, row_id=first_row + i) for i, row in enumerate(rows))
+    with output.folder() as folder:
+        return _write_parts(numbered, folder, columns, first_part=first_part)
+
+
+def write_packed_manifest(
+    directory: Path,
+    results: Iterable[WrittenRows],
+    *,
+    capacity: int,
+    provenance: Provenance = Provenance(),  # noqa: B008 (immutable)
+) -> Manifest:
+    """Write the manifest of rows that tasks have written, in the order of the directory; see `write_packed`.
+
+    Raises:
+        TreepackError: there is no row.
+    """
+    every = [*results]
     counted: Counter[str] = Counter()
-    entries = _write_parts(rows, directory, counted)
+    for each in every:
+        counted.update(each.counted)  # unlike a sum, it keeps counts of 0
     if not counted["num_rows"]:
         raise TreepackError(f"{directory}: there is no row to write")
-    known = provenance() if callable(provenance) else provenance
-    return write_manifest(directory, packed_manifest(counted, capacity=capacity, provenance=known, entries=entries))
+    entries = {
+        "max_token_id": max(each.max_token_id for each in every),
+        "files": [entry for each in every for entry in each.entries],
+    }
+    return write_manifest(
+        directory, packed_manifest(counted, capacity=capacity, provenance=provenance, entries=entries)
+    )
 
 
 def training_steps(directory: AnyPath, manifest: Manifest) -> set[int]:
@@ -92,16 +152,34 @@ def training_steps(directory: AnyPath, manifest: Manifest) -> set[int]:
     return {step for column in columns for step in pc.unique(column.drop_null()).to_pylist()}
 
 
-def _write_parts(rows: Iterable[Row], directory: Path, counted: Counter[str]) -> dict[str, Any]:
-    """Write `rows` as parts and add their `row_counts` to `counted`; return the entries of the manifest for them."""
+def num_parts(tokens: Int64, terms: Int64) -> int:
+    """Return the number of parts that rows of so many `tokens` and `terms`, int64 [num_rows], are written to."""
+    ends, term_ends = np.cumsum(tokens), np.cumsum(terms)
+    row, parts, part_tokens = 0, 0, PART_TOKENS
+    while row < len(tokens):
+        # Rows of [3, 4, 9, 1] tokens, 6 tokens to a row group -> row groups end after the rows 1, 2 and 3.
+        before, terms_before = (int(values[row - 1]) if row else 0 for values in (ends, term_ends))
+        full = (ends.searchsorted(before + GROUP_TOKENS), term_ends.searchsorted(terms_before + GROUP_TERMS))
+        row = min(int(min(full)) + 1, len(tokens))
+        if part_tokens >= PART_TOKENS:
+            parts, part_tokens = parts + 1, 0
+        part_tokens += int(ends[row - 1]) - before
+    return parts
+
+
+def _write_parts(
+    rows: Iterable[Row], directory: Path, columns: pa.Schema | None = None, *, first_part: int = 0
+) -> WrittenRows:
+    """Write `rows` of `columns`, by default the columns of the first row, as parts from number `first_part` on."""
     parts: PartWriter | None = None
+    counted: Counter[str] = Counter()
     max_token_id = 0
     # Encoding takes most of the time and releases the GIL, so the rows of the next group are made meanwhile.
     writing: Future[None] | None = None
     with ThreadPoolExecutor(max_workers=1) as background:
-        for group in _row_groups(rows, counted):
+        for group in _row_groups(rows, counted, columns):
             if parts is None:
-                parts = PartWriter(directory, "part", group.columns, _ENCODING)
+                parts = PartWriter(directory, "part", group.columns, _ENCODING, first=first_part)
             table = group.table()
             max_token_id = max(max_token_id, pc.max(pc.list_flatten(table["input_ids"])).as_py())
             if writing is not None:
@@ -109,7 +187,7 @@ def _write_parts(rows: Iterable[Row], directory: Path, counted: Counter[str]) ->
             writing = background.submit(parts.write, table, tokens=group.num_tokens)
         if writing is not None:
             writing.result()
-    return {"max_token_id": max_token_id, "files": [] if parts is None else parts.entries()}
+    return WrittenRows(tuple(parts.entries()) if parts is not None else (), counted, max_token_id)
 
 
 def packed_manifest(
@@ -130,14 +208,14 @@ def packed_manifest(
     return complete_manifest(schema.PACKED_FORMAT, provenance, {"capacity": capacity, **(entries or {})})
 
 
-def _row_groups(rows: Iterable[Row], counted: Counter[str]) -> Iterator[RowGroup]:
+def _row_groups(rows: Iterable[Row], counted: Counter[str], columns: pa.Schema | None = None) -> Iterator[RowGroup]:
     """Yield `rows` in groups of `GROUP_TOKENS` tokens, and add their `row_counts` to `counted`.
 
     A group is valid until the next but one is requested: two take turns.
     """
     group, other = None, None
     for row in rows:
-        group = group or RowGroup(row_schema(row))
+        group = group or RowGroup(row_schema(row) if columns is None else columns)
         group.append(row)
         counted.update(row_counts(row))
         is_full = group.num_tokens >= GROUP_TOKENS or group.num_terms >= GROUP_TERMS

@@ -115,9 +115,10 @@ def refuse_too_many(num_nodes: int, num_trajectories: int, *, memory: int | None
     needed = planning_bytes(num_nodes, num_trajectories)
     if needed > memory:
         size = f"{num_trajectories:,} trajectories with {num_nodes:,} nodes"
+        partitions = min(-(-needed // memory), max(1, num_trajectories))  # each has a trajectory
         raise TreepackError(
             f"packing {size} needs about {-(-needed >> 20):,} MB of memory, and {memory >> 20:,} MB may be used; give "
-            f"--memory {-(-needed >> 20)}M, or build several tries from fewer files, and give train the rows of all"
+            f"--memory {-(-needed >> 20)}M, or --partitions {partitions} or more"
         )
 
 

@@ -39,14 +39,13 @@ class _TokenNodes(Protocol):
 
 def unordered_tiles(trie: Trie, plan: Plan) -> int:
     """Return the partial tiles of all rows if children kept the order of the trie, instead of that of `arrange`."""
-    placer, tiles = RowPlacer(trie), 0
-    for members in plan.members():
-        nodes = placer.nodes(members)
-        # Nodes of 2, 2 and 2 tokens -> offsets [0, 2, 4, 6]; a subtree that ends before trie node n ends at its offset.
-        offsets = np.concatenate([[0], np.cumsum(placer.lengths[nodes])])
-        stops = offsets[np.searchsorted(nodes, trie.node_end[nodes])]
-        tiles += node_tiles(offsets[:-1], stops, int(offsets[-1]))[0]
-    return tiles
+    placer = RowPlacer(trie)
+    return sum(unordered_tiles_of_row(*placer.unordered_row(trie, members)) for members in plan.members())
+
+
+def unordered_tiles_of_row(offsets: Int64, stops: Int64) -> int:
+    """Return the partial tiles of a row, from the result of `RowPlacer.unordered_row`."""
+    return node_tiles(offsets[:-1], stops, int(offsets[-1]))[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +86,18 @@ class RowPlacer:
                 visited.add(node)
                 node = self.parents[node]
         return np.array(sorted(visited), np.int64)
+
+    def unordered_row(self, trie: Trie, members: Int64) -> tuple[Int64, Int64]:
+        """Return the row that keeps the order of `trie`, which is the trie of this placer.
+
+        Returns:
+            the first token of each node and the number of tokens, int64 [nodes + 1], and the subtree ends, int64
+            [nodes].
+        """
+        nodes = self.nodes(members)
+        # Nodes of 2, 2 and 2 tokens -> offsets [0, 2, 4, 6]; a subtree that ends before trie node n ends at its offset.
+        offsets = np.concatenate([[0], np.cumsum(self.lengths[nodes])])
+        return offsets, offsets[np.searchsorted(nodes, trie.node_end[nodes])]
 
     def place(self, members: Int64) -> PlacedNodes:
         """Return the nodes of the row that contains the trajectories `members`, in the order of the row."""

@@ -10,14 +10,18 @@ docs/format.md describes every column.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
+from treepack.columns import BY_NAME, Axis, Column
 from treepack.errors import TreepackError
 from treepack.pack.child_order import tile_counts
 from treepack.ragged import RaggedArray
 from treepack.rl.rollout_parts import numbers_of_texts
+from treepack.sequences import join_routes
 from treepack.trajectory import Float32, Float64, Int32, Int64, Routes
 
 
@@ -113,6 +117,77 @@ def row_totals(counted: Counter[str], *, capacity: int) -> dict[str, float]:
     ratio = counted["tokens_packed"] / counted["tokens_flat"]
     fill = counted["tokens_packed"] / (counted["num_rows"] * capacity)
     return {**counted, "token_ratio": ratio, "err": 1 - ratio, "fill": fill}
+
+
+def concatenate_rows(rows: Sequence[Row]) -> Row:
+    """Return one row with the tokens, trajectories and terms of `rows`, at least one, of one training step.
+
+    Trees of different rows stay apart, so the loss weights do not change. The row has the `row_id` of the first.
+    """
+    # Rows of 3 and 2 tokens, parents [-1, 0, 0] and [-1, 0] -> [-1, 0, 0, -1, 3]; ends [3, 2, 3], [2, 2] -> ..., 5, 5.
+    first = rows[0]
+    assert all(row.step == first.step for row in rows), "rows of several steps"
+    starts = np.cumsum([0, *(row.num_tokens for row in rows[:-1])]).tolist()
+    shifted = zip(rows, starts, strict=True)
+    per_token = {name: np.concatenate([getattr(row, name) for row in rows]) for name in _PER_TOKEN}
+    parents, ends, last = zip(
+        *(
+            (np.where(row.parent < 0, -1, row.parent + start), row.subtree_end + start, row.trajectory_ends + start)
+            for row, start in shifted
+        ),
+        strict=True,
+    )
+    return Row(
+        row_id=first.row_id,
+        step=first.step,
+        parent=np.concatenate(parents).astype(np.int32),
+        subtree_end=np.concatenate(ends).astype(np.int32),
+        trajectory_ids=[name for row in rows for name in row.trajectory_ids],
+        trajectory_groups=[name for row in rows for name in row.trajectory_groups],
+        trajectory_ends=np.concatenate(last).astype(np.int32),
+        terms=_concatenate_terms(rows, starts),
+        routes=join_routes([(row.routes, row.num_tokens) for row in rows]),
+        **per_token,
+    )
+
+
+_PER_TOKEN = ("input_ids", "position_ids", "scale", "loss_weight")
+
+
+def _concatenate_terms(rows: Sequence[Row], starts: list[int]) -> RowTerms | None:
+    """Join the terms of rows that begin at `starts`; values that only some rows have are missing in the others."""
+    all_terms = [row.terms for row in rows if row.terms is not None]
+    if not all_terms:
+        return None
+    assert len(all_terms) == len(rows), "some rows have no terms"
+    sizes, counts = [len(row.trajectory_ids) for row in rows], [len(terms.token) for terms in all_terms]
+    owners = np.cumsum([0, *sizes[:-1]]).tolist()
+
+    def join(column: Column) -> Any:
+        parts = [getattr(terms, column.name) for terms in all_terms]
+        if all(part is None for part in parts):
+            return None
+        lengths = sizes if column.axis is Axis.TRAJECTORY else counts
+        return column.kind.join([column.kind.filled(part, n) for part, n in zip(parts, lengths, strict=True)])
+
+    joined = {name: join(column) for name, column in BY_NAME.items() if not name.startswith("rollout")}
+    if any(terms.rollout is not None for terms in all_terms):
+        own = [rollout_places_of(row) for row in rows]
+        # Rollouts [0, 0] and [0, 1] of rows with 2 trajectories each -> [0, 0, 2, 3]
+        shifted = [np.where(each < 0, -1, each + owner) for each, owner in zip(own, owners, strict=True)]
+        joined["rollout"] = np.concatenate(shifted).astype(np.int32)
+        if all(terms.rollout is None or terms.rollout_number is not None for terms in all_terms):
+            joined["rollout_number"] = np.concatenate([rollout_numbers_of(row) for row in rows])
+    return RowTerms(
+        token=np.concatenate([terms.token + start for terms, start in zip(all_terms, starts, strict=True)]).astype(
+            np.int32
+        ),
+        trajectory=np.concatenate(
+            [terms.trajectory + owner for terms, owner in zip(all_terms, owners, strict=True)]
+        ).astype(np.int32),
+        weight=np.concatenate([terms.weight for terms in all_terms]),
+        **joined,
+    )
 
 
 def rollout_places_of(row: Row) -> Int32:

@@ -8,13 +8,14 @@ an eighth of the time of writing: the system clears every page of it.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from treepack.columns import BY_PACKED, Axis, Lists
+from treepack.columns import BY_PACKED, MAKES_TERMS, Axis, Lists
 from treepack.files import schema
 from treepack.files.column_views import ragged_column
 from treepack.files.routes import route_bytes
@@ -34,6 +35,21 @@ def row_schema(row: Row) -> pa.Schema:
 
 def _has_column(terms: RowTerms, name: str) -> bool:
     return name not in BY_PACKED or getattr(terms, BY_PACKED[name].name) is not None
+
+
+def packed_columns(known: Collection[str]) -> pa.Schema:
+    """Return the columns of a packed directory, if the columns `known` of the trajectories have any value.
+
+    `known` contains "weight" if any weight is not 1. The columns are from `row_schema` for the rows of a whole
+    trie. Rows of a slice without such values have nulls.
+    """
+    if MAKES_TERMS.isdisjoint(known):
+        return schema.ROWS
+
+    def is_present(name: str) -> bool:
+        return name not in BY_PACKED or any(source in known for source in BY_PACKED[name].sources)
+
+    return pa.schema([*schema.ROWS, *(field for field in schema.TERMS if is_present(field.name))])
 
 
 class RowGroup:

@@ -17,17 +17,25 @@ from treepack.pack.options import NORMALIZE, SEMANTICS
 from treepack.pack.placement import RowPlacer
 from treepack.pack.plan.plan import Plan
 from treepack.pack.row import Row
-from treepack.pack.weights import RowWeights
+from treepack.pack.weights import RowWeights, WholeTrie
 from treepack.trie.storage import PageReleaser
 from treepack.trie.trie import Trie
 
 
-def pack_rows(trie: Trie, plan: Plan, *, semantics: str = "branch", normalize: str = "token") -> Iterator[Row]:
+def pack_rows(
+    trie: Trie,
+    plan: Plan,
+    *,
+    semantics: str = "branch",
+    normalize: str = "token",
+    whole: WholeTrie | None = None,
+) -> Iterator[Row]:
     """Yield the rows of `plan` in order.
 
     With `semantics` "branch", a token counts for every trajectory that trains it. With "once", each of these weights is
     divided by the number of trajectories of the whole trie that train the token, so a shared token counts once.
     `trajectory_factors` describes `normalize`. The loss of a set of rows is their weighted sum over their total weight.
+    If `trie` is a slice of a trie, `whole` contains the facts of the whole trie that its rows need.
 
     Raises:
         TreepackError: an unknown option.
@@ -36,7 +44,7 @@ def pack_rows(trie: Trie, plan: Plan, *, semantics: str = "branch", normalize: s
         if value not in known:
             raise TreepackError(f"{name} is {value!r}; expected one of {', '.join(known)}")
     placer = RowPlacer(trie)
-    weights = RowWeights(trie, normalize=normalize, semantics=semantics)
+    weights = RowWeights(trie, normalize=normalize, semantics=semantics, whole=whole)
     steps, ids, groups = (ColumnView(trie.trajectories[name]) for name in ("step", "trajectory_id", "group_id"))
     releaser = PageReleaser(weights.storage)
     for row_id, members in enumerate(plan.members()):

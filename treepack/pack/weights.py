@@ -10,11 +10,13 @@ factors of edges exist only beside advantages.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
-from treepack.columns import COLUMNS, Column
+from treepack.columns import COLUMNS, MAKES_TERMS, Column
 from treepack.errors import TreepackError
 from treepack.pack.placement import PlacedNodes
 from treepack.pack.row import RowTerms
@@ -27,7 +29,30 @@ from treepack.trie.storage import ArrayStorage, PageReleaser
 from treepack.trie.trie import Trie
 
 
-def trajectory_factors(trie: Trie, *, normalize: str) -> Float64:
+@dataclass(frozen=True)
+class WholeTrie:
+    """Facts of a whole trie that the rows of one of its slices need.
+
+    Attributes:
+        columns: columns of the trajectories that have a value in any slice, and "weight" if a weight of any slice is
+            not 1; they determine the columns of all rows.
+        group_weights: for each trajectory of the slice, the sum of `trained_weights` over its whole group, float64
+            [num_trajectories]; only for normalize "group".
+        times_trained: how many trajectories of the whole trie train each token of the slice, int32 [N_tree of the
+            slice]; only for semantics "once".
+    """
+
+    columns: frozenset[str]
+    group_weights: Float64 | None = None
+    times_trained: Int32 | None = None
+
+    @property
+    def has_terms(self) -> bool:
+        """True if the rows have terms."""
+        return not self.columns.isdisjoint(MAKES_TERMS)
+
+
+def trajectory_factors(trie: Trie, *, normalize: str, group_weights: Float64 | None = None) -> Float64:
     """Return the factor of all loss weights of each trajectory, float64 [num_trajectories].
 
     Let w be the weight of a trajectory and s the sum of its span weights over its trained tokens. The factor is:
@@ -35,6 +60,8 @@ def trajectory_factors(trie: Trie, *, normalize: str) -> Float64:
         token        w                            every trained token has equal weight
         trajectory   w / s                        every trajectory counts w, however long it is
         group        w / (sum of w s in group)    every (step, group) has equal weight
+
+    `group_weights` are these sums for each trajectory if `trie` is a slice of the trie that contains the groups.
 
     Raises:
         TreepackError: weights that are so large or small that they overflow.
@@ -45,6 +72,8 @@ def trajectory_factors(trie: Trie, *, normalize: str) -> Float64:
         factors = np.asarray(weight)
     elif normalize == "trajectory":
         factors = _ratio(weight, sums)
+    elif group_weights is not None:
+        factors = _ratio(weight, group_weights)
     else:
         group = group_codes(trie)
         factors = _ratio(weight, np.bincount(group, weights=weight * sums).astype(np.float64)[group])
@@ -52,6 +81,16 @@ def trajectory_factors(trie: Trie, *, normalize: str) -> Float64:
         name = trie.trajectories["trajectory_id"][int((~np.isfinite(factors * sums)).argmax())].as_py()
         raise TreepackError(f"trajectory {name}: its loss weights overflow; give weights nearer to 1")
     return factors
+
+
+def has_weights(trajectories: pa.Table) -> bool:
+    """Return True if the weight of any trajectory is not 1."""
+    return bool((trajectories["weight"].to_numpy() != 1).any())
+
+
+def trained_weights(trie: Trie) -> Float64:
+    """Return w s of each trajectory, see `trajectory_factors`; float64 [num_trajectories]."""
+    return np.asarray(trie.trajectories["weight"].to_numpy() * _span_sums(trie), np.float64)
 
 
 def _span_sums(trie: Trie) -> Float64:
@@ -89,13 +128,16 @@ def stored_times_trained(trie: Trie) -> tuple[Int32, ArrayStorage]:
 class RowWeights:
     """Loss weights and terms of the rows of one trie; `storage` has the maps of the trie and of its counts."""
 
-    def __init__(self, trie: Trie, *, normalize: str, semantics: str) -> None:
+    def __init__(self, trie: Trie, *, normalize: str, semantics: str, whole: WholeTrie | None = None) -> None:
         self.trie = trie
         self.spans = SpanView.of(trie.trajectories)
-        self.factors = trajectory_factors(trie, normalize=normalize)
+        group_weights = None if whole is None else whole.group_weights
+        self.factors = trajectory_factors(trie, normalize=normalize, group_weights=group_weights)
         self.counts: Int32 | None = None
         self.storage = trie.storage
-        if semantics == "once":
+        if semantics == "once" and whole is not None:
+            self.counts = whole.times_trained
+        elif semantics == "once":
             self.counts, self.storage = stored_times_trained(trie)
         table = trie.trajectories
         views = {column: values_of(table, column) for column in COLUMNS}
@@ -108,8 +150,10 @@ class RowWeights:
         ids = table["trajectory_id"]
         self.rollout_numbers = None if self.rollouts is None else rollout_numbers(table, ids.to_pylist())
         self.has_terms = known or any(column.makes_terms for column in self.values)
-        weight = np.asarray(table["weight"].to_numpy())
-        self.weights = weight if (weight != 1).any() else None
+        weighted = has_weights(table)
+        if whole is not None:
+            self.has_terms, weighted = whole.has_terms, "weight" in whole.columns
+        self.weights = np.asarray(table["weight"].to_numpy()) if weighted else None
 
     def of(self, nodes: PlacedNodes) -> tuple[Float64, RowTerms | None]:
         """Return `loss_weight`, float64 [num_tokens], and the terms of the row's trajectories."""

@@ -193,15 +193,36 @@ def publish(part: Path, sha256: str) -> str:
     Raises:
         TreepackError: the store fails.
     """
-    try:
-        target = json.loads(part.parent.with_name(_TARGET).read_bytes())
-    except FileNotFoundError:  # a local output
+    content = target_of(part.parent)
+    if content is None:
         return part.name
+    target = json.loads(content)
     seal = hashlib.sha256(f"{sha256} {target['observed'] or ''}".encode()).hexdigest()[:16]
     name = f"{part.stem}-{seal}{part.suffix}"
     object_store.upload(part, RemotePath(target["scheme"], target["path"]) / name)
     part.unlink()
     return name
+
+
+def target_of(folder: Path) -> bytes | None:
+    """Return the address and state of the output that the files of `folder` go to; None for a local output."""
+    try:
+        return folder.with_name(_TARGET).read_bytes()
+    except FileNotFoundError:
+        return None
+
+
+def is_remote_folder(folder: Path) -> bool:
+    """Return True if the files of `folder` go to an object store."""
+    return target_of(folder) is not None
+
+
+def with_target(folder: Path, target: bytes) -> Path:
+    """Return a new folder in `folder` from which `publish` uploads parts to the output `target`."""
+    (folder / _TARGET).write_bytes(target)
+    output = folder / "output"
+    output.mkdir()
+    return output
 
 
 @contextmanager

@@ -18,8 +18,9 @@ class Plan:
     """`row_of` int64 [num_trajectories]: the row of each trajectory. Rows are numbered from 0 without a gap.
 
     No plan with the same capacity has fewer tokens than `lower_bound`. The number of rows of every training step is a
-    multiple of `multiple_of`. A token counted as `token_pairs` score pairs when rows were made even; a plan from a file
-    does not have this number.
+    multiple of `multiple_of`. `tree_bounds` int64 [num_trees] are the lower bounds for the trees; their sum is
+    `lower_bound`, unless the plan comes from a file. A token counted as `token_pairs` score pairs when rows were made
+    even; a plan from a file does not have this number.
     """
 
     method: str
@@ -27,6 +28,7 @@ class Plan:
     row_of: Int64
     lower_bound: int = 0
     multiple_of: int = 1
+    tree_bounds: Int64 | None = None
     token_pairs: int = 0
 
     @property

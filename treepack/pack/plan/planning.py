@@ -20,7 +20,7 @@ they contain, by `merge_rows`. This costs no token, and it is bin packing:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -107,7 +107,7 @@ def plan_rows(
     else:
         row_of = finish(items.item_of)
     row_of = _renumber_by_cost(source, row_of, token_pairs) if multiple_of > 1 else _renumber(row_of)
-    return Plan(method, limits, row_of, bound, multiple_of, token_pairs)
+    return Plan(method, limits, row_of, bound, multiple_of, items.tree_bounds, token_pairs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +148,7 @@ def plan_items(
     if method not in names:
         raise TreepackError(f"method is {method!r}; expected one of {', '.join(names)}")
     limits = RowLimits(capacity) if isinstance(capacity, int) else capacity
-    refuse_excesses(_excesses(trie, limits), limits)
+    refuse_excesses(excesses(trie, limits), limits)
     if method == GROUPS:
         return _items(trie, whole_groups(trie, limits), tree_bounds(trie, limits))
     if method in FOREST_METHODS:
@@ -186,7 +186,7 @@ def plan_of_file(trie: Trie, file: files.PlanFile) -> Plan:
     Raises:
         TreepackError: a trajectory of the file is not in `trie`, is in two rows, is in none, or exceeds a limit alone.
     """
-    refuse_excesses(_excesses(trie, file.limits), file.limits)
+    refuse_excesses(excesses(trie, file.limits), file.limits)
     row_of = files.rows_of_plan_file(file, trie)
     bound = max(int(tree_bounds(trie, file.limits).sum()), file.lower_bound)
     return Plan(file.method, file.limits, row_of, bound, file.multiple_of)
@@ -215,7 +215,7 @@ class ExcessTrajectories:
     count: int
 
 
-def _excesses(trie: Trie, limits: RowLimits) -> list[ExcessTrajectories]:
+def excesses(trie: Trie, limits: RowLimits) -> list[ExcessTrajectories]:
     """Return the trajectories that exceed each limit alone, one entry for each limit that is exceeded."""
     lengths = trie.lengths
     alone = (
@@ -272,3 +272,30 @@ def _renumber_by_cost(trie: Trie, row_of: Int64, token_pairs: int) -> Int64:
     # steps [0, 0, 1], costs [3, 9, 5] -> order [1, 0, 2] -> its inverse, the new numbers of the rows, [1, 0, 2]
     order = np.lexsort([np.arange(num_rows), -costs, steps])
     return np.argsort(order)[first].astype(np.int64)
+
+
+def bound_of_slice(trie: Trie, plan: Plan, num_chain: int) -> int:
+    """Return a lower bound on the tokens of a slice in the rows of any plan of the whole trie, without its chain.
+
+    The first `num_chain` nodes of `trie`, the chain, belong to another slice, which counts their tokens. The rows of
+    the whole trie, reduced to the trajectories of this slice, are rows of this slice; so the bounds of all slices add
+    up to a bound for the whole trie.
+    """
+    assert plan.tree_bounds is not None
+    if num_chain == 0:
+        return int(plan.tree_bounds.sum())
+    # Chain 0 1, nodes 2 .. 5 of the first tree: a forest of the nodes 0 .. 3, whose roots keep their depth.
+    end = int(trie.node_end[0])
+    stop = int(np.searchsorted(trie.end_node, end))
+    own = slice(num_chain, end)
+    rest = replace(
+        trie,
+        node_start=trie.node_start[num_chain : end + 1],
+        node_end=trie.node_end[own] - num_chain,
+        parent=np.maximum(trie.parent[own] - num_chain, -1),
+        depth=trie.depth[own],
+        num_passing=trie.num_passing[own],
+        end_node=trie.end_node[:stop] - num_chain,
+        trajectories=trie.trajectories.slice(0, stop),
+    )
+    return int(tree_bounds(rest, plan.limits).sum() + plan.tree_bounds[1:].sum())
