@@ -1,4 +1,4 @@
-"""Say of the trajectories of a rollout which sub-agent made them, where their history was edited, and what failed.
+"""Name the sub-agents, edits of the history and failures of a rollout's trajectories.
 
     Trie --part_notes--> a text for each trajectory
 
@@ -23,7 +23,7 @@ from treepack.trie.trie import Trie
 
 
 def part_notes(trie: Trie) -> list[str]:
-    """Return a text for each trajectory, "" if there is nothing to say; O(n log n) in their number."""
+    """Return a text for each trajectory, "" for no note; O(n log n) in their number."""
     table = trie.trajectories
     facts = {
         i: parse_metadata(table["metadata"][i].as_py(), table["source"][i].as_py())

@@ -76,7 +76,7 @@ class RunRoom:
 class ClimbInput:
     """Measurements, rows and options from which the first rung is chosen.
 
-    `values` are those of `rung.PLANNED` that are not "auto"; its layers are a number. `carries` is True if rows can
+    `values` has the options of `rung.PLANNED` without "auto"; its layers are a number. `carries` is True if rows can
     run in pieces.
     """
 

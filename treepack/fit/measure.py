@@ -30,8 +30,8 @@ from treepack.model.loaded import LoadedModel
 
 # Tokens of the passes. None is the size of a layer (64, 2048, ...), for which torch.compile would make special code.
 LENGTHS = (192, 2176, 4736, 9344, 18560)
-# Layers that keep their activations in a pass, to read the bytes of one: those of a hybrid differ, and mostly repeat
-# after four. They need up to this factor of the bytes of a pass whose layers all run again.
+# Layers that keep their activations in a pass, to read the bytes of one: the layers of a hybrid differ, and mostly
+# repeat after four. They need up to this factor of the bytes of a pass whose layers all run again.
 _FEW, _MORE = 8, 4
 _LONG = 1.0  # seconds of the longest pass
 _CHAIN = 64  # tokens of each of their sequences: every model has these positions

@@ -35,7 +35,7 @@ def pays(seconds: float, plain: ModelProbe, fused: ModelProbe | None) -> bool:
 
 
 def known_probes(given: MemoryInput, chunk: int) -> tuple[ModelProbe, ModelProbe | None] | None:
-    """Return what was measured with logits of `chunk` targets; None if this machine has no record of the model."""
+    """Return the measurements with logits of `chunk` targets; None if this machine has no record of the model."""
     path = _path(given, chunk)
     with suppress(OSError, ValueError, TypeError, KeyError):
         if path is not None:

@@ -173,8 +173,8 @@ def _measured(given: MemoryInput, memory: StepMemory) -> tuple[RunPlan, tuple[st
 def _climbed(given: MemoryInput, memory: StepMemory, probe: ModelProbe) -> tuple[RunPlan, RunRoom]:
     """Return the first rung that fits, and its room.
 
-    Ranks that meet in every layer cannot repeat a step that lacks memory, so as much as possible stays free. One
-    process can, so half of that is left if all layers run again.
+    Ranks that meet in every layer cannot repeat a step that lacks memory, so the whole margin stays free. One
+    process can, so half of the margin is left if all layers run again.
 
     Raises:
         TreepackError: no rung fits.
