@@ -40,7 +40,9 @@ train --rows-per-step | per_device_train_batch_size gradient_accumulation_steps 
 gradient_accumulation_steps | data.train_batch_size actor.ppo_mini_batch_size
 train --pass-tokens | | | actor.ppo_micro_batch_size_per_gpu actor.ppo_max_token_len_per_gpu
 train --warmup-steps | warmup_steps | warmup_steps warmup_ratio | optim.lr_warmup_steps
-train --min-lr-ratio | lr_scheduler_type lr_scheduler_kwargs | lr_scheduler cosine_min_lr_ratio | optim.min_lr_ratio
+train --optimizer | optim | | optim.optimizer
+train --schedule | lr_scheduler_type | lr_scheduler | optim.lr_scheduler_type
+train --min-lr-ratio | lr_scheduler_kwargs | cosine_min_lr_ratio | optim.min_lr_ratio
 train --weight-decay | weight_decay | weight_decay | optim.weight_decay
 train --betas | adam_beta1 adam_beta2 | adam_beta1 adam_beta2 | optim.betas
 train --clip | max_grad_norm | max_grad_norm | actor.grad_clip

@@ -69,8 +69,8 @@ SECTIONS: dict[str, dict[str, str]] = {
     },
     "train": {
         "Data, model and output": "model init-from out overwrite resume dry-run mix eval config from-run quiet",
-        "Loss and optimiser": "loss epochs steps rows-per-step lr min-lr-ratio warmup-steps weight-decay betas clip "
-        "seed",
+        "Loss and optimiser": "loss epochs steps rows-per-step optimizer lr schedule min-lr-ratio warmup-steps "
+        "weight-decay betas clip seed",
         "LoRA and quantised weights": "lora-rank lora-alpha lora-targets lora-dropout quantize merge dequantize",
         "Held-out rows and checkpoints": "eval-every patience checkpoint-every keep save-dtype max-skipped",
         "Metrics": "log-every report-to project run-name",

@@ -94,7 +94,7 @@ def test_the_help_has_every_option_in_a_section(treepack: Run) -> None:
     assert done.status == 0
     first, heading, _ = done.out.partition("\nHeld-out rows and checkpoints:\n  --eval-every")
     assert heading
-    assert len(re.findall(r"^  --", first, re.MULTILINE)) == 29
+    assert len(re.findall(r"^  --", first, re.MULTILINE)) == 31
     assert "Other options" not in done.out
 
 

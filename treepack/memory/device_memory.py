@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -88,14 +89,14 @@ def local_part(tensor: Any) -> Tensor:
     return local
 
 
-def update_bytes(model: Any, *, state_bytes: int, gradients: bool = True) -> int:
+def update_bytes(model: Any, *, state_bytes: float, gradients: bool = True) -> int:
     """Return the bytes of gradients and of an optimiser's states, of `state_bytes` per trained weight, on this rank.
 
     Gradients that exist do not count, nor any without `gradients`.
     """
-    total: int = 0
+    total = 0.0
     for parameter in model.parameters():
         if parameter.requires_grad:
             own = local_part(parameter)
             total += own.numel() * ((own.element_size() if gradients and parameter.grad is None else 0) + state_bytes)
-    return total
+    return math.ceil(total)

@@ -33,6 +33,10 @@ DTYPES = ("auto", "fp32", "bf16")
 RANK_OPTIONS = ("sequence_ranks", "expert_ranks", "whole_weights")
 ROUTES = ("replay", "ignore")
 STATE_BYTES = 8  # both moments of AdamW of a weight
+# Bytes of state for each weight, at most. Blocks of 256 numbers with 8 bits have a scale each; AdamW beside Muon, whose
+# momentum has 4 bytes, has its moments for embeddings.
+_OPTIMIZERS = {"adamw": STATE_BYTES, "adamw8bit": 2 + 2 * 4 / 256, "muon": STATE_BYTES, "sgd": 0}
+SCHEDULES = ("cosine", "linear", "constant", "wsd")
 CHUNK = 2048  # targets whose logits are in memory at a time
 MAX_SEED = 2**63 - 1  # torch takes a signed 64-bit seed, and numpy none below 0
 
@@ -49,9 +53,21 @@ class TrainOptions:
     rows_per_step: int = option(8, "Rows whose gradients are summed for one update, over all ranks.", minimum=1)
     # Optimiser
     # A rate of 0 only measures losses.
-    lr: float = option(1e-5, "Maximum learning rate of AdamW.", minimum=0)
+    optimizer: str = option(
+        "adamw",
+        "AdamW; its form with 8-bit moments (needs bitsandbytes); Muon for matrices of layers and AdamW for the rest; "
+        "or SGD without momentum.",
+        choices=tuple(_OPTIMIZERS),
+    )
+    lr: float = option(1e-5, "Maximum learning rate.", minimum=0)
     # With the cosine and the betas below, usual since GPT-3 (arXiv 2005.14165, appendix B).
-    min_lr_ratio: float = option(0.1, "Last learning rate / maximum; the decay is a cosine.", minimum=0)
+    schedule: str = option(
+        "cosine",
+        "Decay of the learning rate after the warm-up: to the last rate by a cosine or a line, none, or wsd: by a line "
+        "over the last tenth of the steps.",
+        choices=SCHEDULES,
+    )
+    min_lr_ratio: float = option(0.1, "Last learning rate / maximum.", minimum=0)
     warmup_steps: int = option(0, "Steps of linear warm-up.", minimum=0)
     weight_decay: float = option(
         0.0,
@@ -184,6 +200,10 @@ class TrainOptions:
         layers = self.checkpoint_layers
         if layers not in ("auto", "all") and not (isinstance(layers, int) and layers >= 0):
             raise TreepackError(f"checkpoint_layers is {layers!r}; expected a number of layers, all or auto")
+        if self.optimizer != "adamw":
+            if self.offload_optimizer is True:
+                raise TreepackError("offload_optimizer moves the moments of AdamW; use optimizer adamw, or omit it")
+            object.__setattr__(self, "offload_optimizer", False)
         if layers == 0 and self.offload_checkpoints is True:
             raise TreepackError("offload_checkpoints offloads recomputed layers and checkpoint_layers is 0; omit one")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
@@ -214,13 +234,20 @@ class TrainOptions:
             del record["blocks"]  # the order of a run without blocks depends on none
         if self.routes == "replay":
             del record["routes"]
-        if not self.dequantize:
-            del record["dequantize"]
+        # Runs of before these options have no record of them.
+        for name, default in (("dequantize", False), ("optimizer", "adamw"), ("schedule", "cosine")):
+            if record[name] == default:
+                del record[name]
         if self.ranks_of_experts == 1:
             del record["expert_ranks"]
         if self.whole_weights is not True:
             del record["whole_weights"]
         return {**record, "betas": list(self.betas), "mix": None if self.mix is None else list(self.mix)}
+
+    @property
+    def state_bytes(self) -> float:
+        """The bytes of the optimiser's state for a trained weight, at most."""
+        return _OPTIMIZERS[self.optimizer]
 
     @property
     def piece_limit(self) -> int | None:

@@ -137,11 +137,19 @@ def _mixture(dataset: AnyDataset, trained: Int64, options: TrainOptions) -> Iter
 
 
 def learning_rate(options: TrainOptions, step: int, num_steps: int) -> float:
-    """Return the rate of `step`, from 0: linear warm-up to `lr`, then a cosine to `lr * min_lr_ratio` at the end."""
+    """Return the rate of `step`, from 0: linear warm-up to `lr`, then the schedule to `lr * min_lr_ratio` at the end.
+
+    wsd (warm-up, stable, decay) is of MiniCPM (arXiv 2404.06395, section 4).
+    """
     # warmup_steps 2, min_lr_ratio 0 and 5 steps: lr * (0.5, 1, 1, 0.5, 0). Step 0 has no rate of 0, which would train
     # nothing.
     if step < options.warmup_steps:
         return options.lr * (step + 1) / options.warmup_steps
-    progress = (step - options.warmup_steps) / max(1, num_steps - 1 - options.warmup_steps)
-    ratio = options.min_lr_ratio
-    return options.lr * (ratio + (1 - ratio) * 0.5 * (1 + math.cos(math.pi * min(progress, 1.0))))
+    progress = min((step - options.warmup_steps) / max(1, num_steps - 1 - options.warmup_steps), 1.0)
+    above = {  # the part of the rate above the last one that is left
+        "cosine": 0.5 * (1 + math.cos(math.pi * progress)),
+        "linear": 1 - progress,
+        "constant": 1.0,
+        "wsd": min(1.0, 10 * (1 - progress)),
+    }[options.schedule]
+    return options.lr * (options.min_lr_ratio + (1 - options.min_lr_ratio) * above)

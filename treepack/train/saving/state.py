@@ -5,7 +5,8 @@
 
     model.NAME            a parameter or persistent buffer, a DTensor if FSDP2 shards it; tied ones once; of a model
                           with an adapter only the adapter
-    optimiser.NAME.KEY    `step`, `exp_avg` and `exp_avg_sq` of the parameter NAME; absent before its first update
+    optimiser.NAME.KEY    the state of the parameter NAME, with AdamW `step`, `exp_avg` and `exp_avg_sq`; absent before
+                          its first update
     random.RANK.KEY       states of Python's, numpy's and torch's generators on that rank
     groups                the optimiser's groups as JSON: options and names of parameters
 
@@ -27,13 +28,10 @@ import torch
 from torch import Tensor, nn
 
 from treepack.errors import TreepackError
-from treepack.memory.offloaded_adamw import OffloadedAdamW
 from treepack.model.adapters.adapter import is_adapted
 from treepack.model.weights.traced import TracedTensor
+from treepack.train.optimiser import parameter_places, prepare_state
 from treepack.train.saving.checkpoint_tensors import TensorPart, fill_tensors, own_parts, read_layout
-
-_MOMENTS = ("exp_avg", "exp_avg_sq")
-_STATE = {"step", *_MOMENTS}
 
 
 @dataclass(frozen=True)
@@ -63,14 +61,15 @@ def training_state(
     """Return the parts of tensors that this rank writes, which share memory with the run's, and the groups as JSON."""
     tensors = _model_tensors(model)
     order = _parameter_order(tensors, optimiser)
-    saved = optimiser.state_dict()
+    saved = optimiser.state_dict()["param_groups"]
     # An optimiser numbers its parameters over all groups. A checkpoint has their names, so that an error can name the
     # parameter: {"lr": 0.1, "params": [0, 1]} -> {"lr": 0.1, "params": ["embed.weight", "head.weight"]}
-    groups = [group | {"params": [order[number] for number in group["params"]]} for group in saved["param_groups"]]
+    groups = [group | {"params": [order[number] for number in group["params"]]} for group in saved]
     state = {f"model.{name}": tensor for name, tensor in tensors.items()}
-    for number, values in saved["state"].items():
-        assert values.keys() == _STATE, "the run's optimiser is AdamW"
-        state |= {f"optimiser.{order[number]}.{key}": value for key, value in values.items()}
+    # Not from state_dict, in which bitsandbytes has another form of it.
+    for name, (_, _, parameter) in zip(order, parameter_places(optimiser), strict=True):
+        values = optimiser.state.get(parameter, {})
+        state |= {f"optimiser.{name}.{key}": _as_tensor(value) for key, value in values.items()}
     own = {f"random.{rank}.{key}": value for key, value in _random_states().items()}
     return own_parts(state, leads=rank == 0) | own_parts(own, leads=True), json.loads(json.dumps(groups))
 
@@ -94,9 +93,10 @@ def load_state(checkpoint: SavedCheckpoint, model: nn.Module, optimiser: torch.o
     expected = {f"model.{name}": tensor for name, tensor in tensors.items()}
     _check_names(path, expected, layout)
     groups = _options_of_groups(path, order, optimiser, checkpoint.groups)
-    states = _empty_states(path, {name: tensors[name] for name in order}, layout, isinstance(optimiser, OffloadedAdamW))
+    states = _empty_states(path, order, layout, optimiser)
     for name, values in states.items():
-        expected |= {f"optimiser.{name}.{key}": value for key, value in values.items()}
+        for key, value in values.items():
+            values[key] = expected[f"optimiser.{name}.{key}"] = _as_tensor(value)
     own = {f"random.{rank}.{key}": value for key, value in _random_states().items()}
     own = {name: tensor for name, tensor in own.items() if name in layout}
     if foreign := sorted(name for name in layout.keys() - expected.keys() if not name.startswith("random.")):
@@ -106,6 +106,8 @@ def load_state(checkpoint: SavedCheckpoint, model: nn.Module, optimiser: torch.o
     generators = {name.rpartition(".")[2]: tensor for name, tensor in own.items()}
     _check_random_states(path, generators)
     fill_tensors(layout, expected)
+    if hasattr(optimiser, "init_state"):  # bitsandbytes counts steps in a number
+        states = {name: {**values, "step": int(values["step"])} for name, values in states.items()}
     by_number = {number: states[name] for number, name in enumerate(order) if name in states}
     optimiser.load_state_dict({"state": by_number, "param_groups": groups})
     _set_random_states(generators)
@@ -156,22 +158,32 @@ def _parameter_order(tensors: Mapping[str, Tensor], optimiser: torch.optim.Optim
     return [names[id(parameter)] for group in optimiser.param_groups for parameter in group["params"]]
 
 
-def _empty_states(
-    path: Path, parameters: Mapping[str, Tensor], layout: Mapping[str, Tensor], in_host: bool
-) -> dict[str, dict[str, Tensor]]:
-    """Return tensors to load AdamW's state into, for each parameter that has one in the checkpoint.
+def _as_tensor(value: Any) -> Tensor:
+    return value if isinstance(value, Tensor) else torch.tensor(float(value))
 
-    Moments are sharded like their parameter, and on the CPU if `in_host`. The number of steps is whole, on the CPU.
+
+def _empty_states(
+    path: Path, order: Sequence[str], layout: Mapping[str, Tensor], optimiser: torch.optim.Optimizer
+) -> dict[str, dict[str, Any]]:
+    """Return states to load the optimiser's into, for each parameter that has one in the checkpoint, by names.
+
+    Moments are sharded like their parameter, and on the CPU if the optimiser keeps them there.
     """
+    saved: dict[str, set[str]] = {}
+    for each in layout:
+        kind, _, name = each.partition(".")
+        if kind == "optimiser":
+            name, _, key = name.rpartition(".")
+            saved.setdefault(name, set()).add(key)
     states = {}
-    for name, parameter in parameters.items():
-        saved = {key for key in _STATE if f"optimiser.{name}.{key}" in layout}
-        if saved and saved != _STATE:
-            raise TreepackError(f"{path}: the optimiser's state of {name} is not complete; take another checkpoint")
-        if saved:
-            device = torch.device("cpu") if in_host else None
-            moments = {key: torch.zeros_like(parameter, device=device, requires_grad=False) for key in _MOMENTS}
-            states[name] = {"step": torch.zeros(()), **moments}
+    for name, (place, group, parameter) in zip(order, parameter_places(optimiser), strict=True):
+        if name in saved:
+            prepare_state(optimiser, place, group, parameter)
+            # Several parameters share a table of bitsandbytes, and each of them has its own here.
+            values = dict(optimiser.state.pop(parameter))
+            if values.keys() != saved[name]:
+                raise TreepackError(f"{path}: the optimiser's state of {name} is not complete; take another checkpoint")
+            states[name] = values
     return states
 
 
@@ -216,7 +228,7 @@ def _options_of_groups(
         numbers = range(first, first + len(group["params"]))  # groups of 3 and 2 parameters: 0 1 2, then 3 4
         first = numbers.stop
         if not isinstance(saved_group, dict) or not _same_kinds({**group, "params": []}, saved_group):
-            raise TreepackError(f"{path}: its groups of parameters are not AdamW's; take another checkpoint")
+            raise TreepackError(f"{path}: its groups of parameters are another optimiser's; take another checkpoint")
         names = {order[number] for number in numbers}
         if differing := sorted(names ^ set(map(str, saved_group["params"]))):
             raise TreepackError(

@@ -34,6 +34,7 @@ from treepack.model.load import load_model
 from treepack.model.stored_weights import check_types
 from treepack.sequence.share import share_rows
 from treepack.train.input_checks import check_expert_ranks
+from treepack.train.optimiser import check_optimizer
 from treepack.train.options import CHUNK, TrainOptions
 from treepack.train.ranks import Ranks, find_device
 from treepack.train.run import Packed, TrainingRun
@@ -75,6 +76,7 @@ def open_run(
     """
     ranks, compute = (ranks or Ranks()).sharing(options.ranks_of_row), choose_compute(options)
     check_expert_ranks(options.ranks_of_experts, ranks.size, grouped=ranks.grouped)
+    check_optimizer(options, ranks.size)
     data = open_data(packed, options, ranks)
     evaluated = None if held_out is None else open_held_out(held_out, options, ranks, blocks=data.blocks)
     options, data = choose_old_logprobs(options, data, evaluated)

@@ -95,7 +95,7 @@ def choose_memory(given: MemoryInput) -> MemoryChoices:
 def coming_bytes(loaded: LoadedModel, options: TrainOptions, *, states: bool = True) -> int:
     """Return the bytes that the next update allocates on this rank: gradients, and with `states` the moments."""
     on_gpu = states and options.offload_optimizer is not True
-    return update_bytes(loaded.model, state_bytes=STATE_BYTES if on_gpu else 0)
+    return update_bytes(loaded.model, state_bytes=options.state_bytes if on_gpu else 0)
 
 
 def _may_keep_whole(given: MemoryInput) -> bool:
@@ -208,7 +208,7 @@ def _room(given: MemoryInput, memory: StepMemory) -> RunRoom:
     lower, layers = given.compute.dtype == "bf16", len(find_layers(loaded.causal))
     moved = sum(moved_tensors(loaded, recomputed=layers, lower=lower)) // max(1, layers) if layers else 0
     # A checkpoint copies weights and moments to host memory, which it keeps for the next one.
-    copied = 4 + STATE_BYTES if options.checkpoint_every else 0
+    copied = 4 + options.state_bytes if options.checkpoint_every else 0
     saved = update_bytes(loaded.model, state_bytes=copied, gradients=False)
     host = ranks.smallest(max(0, host_room() - saved))
     moments = ranks.smallest(update_bytes(loaded.model, state_bytes=STATE_BYTES, gradients=False))
