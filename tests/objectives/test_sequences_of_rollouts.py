@@ -241,3 +241,8 @@ def test_the_command_trains_and_verifies_sequences_of_rollouts(treepack: Run, tm
         "pack has dropped trajectories of 1 rollouts of several, and a sequence of gspo is a whole rollout; pack with "
         "a larger --capacity"
     ) in done.err
+
+
+def test_runs_without_the_option_have_the_record_of_older_ones() -> None:
+    assert "sequence_of" not in choose_objective("gspo").as_record()
+    assert choose_objective("gspo", sequence_of="rollout").as_record()["sequence_of"] == "rollout"

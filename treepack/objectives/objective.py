@@ -286,6 +286,8 @@ class Objective:
     def as_record(self) -> dict[str, Any]:
         """Return the loss and the options that it reads, as JSON values."""
         read = self.definition.available_options | {"loss"} | ({"rewarded"} if self.is_policy else set())
+        if self.sequence_of == "trajectory":
+            read -= {"sequence_of"}  # runs of before this option have no record of it
         record = {name: value for name, value in asdict(self).items() if name in read}
         values = {"loss_constants": dict(self.loss_constants), "importance_mask": _as_list(self.importance_mask)}
         return {name: values.get(name, value) for name, value in record.items()}
