@@ -157,7 +157,7 @@ def main() -> None:
 
 def _run() -> None:
     try:
-        commands()
+        commands(prog_name="treepack")  # also under python -m
     except TreepackError as error:
         from treepack.files.remote.cache import addresses_in
 
