@@ -89,7 +89,7 @@ WRONG_INPUTS = {
     "train data --model m.json --out run --resume --rows-per-step 3 --eval data": "run: cannot resume: --eval was not "
     "given when the run started and is given now; --lr was 0.5 when the run started and is 1e-05 now; --rows-per-step "
     "was 8 when the run started and is 3 now; restore them, or start a new --out",
-    "train data --model m.json --out old --resume --lr 0.5": "old: cannot resume: --optimizer was 'adamw-8bit' when "
+    "train data --model m.json --out old --resume --lr 0.5": "old: cannot resume: --loss-scale was 'dynamic' when "
     "the run started, and this treepack has no such option; continue with treepack 0.1.0, which started it, or start "
     "a new --out",
     "train none --model m.json --verify": MISSING,
@@ -198,7 +198,7 @@ def write_inputs(folder: Path) -> Path:
     }
     (folder / "run" / RUN).write_text(json.dumps(record))
     (folder / "old").mkdir()
-    removed = {**record, "treepack": "0.1.0", "options": {**options.fixed_options, "optimizer": "adamw-8bit"}}
+    removed = {**record, "treepack": "0.1.0", "options": {**options.fixed_options, "loss_scale": "dynamic"}}
     (folder / "old" / RUN).write_text(json.dumps(removed))
     return folder
 
