@@ -20,7 +20,7 @@ _OUT = "out overwrite"
 # Names of options without dashes, by heading, by command; an option that is in none comes last.
 SECTIONS: dict[str, dict[str, str]] = {
     "stats": {
-        "What is shown": "json verbose check trie effective-ratio predictions segment",
+        "Output": "json verbose check trie effective-ratio predictions segment",
         "Forecast": "model device capacity balance",
         **_SEARCH,
         **_READING,
@@ -35,7 +35,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         **_READING,
         **_COMMAND,
     },
-    "show": {"What is shown": "trajectory group row text full json", **_READING, **_COMMAND},
+    "show": {"Output": "trajectory group row text full json", **_READING, **_COMMAND},
     "prepare": {
         "Output": f"{_OUT} advantages",
         **_READING,
@@ -81,14 +81,14 @@ SECTIONS: dict[str, dict[str, str]] = {
         "KL from a reference (policy losses)": "kl kl-estimator",
         "Constants and values of single losses": "beta loss-constant value-coef value-clip",
         "Distillation (policy losses)": "distill distill-beta teacher-kl teacher-baseline teacher",
-        "Override what the run chooses": "dtype compile attention checkpoint-layers offload-checkpoints "
+        "Choices of the run": "dtype compile attention checkpoint-layers offload-checkpoints "
         "offload-optimizer carry pass-tokens loss-chunk sequence-ranks expert-ranks whole-weights blocks",
         "Devices and storage": "device gather-dtype cache cache-size",
         "Verification": "verify verify-rows help",
     },
     "logprobs": {
         "Model and output": f"model quantize {_OUT}",
-        "What is written": "column top-k groups entropies temperature ignore-temperature",
+        "Columns": "column top-k groups entropies temperature ignore-temperature",
         "Speed and memory": "carry pass-tokens loss-chunk dtype attention sequence-ranks",
         "Device and experts": "device seed routes",
         **_COMMAND,
