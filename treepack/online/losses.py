@@ -5,6 +5,8 @@ padded log-probabilities of tree_logprobs_like, advantages --sequence_loss--> lo
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -56,23 +58,8 @@ def sequence_loss(
         "term_ref_logprob": ref_logprobs,
         "term_advantage": advantages if advantages.ndim == 2 else advantages[:, None].expand(-1, scored.shape[1]),
     }
-    denominator = objective.weighing
-    is_known = denominator.unit != "group" and denominator.column is None
-    if not objective.is_policy or objective.has_values or not is_known:
-        raise TreepackError(
-            f"sequence_loss: the loss is {objective.name} with the denominator {objective.denominator}; expected a "
-            "policy loss without values, and token, trajectory, rollout or global"
-        )
-    if (rollouts is None) == objective.is_by_rollout:
-        raise TreepackError(
-            f"sequence_loss: the denominator is {objective.denominator} and a sequence is a {objective.sequence_of}; "
-            "give rollouts if one of them is rollout, else none"
-        )
+    _check_request(objective, given, has_entropies=entropies is not None, has_rollouts=rollouts is not None)
     places = None if rollouts is None else torch.from_numpy(first_of_each(rollouts.cpu().numpy()).astype(np.int32))
-    missing = [name for name in objective.columns if given.get(name) is None]
-    if missing or (entropies is None and objective.entropy):
-        name = f"{missing[0].removeprefix('term_')}s" if missing else "entropies"
-        raise TreepackError(f"sequence_loss: the loss {objective.name} with these options needs {name}")
     sequence, place = scored.nonzero(as_tuple=True)
     columns = {name: None if each is None else each.detach()[sequence, place] for name, each in given.items()}
     own = logprobs[sequence, place]
@@ -91,7 +78,7 @@ def sequence_loss(
     )
     counts = scored.sum(1).double().cpu().numpy()
     factors = denominator_factors(
-        denominator,
+        objective.weighing,
         counts,
         np.ones(len(counts)),
         np.arange(len(counts)) if rollouts is None else rollouts.cpu().numpy(),
@@ -101,3 +88,25 @@ def sequence_loss(
     )
     spread = torch.zeros_like(own) if entropies is None else entropies[sequence, place]
     return objective_loss(own, spread, terms, torch.from_numpy(factors).to(own.device), objective)
+
+
+def _check_request(
+    objective: Objective, given: Mapping[str, Tensor | None], *, has_entropies: bool, has_rollouts: bool
+) -> None:
+    """Refuse a loss or denominator that `sequence_loss` lacks, and a tensor that is missing or has no use."""
+    denominator = objective.weighing
+    is_known = denominator.unit != "group" and denominator.column is None
+    if not objective.is_policy or objective.has_values or not is_known:
+        raise TreepackError(
+            f"sequence_loss: the loss is {objective.name} with the denominator {objective.denominator}; expected a "
+            "policy loss without values, and token, trajectory, rollout or global"
+        )
+    if has_rollouts != objective.is_by_rollout:
+        raise TreepackError(
+            f"sequence_loss: the denominator is {objective.denominator} and a sequence is a {objective.sequence_of}; "
+            "give rollouts if one of them is rollout, else none"
+        )
+    missing = [name for name in objective.columns if given.get(name) is None]
+    if missing or (objective.entropy and not has_entropies):
+        name = f"{missing[0].removeprefix('term_')}s" if missing else "entropies"
+        raise TreepackError(f"sequence_loss: the loss {objective.name} with these options needs {name}")
