@@ -36,7 +36,8 @@ from train_step import DRY_RUN_MODEL, POSITIONS, as_chains, work_of
 from training_rows import flat_rows, make_row
 from workloads import row_of_nodes
 
-from treepack.costs.model_cost import PRESETS, operations, shape_of
+from treepack.costs.model_cost import operations, shape_of
+from treepack.costs.presets import PRESETS
 from treepack.data.batch import Batch
 from treepack.model.forward import prepare_batch, row_loss
 from treepack.model.layers import adapt_layers

@@ -37,7 +37,8 @@ from torch.nn.functional import silu
 from workloads import Workload, make_workload, star
 
 from treepack.attention import IMPLEMENTATIONS, row_multiple
-from treepack.costs.model_cost import PRESETS, FlopCount, operations, shape_of
+from treepack.costs.model_cost import FlopCount, operations, shape_of
+from treepack.costs.presets import PRESETS
 from treepack.data.batch import Batch, make_batch
 from treepack.model.experts.interface import compute_experts, implementation_of
 from treepack.model.experts.lora import ExpertAdapter

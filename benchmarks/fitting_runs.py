@@ -47,7 +47,7 @@ import torch
 from compilations import made_on
 from measure import alloc_retries, device_name
 
-from treepack.costs.model_cost import PRESETS
+from treepack.costs.presets import PRESETS
 from treepack.errors import TreepackError
 from treepack.memory.device_memory import MemoryMeter, gpu_meter
 from treepack.model.adapters.lora_options import LoraOptions

@@ -48,7 +48,8 @@ from torch import Tensor
 from training_rows import count_work, flat_rows, load_rows, tree_rows
 from workloads import WORKLOADS, make_workload, star
 
-from treepack.costs.model_cost import PRESETS, ModelShape, operations, shape_of
+from treepack.costs.model_cost import ModelShape, operations, shape_of
+from treepack.costs.presets import PRESETS
 from treepack.data.batch import Batch
 from treepack.model.forward import prepare_batch, row_loss
 from treepack.model.layers import adapt_layers

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from train_step import DRY_RUN_MODEL, POSITIONS
 
-from treepack.costs.model_cost import PRESETS
+from treepack.costs.presets import PRESETS
 from treepack.data.prefetch import Prefetch
 from treepack.files.manifest import read_manifest
 from treepack.train.loop import train

@@ -37,7 +37,7 @@ from torch import distributed
 from training_rows import tree_rows
 from workloads import agent_tree, chains
 
-from treepack.costs.model_cost import PRESETS
+from treepack.costs.presets import PRESETS
 from treepack.data.batch import Batch
 from treepack.model.experts.weights import cast_once
 from treepack.model.forward import WholeRows

@@ -37,7 +37,8 @@ from workloads import WORKLOADS, chains, make_workload, star
 
 from treepack.analysis.forecast import ForecastLine, row_work
 from treepack.attention.chains import ChainRows
-from treepack.costs.model_cost import PRESETS, FlopCount, ModelShape, operations, shape_of
+from treepack.costs.model_cost import FlopCount, ModelShape, operations, shape_of
+from treepack.costs.presets import PRESETS
 from treepack.data.batch import Batch
 from treepack.data.dataset import PackedDataset
 from treepack.files.manifest import read_manifest

@@ -41,7 +41,8 @@ from datasets import Dataset
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from treepack.costs.model_cost import PRESETS, FlopCount, operations, shape_of
+from treepack.costs.model_cost import FlopCount, operations, shape_of
+from treepack.costs.presets import PRESETS
 from treepack.integrations.trl import tree_trainer
 from treepack.online import OnlineOptions
 

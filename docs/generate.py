@@ -32,7 +32,8 @@ import pyarrow as pa
 import support_table
 
 import treepack
-from treepack.costs import model_cost as shapes
+from treepack.costs.model_cost import read_shape
+from treepack.costs.presets import PRESETS
 from treepack.files import schema
 from treepack.files.manifest import Provenance
 from treepack.ingest.readers.fields import rollout_facts as fields
@@ -208,8 +209,8 @@ def _gone() -> str:
 
 def _models() -> str:
     lines = ["| preset | token | target | 1,000 pairs |", "|---|---|---|---|"]
-    for name in shapes.PRESETS:
-        shape = shapes.read_shape(name)
+    for name in PRESETS:
+        shape = read_shape(name)
         counts = (shape.per_token / 1e9, shape.output / 1e9, shape.scores / 1e6)
         lines.append(f"| `{name}` | " + " | ".join(f"{count:.3g}" for count in counts) + " |")
     return "\n".join(lines) + "\n"

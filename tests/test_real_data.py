@@ -9,7 +9,8 @@ import pytest
 from support.manifests import manifest_of
 from support.paths import REAL, ROOT
 from treepack.analysis.capacities import forecast_lines, plan_capacities
-from treepack.costs.model_cost import PRESETS, operations, read_shape, shape_of
+from treepack.costs.model_cost import operations, read_shape, shape_of
+from treepack.costs.presets import PRESETS
 from treepack.ingest.options import BuildOptions
 from treepack.ingest.stream import read, usable
 from treepack.pack.capacity import fit_capacity

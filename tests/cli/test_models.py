@@ -10,7 +10,8 @@ import pytest
 from support.command_line import Run
 from support.model_table import ACCEPTED, REFUSED
 from treepack.analysis.forecast import read_device
-from treepack.costs.model_cost import PRESETS, FlopCount, operations, read_shape
+from treepack.costs.model_cost import FlopCount, operations, read_shape
+from treepack.costs.presets import PRESETS
 
 
 def test_the_list_has_every_family_with_its_verdict(treepack: Run) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from support.refusal import refusal
-from treepack.costs.model_cost import PRESETS, FlopCount, operations, read_shape, shape_of
+from treepack.costs.model_cost import FlopCount, operations, read_shape, shape_of
+from treepack.costs.presets import PRESETS
 from treepack.errors import TreepackError
 
 SIZES = {

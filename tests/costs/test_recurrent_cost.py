@@ -14,7 +14,8 @@ from support.paths import SAMPLE_DATA
 from support.refusal import refusal
 from support.tiny_families import DELTA_RULE
 from treepack.analysis.capacities import forecast_lines, plan_capacities
-from treepack.costs.model_cost import PRESETS, FlopCount, ModelShape, operations, read_shape, shape_of
+from treepack.costs.model_cost import FlopCount, ModelShape, operations, read_shape, shape_of
+from treepack.costs.presets import PRESETS
 from treepack.errors import TreepackError
 from treepack.ingest.options import BuildOptions
 from treepack.trie.directory import read_to_trie

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treepack.costs.model_cost import PRESETS
 from treepack.costs.model_fields import Config
+from treepack.costs.presets import PRESETS
 from treepack.memory.model_memory import PARAMETER_BYTES, ModelMemory, NoPieces, memory_of, read_memory
 
 GIB = 1 << 30

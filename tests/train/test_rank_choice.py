@@ -16,7 +16,7 @@ from support.rank_processes import Case, train_over
 from support.refusal import refusal
 from support.simulated_device import ScriptedMemory
 from support.strategies import make
-from treepack.costs.model_cost import PRESETS
+from treepack.costs.presets import PRESETS
 from treepack.memory.model_memory import ModelMemory, count_weights, memory_of
 from treepack.model.adapters.adapter import save_adapter
 from treepack.model.adapters.lora_options import LoraOptions

@@ -14,7 +14,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from treepack.costs.model_cost import PRESETS, language_model, read_model_fields, shape_of
+from treepack.costs.model_cost import language_model, read_model_fields, shape_of
+from treepack.costs.presets import PRESETS
 from treepack.errors import TreepackError
 from treepack.memory.model_memory import count_weights, memory_of
 
