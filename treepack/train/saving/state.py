@@ -179,8 +179,9 @@ def _empty_states(
     for name, (place, group, parameter) in zip(order, parameter_places(optimiser), strict=True):
         if name in saved:
             prepare_state(optimiser, place, group, parameter)
-            # Several parameters share a table of bitsandbytes, and each of them has its own here.
             values = dict(optimiser.state.pop(parameter))
+            # Parameters share the tables of bitsandbytes, which the bytes of a file must not change.
+            values |= {key: value.clone() for key, value in values.items() if key.startswith("qmap")}
             if values.keys() != saved[name]:
                 raise TreepackError(f"{path}: the optimiser's state of {name} is not complete; take another checkpoint")
             states[name] = values
